@@ -1,0 +1,22 @@
+"""amoeba-jax: LLM serving whose tensor-parallel degree is a run-time property."""
+
+from typing import TYPE_CHECKING, Any
+
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from amoeba_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from amoeba_jax.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestMetrics", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    # `LLM` brings JAX along: import it when it is asked for, so that settings alone import in a moment.
+    if name == "LLM":
+        from amoeba_jax.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,19 @@
+"""Weights on disk: finding a model and reading it tensor by tensor, under Hugging Face names."""
+
+from amoeba_jax.checkpoint.base import Checkpoint
+from amoeba_jax.checkpoint.default_model import DEFAULT_MODEL, ensure_default_model
+from amoeba_jax.checkpoint.gguf_file import GGUFCheckpoint, open_gguf
+from amoeba_jax.checkpoint.resolve import ResolvedModel, open_checkpoint, resolve_model
+from amoeba_jax.checkpoint.safetensors_file import SafetensorsCheckpoint
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "Checkpoint",
+    "GGUFCheckpoint",
+    "ResolvedModel",
+    "SafetensorsCheckpoint",
+    "ensure_default_model",
+    "open_checkpoint",
+    "open_gguf",
+    "resolve_model",
+]

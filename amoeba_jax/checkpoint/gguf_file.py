@@ -1,0 +1,272 @@
+"""A GGUF file of the Llama and Qwen families, seen as a Hugging Face checkpoint."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+from amoeba_jax.checkpoint.base import MappedFile
+from amoeba_jax.checkpoint.cache import cache_root, cached_directory
+from amoeba_jax.checkpoint.gguf_tokenizer import write_tokenizer
+from amoeba_jax.errors import CheckpointError
+
+CONVERTER_VERSION = "1"
+"""Raised whenever the files made from a GGUF file change, so that cached ones are made again."""
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQS = "rope_freqs.weight"
+
+PLAIN_DTYPES = {
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies and how it is stored."""
+
+    stored_name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]  # in elements of a plain dtype, in bytes for a quantised kind
+    offset: int
+
+
+class GGUFCheckpoint:
+    """Reads the metadata at once, tensors when asked; see `Checkpoint`. Quantised tensors read as float32.
+
+    Raises `CheckpointError` for a damaged file, and for an architecture or a tensor without counterpart here.
+    """
+
+    def __init__(self, path: Path):
+        self.directory: Path | None = None
+        """None until the tokenizer files are written; `open_gguf` does it."""
+        self._path = path
+        try:
+            # The reader makes an array of each string: 2 s and 130 MB for 49,152 tokens. So it is not kept.
+            reader = GGUFReader(path)
+            self._metadata = {key: field.contents() for key, field in reader.fields.items()}
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            raise CheckpointError(
+                f"{path} ({path.stat().st_size} bytes) is truncated or not GGUF ({error}): download it again"
+            ) from error
+        self._architecture = str(self._metadata.get("general.architecture"))
+        if self._architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{path} has the architecture {self._architecture!r}: "
+                f"only {', '.join(ARCHITECTURES)} can be read from GGUF"
+            )
+        stored = [
+            Entry(
+                tensor.name,
+                tensor.tensor_type,
+                tuple(int(size) for size in reversed(tensor.shape)),
+                tensor.data.shape,
+                tensor.data_offset,
+            )
+            for tensor in reader.tensors
+        ]
+        del reader
+        self._file = MappedFile(path)
+        self._entries = {self._hf_name(e.stored_name): e for e in stored if e.stored_name != ROPE_FREQS}
+        rope_freqs = next((self._read(e) for e in stored if e.stored_name == ROPE_FREQS), None)
+        self.config: dict[str, Any] = self._make_config(rope_freqs)
+
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of all tensors."""
+        return frozenset(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The Hugging Face shape, `[out, in]` for a matrix."""
+        return self._entry(name).shape
+
+    def read(self, name: str) -> np.ndarray:
+        """Tensor `name`: float32, float16 or bfloat16 where stored so, float32 where quantised."""
+        entry = self._entry(name)
+        array = self._read(entry)
+        if self._architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
+            heads = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
+            return unpermute(array, self.config[heads])
+        return array
+
+    def release(self) -> None:
+        """Drop the resident pages."""
+        self._file.release()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer files, made from the file's own vocabulary, into `directory`."""
+        write_tokenizer(self._metadata, self.config["max_position_embeddings"], directory)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(
+                f"no tensor {name!r} in {self._path} ({len(self._entries)} tensors): it is incomplete"
+            )
+        return self._entries[name]
+
+    def _read(self, entry: Entry) -> np.ndarray:
+        if entry.kind in PLAIN_DTYPES:
+            return self._file.view(PLAIN_DTYPES[entry.kind], entry.shape, entry.offset)
+        try:
+            return dequantize(
+                self._file.view(np.dtype(np.uint8), entry.stored_shape, entry.offset), entry.kind
+            )
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "
+                f"which the gguf package cannot dequantise: use a file quantised in another way"
+            ) from error
+
+    def _hf_name(self, stored_name: str) -> str:
+        if stored_name in GLOBAL_NAMES:
+            return GLOBAL_NAMES[stored_name]
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", stored_name)
+        if not found or found[2] not in LAYER_NAMES:
+            raise CheckpointError(
+                f"{self._path} has a tensor {stored_name!r}, which no dense {self._architecture} model has: "
+                f"mixtures of experts and variants are not read from GGUF; use the safetensors directory"
+            )
+        return f"model.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
+
+    def _make_config(self, rope_freqs: np.ndarray | None) -> dict[str, Any]:
+        heads = self._number("attention.head_count")
+        hidden = self._number("embedding_length")
+        head_dim = self._number("attention.key_length", hidden // heads)
+        context = self._number("context_length")
+        if (rotary := self._number("rope.dimension_count", head_dim)) != head_dim:
+            raise CheckpointError(
+                f"{self._path} rotates {rotary} of {head_dim} head dimensions: all are required"
+            )
+        window = self._number("attention.sliding_window", 0)
+        if 0 < window < context:
+            raise CheckpointError(
+                f"{self._path} uses sliding-window attention ({window} of {context} tokens), "
+                f"which is not read from GGUF: use the safetensors directory"
+            )
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": self._number("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "vocab_size": self.shape("model.embed_tokens.weight")[0],
+            "max_position_embeddings": context,
+            "rms_norm_eps": _shortest(self._number("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _shortest(self._number("rope.freq_base", 10000.0)),
+            "rope_scaling": self._rope_scaling(rope_freqs, head_dim),
+            "tie_word_embeddings": "lm_head.weight" not in self._entries,
+            "torch_dtype": "bfloat16",
+        }
+        if self._architecture != "qwen2":  # which has biases by definition, and no such key
+            config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._entries
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            config[f"{role}_token_id"] = self._metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return config
+
+    def _rope_scaling(self, rope_freqs: np.ndarray | None, head_dim: int) -> dict[str, Any] | None:
+        kind = self._metadata.get(f"{self._architecture}.rope.scaling.type", "none")
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
+        if rope_freqs is not None:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": _shortest(float(rope_freqs.max())),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+            expected = llama3_factors(scaling, head_dim, self._number("rope.freq_base", 10000.0))
+            if rope_freqs.shape != expected.shape or not np.allclose(rope_freqs, expected, rtol=1e-4):
+                raise CheckpointError(
+                    f"{self._path} scales its rotary frequencies by a table ({ROPE_FREQS}) that is not "
+                    f"Llama 3's (8192 tokens, factors 1 and 4): use the safetensors directory"
+                )
+            return scaling
+        if kind not in ("none", "linear"):
+            raise CheckpointError(
+                f"{self._path} has rope.scaling.type {kind!r}: only 'linear' and Llama 3's table are read "
+                f"from GGUF; use the safetensors directory"
+            )
+        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": _shortest(factor)}
+
+    def _number(self, key: str, default: Any = None) -> Any:
+        value = self._metadata.get(f"{self._architecture}.{key}", default)
+        if isinstance(value, list) and len(set(value)) == 1:  # given layer by layer
+            value = value[0]
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{self._path} gives {self._architecture}.{key} as {value!r}: "
+                f"one number for all layers is required"
+            )
+        return value
+
+
+def open_gguf(path: Path) -> GGUFCheckpoint:
+    """Open a GGUF file. Its tokenizer files go to the cache, keyed by its path, size and time of change."""
+    checkpoint = GGUFCheckpoint(path)
+    status = path.stat()
+    key = hashlib.sha256(
+        f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
+    ).hexdigest()
+    target = cache_root() / "tokenizers" / f"{path.stem}-{key[:16]}"
+    # A tokenizer.json of 150,000 tokens takes 11 MB.
+    checkpoint.directory = cached_directory(target, CONVERTER_VERSION, checkpoint.write_tokenizer, 20_000_000)
+    return checkpoint
+
+
+def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a query or key projection (or its bias) from llama.cpp's rotary order back to Hugging Face's.
+
+    llama.cpp pairs neighbouring rows of a head, Hugging Face a row of the first half with one of the second.
+    Inverts `LlamaModel.permute` of llama.cpp's `convert_hf_to_gguf.py`.
+    """
+    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
+    """float32[head_dim / 2]: what Llama 3.1 divides each rotary frequency by (Meta's `apply_scaling`)."""
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,181 @@
+"""A Hugging Face model directory with safetensors weights, in one file or in shards."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from amoeba_jax.checkpoint.base import MappedFile
+from amoeba_jax.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies."""
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsCheckpoint:
+    """Reads `config.json` and the headers at once, tensors when asked; see `Checkpoint`.
+
+    Tensors are views of the mapped file. `safe_open` checks each header, but its numpy arrays are copies.
+
+    Raises `CheckpointError` for anything missing, truncated or corrupt, before the first tensor is read.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory: Path | None = directory
+        self._root = directory
+        self.config: dict[str, Any] = _read_json(directory / "config.json", "Hugging Face model directory")
+        self._entries: dict[str, Entry] = {}
+        self._files: dict[str, MappedFile] = {}
+        wanted = _wanted_shards(directory)
+        for shard, tensors in wanted.items():
+            path = directory / shard
+            found = _read_header(path)
+            if missing := sorted(tensors - found.keys()):
+                raise CheckpointError(
+                    f"{path} has no tensor {missing[0]!r}, which {INDEX} places there "
+                    f"({len(missing)} of {len(tensors)} missing): download the shard and the index again"
+                )
+            self._entries |= found
+            self._files[shard] = MappedFile(path)
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors in all shards."""
+        return frozenset(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`, from the header."""
+        return self._entry(name).shape
+
+    def read(self, name: str) -> np.ndarray:
+        """Tensor `name`: float32, float16 or bfloat16 as stored; other dtypes raise `CheckpointError`."""
+        entry = self._entry(name)
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} in {self._root / entry.shard} has dtype {entry.dtype}, "
+                f"but only {', '.join(DTYPES)} can be loaded: convert the checkpoint to bfloat16"
+            )
+        return self._files[entry.shard].view(DTYPES[entry.dtype], entry.shape, entry.offset)
+
+    def release(self) -> None:
+        """Drop the resident pages of all shards."""
+        for file in self._files.values():
+            file.release()
+
+    def close(self) -> None:
+        """Let go of all shards."""
+        for file in self._files.values():
+            file.close()
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            where = self._root / (WEIGHTS if WEIGHTS in self._files else INDEX)
+            raise CheckpointError(
+                f"no tensor {name!r} in {where} ({len(self._entries)} tensors): "
+                f"the weights do not belong to this config.json"
+            )
+        return self._entries[name]
+
+
+def _wanted_shards(directory: Path) -> dict[str, set[str]]:
+    """Shard file names, each with the tensors that the index places in it (none known for a single file)."""
+    if (directory / INDEX).is_file():
+        weight_map = _read_json(directory / INDEX, "sharded checkpoint").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX} has no weight_map: download the index again")
+        shards: dict[str, set[str]] = {}
+        for name, shard in weight_map.items():
+            # An index names plain files; a path would read outside the model's directory.
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(
+                    f"{directory / INDEX} places {name!r} in {shard!r}, which is no file name"
+                )
+            shards.setdefault(shard, set()).add(name)
+        if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
+            raise CheckpointError(
+                f"{directory} lacks {absent[0]} ({len(absent)} of {len(shards)} shards missing), "
+                f"which {INDEX} names: download the missing shards"
+            )
+        return shards
+    if (directory / WEIGHTS).is_file():
+        return {WEIGHTS: set()}
+    if pickled := sorted(directory.glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"{directory} holds only pickled weights ({pickled[0].name}), which can run code and are not "
+            f"read: convert them to safetensors (transformers: model.save_pretrained(directory))"
+        )
+    if ggufs := sorted(directory.glob("*.gguf")):
+        raise CheckpointError(f"{directory} holds a GGUF file: give the path of the file itself, {ggufs[0]}")
+    raise CheckpointError(f"{directory} holds no weights: expected {WEIGHTS}, or {INDEX} and its shards")
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """The entries of one safetensors file, checked against the file's size."""
+    actual = path.stat().st_size
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(_describe_damage(path, actual, str(error))) from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Entry(path.name, spec["dtype"], tuple(spec["shape"]), 8 + length + spec["data_offsets"][0])
+        for name, spec in header.items()
+    }
+
+
+def _describe_damage(path: Path, actual: int, reason: str) -> str:
+    """What is wrong with a file that `safe_open` refuses, with the size it should have if that is known."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        text = file.read(length) if length <= actual else b""
+    if len(start) < 8 or length > actual - 8:
+        # A header length beyond the file is a cut file or no safetensors file; the size alone cannot tell.
+        return (
+            f"{path} is truncated or not a safetensors file: its {actual} bytes end inside the header "
+            f"({reason}): download it again"
+        )
+    try:
+        specs = [spec for name, spec in json.loads(text).items() if name != "__metadata__"]
+        expected = 8 + length + max((spec["data_offsets"][1] for spec in specs), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f"{path} has a corrupt header ({reason}): download it again"
+    if expected != actual:
+        state = "truncated" if actual < expected else "followed by stray bytes"
+        return f"{path} is {state}: expected {expected} bytes, found {actual}: download it again"
+    return f"{path} is damaged ({reason}): download it again"
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is not a {what}: it has no {path.name}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a JSON {type(content).__name__}, not an object: download it again"
+        )
+    return content

@@ -1,0 +1,97 @@
+"""What a user chooses when starting an engine."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from amoeba_jax.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. Every field can be given to `LLM(...)` by name.
+
+    Raises `ConfigError` on construction for a value that cannot work, naming it and the limit.
+    """
+
+    model: str = "smollm2-135m"
+    """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
+    num_devices: int = 1
+    """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
+    tensor_parallel_size: int = 1
+    """Degree that instances start with: `num_devices / tensor_parallel_size` instances."""
+    max_tensor_parallel_size: int | None = None
+    """Largest degree that instances may be given (1, 2 or 4). Default: 4, or fewer where there are fewer devices."""
+    dtype: str = "auto"
+    """Weights, cache and activations: float32, bfloat16 or float16. `auto`: the model's own on GPU, f32 on CPU."""
+    device_memory: str | int | None = None
+    """Budget per device, such as "2GiB". Default: on CPU 2 GiB, on GPU `memory_utilization` of the device."""
+    memory_utilization: float = 0.9
+    """Share of a GPU's memory to use where `device_memory` is not given."""
+    page_size: int = 16
+    """Tokens per KV page, a power of two."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens. Default: what the model was trained for, or the largest layout holds."""
+    max_num_seqs: int = 32
+    """Sequences that one instance decodes at once."""
+    max_num_batched_tokens: int = 256
+    """Tokens of a prompt that one step of an instance computes; longer prompts take several steps."""
+    segment_layers: int = 32
+    """Layers compiled into one executable. Deeper models run as several launches of one such executable."""
+    transform_attention: bool = False
+    """Also store the attention projections as extents that a transformation may release."""
+    compile_cache: str | None = None
+    """Directory of the persistent compilation cache. Default: in the user cache directory; "" turns it off."""
+    seed: int = 0
+    """Seed for requests that set none."""
+
+    def __post_init__(self) -> None:
+        if self.num_devices not in (1, 2, 4, 8):
+            raise ConfigError(f"num_devices={self.num_devices!r} is not supported: it must be 1, 2, 4 or 8")
+        degrees = [d for d in (1, 2, 4) if d <= self.num_devices]
+        if self.max_tensor_parallel_size is not None and self.max_tensor_parallel_size not in degrees:
+            raise ConfigError(
+                f"max_tensor_parallel_size={self.max_tensor_parallel_size!r} is not supported with "
+                f"num_devices={self.num_devices}: it must be one of {degrees}"
+            )
+        allowed = [d for d in degrees if d <= self.max_tp]
+        if self.tensor_parallel_size not in allowed:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported with num_devices="
+                f"{self.num_devices} and max_tensor_parallel_size={self.max_tp}: it must be one of {allowed}"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not supported: it must be one of {', '.join(DTYPES)}")
+        if not _is_power_of_two(self.page_size) or self.page_size > 256:
+            raise ConfigError(f"page_size={self.page_size!r} must be a power of two from 1 to 256")
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be in (0, 1]")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if not _is_power_of_two(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")
+        for name in ("segment_layers", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a positive integer")
+
+    @property
+    def max_tp(self) -> int:
+        """Largest tensor-parallel degree of this engine."""
+        return self.max_tensor_parallel_size or min(self.num_devices, 4)
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
+        """Build from keyword arguments; an unknown name gets a `ConfigError` that lists the known ones."""
+        known = {field.name for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{name!r} is not an EngineConfig field: known are {', '.join(sorted(known))}")
+        if isinstance(values.get("model"), Path):
+            values = values | {"model": str(values["model"])}
+        return cls(**values)
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return isinstance(value, int) and value > 0 and value & (value - 1) == 0

@@ -1,0 +1,98 @@
+"""The inputs of one step, packed into a single integer array per rank: one host-to-device copy a step."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Int32
+
+FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Static shape of a step: the bucket that its executable is compiled for.
+
+    Attributes:
+        groups: `(B, T)` for each query group: B sequences of T tokens each. Decode is `((B, 1),)`.
+        table_width: pages per sequence in the block tables.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    table_width: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(batch * length for batch, length in self.groups)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of the step."""
+        return sum(batch for batch, _ in self.groups)
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Offset and shape of every field in a rank's packed row."""
+        rows, tokens = (self.num_rows,), (self.num_tokens,)
+        shapes = {
+            "tokens": tokens,
+            "positions": tokens,
+            "last_token": rows,
+            "tables": (self.num_rows, self.table_width),
+            "num_pages": rows,
+            "seeds": rows,
+            "top_k": rows,
+        } | dict.fromkeys(FLOAT_FIELDS, rows)
+        offsets, total = {}, 0
+        for name, shape in shapes.items():
+            offsets[name] = (total, shape)
+            total += math.prod(shape)
+        return offsets
+
+    @cached_property
+    def packed_size(self) -> int:
+        offset, shape = list(self.fields.values())[-1]
+        return offset + math.prod(shape)
+
+    def __str__(self) -> str:
+        return "+".join(f"{batch}x{length}" for batch, length in self.groups)
+
+
+class StepBatch:
+    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`.
+
+    Fields (the same for all ranks but `tables`): `tokens`, `positions` `[N]` (-1: padding), `last_token` `[R]`
+    index of each row's last token among the N, `tables` `[tp, R, W]` local page ids, `num_pages` `[R]`, and the
+    sampling settings `seeds`, `top_k`, `temperature`, `top_p`, `min_p` `[R]`.
+    """
+
+    def __init__(self, shape: BatchShape, tp: int):
+        self.shape = shape
+        self.packed: Int32[np.ndarray, "tp size"] = np.zeros((tp, shape.packed_size), np.int32)
+        self.set("positions", np.full(shape.num_tokens, -1))
+        self.set("top_p", np.ones(shape.num_rows))
+
+    def set(self, name: str, values: np.ndarray) -> None:
+        """Fill a field, on every rank alike."""
+        offset, shape = self.shape.fields[name]
+        values = np.asarray(values, np.float32).view(np.int32) if name in FLOAT_FIELDS else np.asarray(values)
+        self.packed[:, offset : offset + math.prod(shape)] = values.astype(np.int32).reshape(-1)
+
+    def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
+        """Fill the block table of one row, each rank's own."""
+        offset, (_, width) = self.shape.fields["tables"]
+        start = offset + row * width
+        self.packed[:, start : start + table.shape[1]] = table
+
+
+def unpack(packed: Int32[jax.Array, " size"], shape: BatchShape) -> dict[str, jax.Array]:
+    """Fields of one rank's packed row, inside a program."""
+    out = {}
+    for name, (offset, field_shape) in shape.fields.items():
+        value = lax.slice(packed, (offset,), (offset + math.prod(field_shape),)).reshape(field_shape)
+        out[name] = lax.bitcast_convert_type(value, jnp.float32) if name in FLOAT_FIELDS else value
+    return out

@@ -1,0 +1,72 @@
+"""How a device's memory is divided between weights, KV cache and temporaries."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.errors import MemoryBudgetError
+from amoeba_jax.models.dims import ModelDims
+from sharding.ledger import format_bytes, parse_bytes
+
+DEFAULT_CPU_MEMORY = "2GiB"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Budget of one device in bytes, and what it is to hold."""
+
+    budget_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    page_bytes: int
+    """One page of one layer."""
+    num_pages: int
+    """Pages of each layer's KV extent."""
+
+
+def device_budget(config: EngineConfig, device: jax.Device) -> int:
+    """Bytes that the engine may use on a device."""
+    if config.device_memory is not None:
+        return parse_bytes(config.device_memory)
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * config.memory_utilization)
+    return parse_bytes(DEFAULT_CPU_MEMORY)
+
+
+def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
+    """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
+
+    Programs report their real figure once compiled, which is then held against this reservation.
+    """
+    tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    heads, model = dims.heads, dims.config
+    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_chunk * dims.max_tp
+    per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
+    # Scores and weights of one block of keys, f32, with their masks.
+    per_token += 4 * heads.kv_heads * heads.group * 128
+    logits = 8 * config.max_num_seqs * dims.vocab_chunk * dims.max_tp
+    return 4 * (tokens * per_token + logits)
+
+
+def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
+    """Give weights and temporaries what they need and the KV cache the rest.
+
+    Raises `MemoryBudgetError` if the weights do not fit or nothing is left for a single page, saying how much is
+    needed.
+    """
+    budget = device_budget(config, device)
+    activations = activation_estimate(dims, config)
+    page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
+    all_layers = page_bytes * dims.config.num_layers
+    num_pages = (budget - weight_bytes - activations) // all_layers
+    if num_pages < 1:
+        need = weight_bytes + activations + all_layers
+        raise MemoryBudgetError(
+            f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
+            f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)} and one KV page of all layers "
+            f"{format_bytes(all_layers)}: at least {format_bytes(need)} ({need} bytes) per device"
+        )
+    return MemoryPlan(budget, weight_bytes, activations, page_bytes, num_pages)

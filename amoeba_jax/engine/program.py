@@ -1,0 +1,190 @@
+"""A step of one segment as a program: built, compiled ahead of time, and checked for in-place cache updates."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from amoeba_jax.engine.batch import BatchShape, unpack
+from amoeba_jax.engine.sampler import sample
+from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.layers import QueryGroup, StepContext
+from kvcache.page_lists import split_by_extent
+from sharding.mesh import TP_AXIS, SubMesh
+from sharding.params import ParamSpec
+
+Result = Literal["tokens", "logits"]
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What an executable is for. Two steps with equal keys run the same executable.
+
+    Attributes:
+        devices: indices of the group's devices in the pool.
+        segment: layers, embedding, head.
+        batch: bucket of the step.
+        extent_pages: pages of each KV extent of a layer, the same for all layers.
+        result: what a head returns: sampled tokens `[R]`, or logits `[N, V]` of every token.
+    """
+
+    devices: tuple[int, ...]
+    segment: SegmentShape
+    batch: BatchShape
+    extent_pages: tuple[int, ...]
+    result: Result = "tokens"
+
+    def __str__(self) -> str:
+        parts = [f"TP{len(self.devices)}{list(self.devices)}", str(self.batch), f"{self.segment.num_layers} layers"]
+        parts += ["embedding"] * self.segment.embedding + [self.result] * self.segment.head
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Call with `(weights, kv, inputs, packed)`: `weights` the segment's leaves as `leaf_specs` orders them, `kv` one
+    list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states `[N, D]` or
+    None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`.
+    Returns `(kv, hidden states, tokens or logits)`.
+    """
+
+    key: StepKey
+    compiled: jax.stages.Compiled
+    compile_s: float
+    temp_bytes: int
+    """Temporaries per device while it runs."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+def leaf_variables(segment: Segment) -> list[nnx.Variable]:
+    """The segment's parameters in the order in which programs take them."""
+    state = nnx.split(segment)[1]
+    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def is_sharded(variable: nnx.Variable) -> bool:
+    """Whether ranks hold different chunks behind this leaf (else all hold the same one)."""
+    metadata = variable.get_metadata()
+    spec: ParamSpec = metadata["spec"]
+    return spec.placement == "sharded" and not metadata.get("whole", False)
+
+
+def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMesh) -> Program:
+    """Lower and compile the step that `key` describes.
+
+    Raises `RuntimeError` if XLA would copy the KV cache instead of updating it in place.
+    """
+    segment = Segment(dims, plan, group.tp)
+    graph, state = nnx.split(segment)
+    variables = leaf_variables(segment)
+    treedef = jax.tree.structure(state)
+    shape = key.batch
+
+    def step(weights: list[jax.Array], kv: list[list[jax.Array]], inputs: jax.Array | None, packed: jax.Array):
+        matrices = [
+            weight.reshape(variable.get_metadata()["spec"].chunk_shape)
+            for weight, variable in zip(weights, variables, strict=True)
+        ]
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, matrices))
+        fields = unpack(packed[0], shape)
+        x = inputs if model.embedding is None else model.embedding(fields["tokens"])
+        if model.layers:
+            context = _context(dims, shape, group.tp, key.extent_pages, fields)
+        new_kv = []
+        for layer, extents in zip(model.layers, kv, strict=True):
+            x, extents = layer(x, extents, context)
+            new_kv.append(extents)
+        if model.head is None:
+            return new_kv, x, None
+        if key.result == "logits":
+            return new_kv, None, model.head(x)
+        logits = model.head(x[fields["last_token"]])
+        tokens = sample(
+            logits,
+            fields["temperature"],
+            fields["top_k"],
+            fields["top_p"],
+            fields["min_p"],
+            fields["seeds"],
+            fields["positions"][fields["last_token"]] + 1,
+        )
+        return new_kv, None, tokens
+
+    dtype = jnp.dtype(dims.dtype)
+    weight_specs = [P(TP_AXIS) if is_sharded(variable) else P() for variable in variables]
+    kv_abstract = [
+        [jax.ShapeDtypeStruct((group.tp * pages, dims.pages.page_elems), dtype) for pages in key.extent_pages]
+        for _ in plan.layers
+    ]
+    weights_abstract = [
+        _global_shape(variable.get_metadata()["spec"].stored_shape, group.tp if is_sharded(variable) else 1, dtype)
+        for variable in variables
+    ]
+    inputs_abstract = (
+        None if plan.shape.embedding else jax.ShapeDtypeStruct((shape.num_tokens, dims.config.hidden_size), dtype)
+    )
+    packed_abstract = jax.ShapeDtypeStruct((group.tp, shape.packed_size), jnp.int32)
+    in_specs = (weight_specs, P(TP_AXIS), P(), P(TP_AXIS))
+    out_specs = (P(TP_AXIS), P(), P())
+    mapped = jax.shard_map(step, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def sharding(spec: P) -> jax.sharding.Sharding:
+        return group.sharded if spec else group.replicated
+
+    start = time.perf_counter()
+    compiled = (
+        jax.jit(
+            mapped,
+            donate_argnums=(1,),
+            keep_unused=True,
+            in_shardings=([sharding(s) for s in weight_specs], group.sharded, group.replicated, group.sharded),
+            out_shardings=(group.sharded, group.replicated, group.replicated),
+        )
+        .lower(weights_abstract, kv_abstract, inputs_abstract, packed_abstract)
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    kv_bytes = sum(key.extent_pages) * dims.pages.page_elems * dtype.itemsize * len(plan.layers)
+    if memory is not None and memory.alias_size_in_bytes < kv_bytes:
+        raise RuntimeError(
+            f"executable {key} would copy the KV cache: {memory.alias_size_in_bytes} of {kv_bytes} bytes are aliased"
+        )
+    temp_bytes = 0 if memory is None else memory.temp_size_in_bytes
+    return Program(key, compiled, time.perf_counter() - start, temp_bytes)
+
+
+def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((local[0] * ranks, *local[1:]), dtype)
+
+
+def _context(
+    dims: ModelDims, shape: BatchShape, tp: int, extent_pages: tuple[int, ...], fields: dict[str, jax.Array]
+) -> StepContext:
+    """Rotary factors, write targets and per-extent tables, computed once for all layers of the program."""
+    positions = fields["positions"]
+    frequencies = jnp.asarray(dims.config.rope.inverse_frequencies(dims.config.head_dim))
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    starts = [0]
+    for pages in extent_pages:
+        starts.append(starts[-1] + pages * tp)
+    groups, token_rows, first_row, first_token = [], [], 0, 0
+    for batch, length in shape.groups:
+        rows = slice(first_row, first_row + batch)
+        tables = split_by_extent(fields["tables"][rows], fields["num_pages"][rows], tuple(starts))
+        group_positions = positions[first_token : first_token + batch * length].reshape(batch, length)
+        groups.append(QueryGroup(group_positions, tables))
+        token_rows.append(jnp.repeat(jnp.arange(first_row, first_row + batch), length))
+        first_row, first_token = first_row + batch, first_token + batch * length
+    row = jnp.concatenate(token_rows)
+    page = fields["tables"][row, jnp.maximum(positions, 0) // dims.page_size]
+    page = jnp.where(positions >= 0, page, -1)
+    return StepContext(jnp.cos(angles), jnp.sin(angles), page, positions % dims.page_size, tuple(groups))

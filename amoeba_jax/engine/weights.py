@@ -1,0 +1,162 @@
+"""The model's weights on every device: each chunk once, in a buffer of its own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.engine.program import is_sharded, leaf_variables
+from amoeba_jax.errors import CheckpointError
+from amoeba_jax.models.decoder import Segment, SegmentPlan, model_specs
+from amoeba_jax.models.dims import ModelDims
+from sharding.ledger import Ledger
+from sharding.mesh import SubMesh, assemble
+from sharding.params import ParamSpec
+
+ChunkKey = tuple[str, int]
+LoadChunks = Callable[[ParamSpec], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements that a device stores against those of the model itself, for one kind of parameter."""
+
+    stored: int
+    model: int
+
+    @property
+    def ratio(self) -> float:
+        return self.stored / self.model
+
+
+class WeightStore:
+    """Chunks of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
+
+    def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
+        self.dims = dims
+        self.devices = devices
+        self.specs = model_specs(dims)
+        self._chunks: list[dict[ChunkKey, jax.Array]] = [{} for _ in devices]
+        self._views: dict[tuple[int, int], dict[tuple[ChunkKey, bool], jax.Array]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks on one device."""
+        itemsize = jnp.dtype(self.dims.dtype).itemsize
+        return sum(spec.num_elements for _, spec in self.specs.values()) * itemsize
+
+    def padding(self) -> dict[str, Padding]:
+        """Cost of zero padding and replicated heads, by kind of parameter (`attention.qkv`, `mlp.down`, ...)."""
+        totals: dict[str, list[int]] = {}
+        for name, (layer, spec) in self.specs.items():
+            kind = name if layer is None else name.split(".", 2)[2]
+            total = totals.setdefault(kind, [0, 0])
+            total[0] += spec.num_elements
+            total[1] += spec.model_elements
+        return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
+
+    def load(self, load_chunks: LoadChunks, ledgers: list[Ledger], after_layer: Callable[[], None]) -> Iterator[str]:
+        """Put every parameter on every device, yielding each one's name when it is there.
+
+        `load_chunks(spec)` returns a parameter's chunks in their stored shape; each goes straight to the devices
+        and is then forgotten. `after_layer` runs between layers (a checkpoint drops its memory maps then).
+        """
+        previous: int | None = None
+        for name, (layer, spec) in self.specs.items():
+            if layer != previous:
+                after_layer()
+                previous = layer
+            chunks = load_chunks(spec)
+            for index, chunk in enumerate(chunks):
+                for device, buffers, ledger in zip(self.devices, self._chunks, ledgers, strict=True):
+                    ledger.add(_kind(name, layer), chunk.nbytes, layer)
+                    # A private copy: `device_put` may alias the host array, and donating an alias copies.
+                    buffers[(name, index)] = jnp.array(chunk, copy=True, device=device)
+            for buffers in self._chunks:
+                jax.block_until_ready([buffers[(name, index)] for index in range(len(chunks))])
+            yield name
+        after_layer()
+
+    def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
+        """Weights of one segment for an instance on `group`, in the order in which its programs take them.
+
+        Zero copy: the arrays share the buffers of the devices. Views are kept, so switching back is free.
+        """
+        cache = self._views.setdefault((group.start, group.tp), {})
+        arrays = []
+        for variable in leaf_variables(Segment(self.dims, plan, group.tp)):
+            metadata = variable.get_metadata()
+            spec, chunk = metadata["spec"], metadata["chunk"]
+            sharded = is_sharded(variable)
+            key = ((spec.name, chunk), sharded)
+            if key not in cache:
+                per_rank = spec.local_chunks(group.tp) if sharded else 0
+                buffers = [
+                    self._chunks[device][(spec.name, rank * per_rank + chunk)]
+                    for rank, device in enumerate(group.device_indices)
+                ]
+                cache[key] = assemble(group, buffers, replicated=not sharded)
+            arrays.append(cache[key])
+        return arrays
+
+    def chunk(self, device: int, name: str, index: int) -> jax.Array:
+        """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
+        return self._chunks[device][(name, index)]
+
+    def host_chunks(self, spec: ParamSpec) -> list[np.ndarray]:
+        """Copies of a parameter's chunks, from the first device."""
+        return [np.asarray(self._chunks[0][(spec.name, index)]) for index in range(spec.num_chunks)]
+
+    def release(self) -> None:
+        """Drop all buffers and views."""
+        self._views.clear()
+        for buffers in self._chunks:
+            buffers.clear()
+
+
+def checkpoint_reader(read: Callable[[str], np.ndarray], dtype: str) -> LoadChunks:
+    """Chunks from a checkpoint in Hugging Face names. Raises `CheckpointError` where shapes disagree with the config."""
+
+    def load(spec: ParamSpec) -> list[np.ndarray]:
+        shapes = {source.name: source.shape for source in spec.sources}
+
+        def read_checked(name: str) -> np.ndarray:
+            tensor = read(name)
+            if tensor.shape != shapes[name]:
+                raise CheckpointError(
+                    f"tensor {name} has shape {tensor.shape} but config.json implies {shapes[name]}: "
+                    "config and weights disagree"
+                )
+            return tensor
+
+        return spec.build_chunks(read_checked, jnp.dtype(dtype))
+
+    return load
+
+
+def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> LoadChunks:
+    """Chunks of a randomly initialized model: the same values for every `max_tp` and page size."""
+
+    def load(spec: ParamSpec) -> list[np.ndarray]:
+        def draw(name: str) -> np.ndarray:
+            shape = next(source.shape for source in spec.sources if source.name == name)
+            if spec.init == "ones":
+                return np.ones(shape, np.float32)
+            if spec.init == "zeros":
+                return np.zeros(shape, np.float32)
+            words = np.frombuffer(name.encode(), np.uint8)
+            return np.random.default_rng([seed, *words]).standard_normal(shape, np.float32) * np.float32(std)
+
+        return spec.build_chunks(draw, jnp.dtype(dims.dtype))
+
+    return load
+
+
+def _kind(name: str, layer: int | None) -> str:
+    """Owner under which a parameter is booked: FFN and attention weights by layer, the rest as it is called."""
+    if layer is None:
+        return name
+    return {"mlp": "ffn weights", "attention": "attention weights"}.get(name.split(".")[2], "norm weights")
+

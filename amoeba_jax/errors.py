@@ -1,0 +1,29 @@
+"""Errors that users see: each names the value, the limit, and what to do. Servers map them to status codes in one place."""
+
+from sharding.errors import LayoutError, MemoryBudgetError
+
+
+class ConfigError(ValueError):
+    """An `EngineConfig` field, alone or together with others, cannot work."""
+
+
+class ModelNotFoundError(ValueError):
+    """A model name or path leads to nothing that can be loaded."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or disagrees with its own config."""
+
+
+class RequestError(ValueError):
+    """One request cannot be served as asked; other requests are not affected."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "LayoutError",
+    "MemoryBudgetError",
+    "ModelNotFoundError",
+    "RequestError",
+]

@@ -1,0 +1,168 @@
+"""What the runtime needs to know of a model, read from a Hugging Face config."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.errors import CheckpointError
+
+# Families differ only in these switches; all are pre-norm decoders with rotary positions and a gated SiLU FFN.
+_QKV_BIAS = {"llama": None, "mistral": False, "qwen2": True, "qwen3": None}  # None: `attention_bias` says
+SUPPORTED_FAMILIES = tuple(_QKV_BIAS)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: `theta` and the frequency scaling of `rope_type`."""
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+        """f32 `[head_dim / 2]` angular frequencies, scaled as Llama 3.1 does for `llama3`."""
+        base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.rope_type == "linear":
+            base = base / self.factor
+        elif self.rope_type == "llama3":
+            wavelength = 2 * np.pi / base
+            low = self.original_max_position_embeddings / self.low_freq_factor
+            high = self.original_max_position_embeddings / self.high_freq_factor
+            smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - smooth) * base / self.factor + smooth * base
+            base = np.where(wavelength > low, base / self.factor, np.where(wavelength < high, base, blended))
+        return base.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and switches of a decoder. Sizes are the model's own, without padding."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    dtype: str
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
+        """Read a config.json. Raises `CheckpointError` for what is not supported, naming the field and value."""
+        family = config.get("model_type")
+        if family not in SUPPORTED_FAMILIES:
+            raise CheckpointError(
+                f"model_type={family!r} is not supported: supported families are {', '.join(SUPPORTED_FAMILIES)}"
+            )
+        hf = _completed(family, config)
+        for field, value in (("hidden_act", "silu"), ("mlp_bias", False)):
+            if hf.get(field, value) != value:
+                raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
+        heads = _positive(hf, "num_attention_heads")
+        bias = _QKV_BIAS[family]
+        if bias is None:
+            bias = bool(hf.get("attention_bias", False))
+        num_layers = _positive(hf, "num_hidden_layers")
+        head_dim = hf.get("head_dim") or _positive(hf, "hidden_size") // heads
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim={head_dim} must be even for rotary embeddings")
+        return cls(
+            family=family,
+            hidden_size=_positive(hf, "hidden_size"),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            ffn_size=_positive(hf, "intermediate_size"),
+            vocab_size=_positive(hf, "vocab_size"),
+            max_position=_positive(hf, "max_position_embeddings"),
+            norm_eps=float(hf["rms_norm_eps"]),
+            rope=_rope(hf),
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            qkv_bias=bias,
+            output_bias=family in ("llama", "qwen3") and bias,
+            qk_norm=family == "qwen3",
+            sliding_windows=_sliding_windows(family, hf, num_layers),
+            dtype=_dtype_name(hf),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model itself."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        layer += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
+        layer += self.hidden_size * self.output_bias + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the family's defaults filled in by `transformers`."""
+    from transformers import AutoConfig  # slow to import
+
+    known = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    try:
+        return AutoConfig.for_model(family, **known).to_dict()
+    except Exception as error:  # transformers raises many kinds for bad values
+        raise CheckpointError(f"config.json cannot be read as {family}: {error}") from error
+
+
+def _positive(hf: dict[str, Any], field: str) -> int:
+    value = hf.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {field}={value!r} must be a positive integer")
+    return value
+
+
+def _rope(hf: dict[str, Any]) -> RopeConfig:
+    rope = dict(hf.get("rope_parameters") or {}) | dict(hf.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type == "default":
+        return RopeConfig(theta)
+    if rope_type == "linear":
+        return RopeConfig(theta, rope_type, float(rope["factor"]))
+    if rope_type == "llama3":
+        return RopeConfig(
+            theta,
+            rope_type,
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be default, linear or llama3")
+
+
+def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Window of each layer, None for full attention."""
+    window = hf.get("sliding_window")
+    if not window or family == "llama" or (family in ("qwen2", "qwen3") and not hf.get("use_sliding_window")):
+        return (None,) * num_layers
+    kinds = hf.get("layer_types") or ["sliding_attention"] * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype_name(hf: dict[str, Any]) -> str:
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise CheckpointError(f"dtype={name!r} is not supported: it must be float32, float16 or bfloat16")
+    return jnp.dtype(name).name

@@ -1,0 +1,183 @@
+"""The decoder as segments: runs of consecutive layers, with the embedding before and the head after them."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.layers import (
+    Attention,
+    FeedForward,
+    StepContext,
+    chunks,
+    matmul,
+    norm_scale,
+    parameter,
+    rms_norm,
+)
+from sharding.mesh import TP_AXIS
+from sharding.params import ParamSpec, Source, deal_rows
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each with a residual."""
+
+    def __init__(self, dims: ModelDims, layer: int, tp: int):
+        self.eps = dims.config.norm_eps
+        hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
+        self.attention_norm = norm_scale(
+            dims, f"layers.{layer}.attention_norm", f"{hf}.input_layernorm.weight", hidden
+        )
+        self.mlp_norm = norm_scale(
+            dims, f"layers.{layer}.mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden
+        )
+        self.attention = Attention(dims, layer, tp)
+        self.mlp = FeedForward(dims, layer, tp)
+
+    def __call__(
+        self, x: Float[Array, "N D"], extents: list[jax.Array], context: StepContext
+    ) -> tuple[Float[Array, "N D"], list[jax.Array]]:
+        attended, extents = self.attention(rms_norm(x, self.attention_norm[...], self.eps), extents, context)
+        x = x + attended
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), extents
+
+
+class Embedding(nnx.Module):
+    """Token embedding. Every device holds the whole table, so no rank needs another's rows.
+
+    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's chunks, `[D, vocabulary chunk]`:
+    the same buffers, not a copy.
+    """
+
+    def __init__(self, dims: ModelDims):
+        self.tied = dims.config.tied_embeddings
+        self.share = dims.vocab_share
+        if self.tied:
+            spec = head_spec(dims)
+            self.table = nnx.List(
+                [nnx.Param(spec.abstract(dims.dtype), spec=spec, chunk=c, whole=True) for c in range(dims.max_tp)]
+            )
+        else:
+            shape = (dims.config.vocab_size, dims.config.hidden_size)
+            spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape)
+            self.table = nnx.List([parameter(dims, spec)])
+
+    def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "N D"]:
+        if not self.tied:
+            return self.table[0][...][tokens]
+        rows = jnp.zeros((), self.table[0].dtype)
+        for index, chunk in enumerate(self.table):
+            local = tokens - index * self.share
+            inside = (local >= 0) & (local < self.share)
+            columns = jnp.take(chunk[...], jnp.where(inside, local, 0), axis=1).T
+            rows = rows + jnp.where(inside[:, None], columns, 0)
+        return rows
+
+
+def head_spec(dims: ModelDims) -> ParamSpec:
+    """Output projection `[D, vocabulary chunk]`, the embedding's own table if the model ties them."""
+    config = dims.config
+    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_chunk)
+    source = Source(name, (config.vocab_size, config.hidden_size), rows)
+    shape = (config.hidden_size, dims.vocab_chunk)
+    return ParamSpec("head", (source,), shape, dims.max_tp, "sharded", transposed=True)
+
+
+class Head(nnx.Module):
+    """Final norm and logits, vocabulary split over the ranks and gathered at the end."""
+
+    def __init__(self, dims: ModelDims, tp: int):
+        self.dims, self.tp = dims, tp
+        hidden = dims.config.hidden_size
+        self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden)
+        self.kernels = chunks(dims, head_spec(dims), tp)
+
+    def __call__(self, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """f32 logits over the model's own vocabulary, the same on every rank."""
+        x = rms_norm(x, self.norm[...], self.dims.config.norm_eps)
+        local = [matmul(x, kernel[...]) for kernel in self.kernels]
+        logits = local[0] if len(local) == 1 else jnp.concatenate(local, axis=1)
+        if self.tp > 1:
+            logits = lax.all_gather(logits, TP_AXIS, axis=1, tiled=True)
+        return self._drop_padding(logits)
+
+    def _drop_padding(self, logits: Float[Array, "R padded"]) -> Float[Array, "R V"]:
+        vocabulary, chunk = self.dims.config.vocab_size, self.dims.vocab_chunk
+        share = self.dims.vocab_share
+        if share != chunk:
+            blocks = logits.reshape(logits.shape[0], self.dims.max_tp, chunk)[:, :, :share]
+            logits = blocks.reshape(logits.shape[0], -1)
+        return logits[:, :vocabulary]
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """What a segment consists of. Segments of equal shape share one executable; weights are arguments.
+
+    Attributes:
+        windows: sliding window of each of its layers (None: full attention).
+        embedding: starts with token ids instead of hidden states.
+        head: ends with logits instead of hidden states.
+    """
+
+    windows: tuple[int | None, ...]
+    embedding: bool
+    head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """A segment's place in the model: layers `start .. start + shape.num_layers`."""
+
+    start: int
+    shape: SegmentShape
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.start + self.shape.num_layers)
+
+
+class Segment(nnx.Module):
+    """Layers of one segment at degree `tp`, with abstract parameters that describe themselves."""
+
+    def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
+        self.embedding = Embedding(dims) if plan.shape.embedding else None
+        self.layers = nnx.List([DecoderLayer(dims, layer, tp) for layer in plan.layers])
+        self.head = Head(dims, tp) if plan.shape.head else None
+
+
+def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
+    """Cut a model into segments of at most `segment_layers` layers.
+
+    A shallow model is one segment. A deep one becomes the embedding alone, equal runs of layers, and the head
+    alone, so that one executable of `segment_layers` layers serves all of its depth.
+    """
+    windows = dims.config.sliding_windows
+    count = len(windows)
+    if count <= segment_layers:
+        return (SegmentPlan(0, SegmentShape(windows, True, True)),)
+    starts = range(0, count, segment_layers)
+    runs = [SegmentPlan(s, SegmentShape(windows[s : s + segment_layers], False, False)) for s in starts]
+    first, last = SegmentShape((), True, False), SegmentShape((), False, True)
+    return (SegmentPlan(0, first), *runs, SegmentPlan(count, last))
+
+
+def model_specs(dims: ModelDims) -> dict[str, tuple[int | None, ParamSpec]]:
+    """Every parameter of the model by name, with the layer it belongs to (None: embedding and head)."""
+    windows = dims.config.sliding_windows
+    whole = Segment(dims, SegmentPlan(0, SegmentShape(windows, True, True)), tp=1)
+    specs: dict[str, tuple[int | None, ParamSpec]] = {}
+    for path, variable in nnx.to_flat_state(nnx.split(whole)[1]):
+        spec: ParamSpec = variable.get_metadata()["spec"]
+        layer = path[1] if path[0] == "layers" else None
+        specs.setdefault(spec.name, (layer, spec))
+    return specs

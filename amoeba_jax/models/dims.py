@@ -1,0 +1,82 @@
+"""A model laid out for one engine: stored sizes after padding, chunk sizes, page geometry."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from amoeba_jax.models.config import ModelConfig
+from kvcache.geometry import PageGeometry
+from sharding.heads import HeadLayout
+from sharding.params import round_up_to_pages
+
+# Columns of a vocabulary chunk are rounded up to this, so that every rank's matrix rows stay aligned.
+VOCAB_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """`ModelConfig` plus what the engine chose: `max_tp`, page size, dtype, which weights are transformable."""
+
+    config: ModelConfig
+    max_tp: int
+    page_size: int
+    dtype: str
+    transform_attention: bool = False
+
+    @cached_property
+    def heads(self) -> HeadLayout:
+        return HeadLayout.plan(self.config.num_heads, self.config.num_kv_heads, self.max_tp)
+
+    @cached_property
+    def pages(self) -> PageGeometry:
+        return PageGeometry(self.heads.kv_heads, self.page_size, self.config.head_dim, self.max_tp)
+
+    @property
+    def ffn_page_elems(self) -> int | None:
+        """Page size in elements if FFN chunks are extents. With one device nothing is ever released."""
+        return self.pages.page_elems if self.max_tp > 1 else None
+
+    @property
+    def attention_page_elems(self) -> int | None:
+        return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
+
+    @cached_property
+    def ffn_chunk(self) -> int:
+        """FFN columns per chunk: rounded up until `gate_up` and `down` chunks are whole pages."""
+        share = -(-self.config.ffn_size // self.max_tp)
+        if self.ffn_page_elems is None:
+            return share
+        hidden = self.config.hidden_size
+        return round_up_to_pages(share, (2 * hidden, hidden), self.ffn_page_elems)
+
+    @property
+    def vocab_share(self) -> int:
+        """Vocabulary entries per chunk."""
+        return -(-self.config.vocab_size // self.max_tp)
+
+    @property
+    def vocab_chunk(self) -> int:
+        """Columns of a vocabulary chunk, alignment padding included."""
+        if self.max_tp == 1:
+            return self.vocab_share
+        return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
+
+    @property
+    def kv_chunk_heads(self) -> int:
+        """Stored KV heads per chunk."""
+        return self.heads.kv_heads // self.max_tp
+
+    @cached_property
+    def qkv_columns(self) -> int:
+        """Columns of a `qkv` chunk, page padding included."""
+        used = self.kv_chunk_heads * (self.heads.group + 2) * self.config.head_dim
+        if self.attention_page_elems is None:
+            return used
+        return round_up_to_pages(used, (self.config.hidden_size,), self.attention_page_elems)
+
+    @cached_property
+    def output_rows(self) -> int:
+        """Rows of an `o` chunk, page padding included."""
+        used = self.kv_chunk_heads * self.heads.group * self.config.head_dim
+        if self.attention_page_elems is None:
+            return used
+        return round_up_to_pages(used, (self.config.hidden_size,), self.attention_page_elems)

@@ -1,0 +1,225 @@
+"""Building blocks of the decoder. All run inside `shard_map`: shapes are one rank's, collectives are explicit."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from amoeba_jax.models.dims import ModelDims
+from pallas_kernels.kv_append import append_kv
+from pallas_kernels.paged_attention import PageTable, paged_attention
+from sharding.mesh import TP_AXIS
+from sharding.params import ParamSpec, Source, deal_rows, expand_rows
+
+
+class QueryGroup(NamedTuple):
+    """Sequences of a step that contribute the same number of tokens: `B` sequences of `T` tokens.
+
+    Attributes:
+        query_positions: `[B, T]`, -1 for padding.
+        tables: pages of each sequence, one table per extent.
+    """
+
+    query_positions: Int32[Array, "B T"]
+    tables: tuple[PageTable, ...]
+
+
+class StepContext(NamedTuple):
+    """What every layer of a step needs besides weights, cache and hidden states.
+
+    The `N` tokens of a step are those of its groups, one group after the other.
+
+    Attributes:
+        cos, sin: `[N, h/2]` rotary factors.
+        page_ids: `[N]` page that token n's key and value go to, -1 for padding; counts over all extents.
+        slots: `[N]` place in that page.
+        groups: the step's query groups.
+    """
+
+    cos: Float[Array, "N half"]
+    sin: Float[Array, "N half"]
+    page_ids: Int32[Array, " N"]
+    slots: Int32[Array, " N"]
+    groups: tuple[QueryGroup, ...]
+
+
+def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
+    """An abstract parameter that carries its own description."""
+    return nnx.Param(spec.abstract(dims.dtype), spec=spec, chunk=0)
+
+
+def norm_scale(dims: ModelDims, name: str, tensor: str, size: int) -> nnx.Param:
+    """The scale vector of an RMS norm, used whole by every rank."""
+    return parameter(dims, ParamSpec(name, (Source(tensor, (size,)),), (size,), init="ones"))
+
+
+def chunks(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
+    """One abstract parameter for each chunk that a rank computes with at degree `tp`."""
+    abstract = spec.abstract(dims.dtype)
+    return nnx.List([nnx.Param(abstract, spec=spec, chunk=index) for index in range(spec.local_chunks(tp))])
+
+
+def matmul(x: Float[Array, "N I"], kernel: Float[Array, "I O"]) -> Float[Array, "N O"]:
+    """`x @ kernel` accumulated and returned in f32; full f32 precision for f32 inputs."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def rank_sum(x: jax.Array, tp: int) -> jax.Array:
+    """Sum over the ranks of an instance; nothing to do at TP1."""
+    return lax.psum(x, TP_AXIS) if tp > 1 else x
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm in f32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scale * wide.astype(x.dtype)).astype(x.dtype)
+
+
+def rotate(x: Float[Array, "N H h"], cos: Float[Array, "N half"], sin: Float[Array, "N half"]) -> jax.Array:
+    """Rotary embedding, halves convention (Hugging Face Llama): pairs are `(i, i + h/2)`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache, heads split over the ranks."""
+
+    def __init__(self, dims: ModelDims, layer: int, tp: int):
+        self.dims, self.tp, self.window = dims, tp, dims.config.sliding_windows[layer]
+        config, heads, max_tp = dims.config, dims.heads, dims.max_tp
+        prefix, hf = f"layers.{layer}.attention", f"model.layers.{layer}.self_attn"
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_rows = expand_rows(heads.q_rows().reshape(max_tp, -1), head_dim)
+        kv_rows = expand_rows(heads.kv_rows().reshape(max_tp, -1), head_dim)
+        sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        sharded = {"num_chunks": max_tp, "placement": "sharded", "page_elems": dims.attention_page_elems}
+
+        def sources(kind: str) -> tuple[Source, ...]:
+            shape = (hidden,) if kind == "weight" else ()
+            return tuple(
+                Source(f"{hf}.{p}_proj.{kind}", (sizes[p] * head_dim, *shape), rows[p]) for p in ("q", "k", "v")
+            )
+
+        self.qkv = chunks(
+            dims,
+            ParamSpec(
+                f"{prefix}.qkv", sources("weight"), (hidden, dims.qkv_columns), transposed=True, **sharded
+            ),
+            tp,
+        )
+        o_source = Source(f"{hf}.o_proj.weight", (hidden, config.num_heads * head_dim), q_rows, axis=1)
+        self.o = chunks(
+            dims, ParamSpec(f"{prefix}.o", (o_source,), (dims.output_rows, hidden), transposed=True, **sharded), tp
+        )
+        self.qkv_bias = self.o_bias = None
+        if config.qkv_bias:
+            used = q_rows.shape[1] + 2 * kv_rows.shape[1]
+            spec = ParamSpec(f"{prefix}.qkv_bias", sources("bias"), (used,), max_tp, "sharded")
+            self.qkv_bias = chunks(dims, spec, tp)
+        if config.output_bias:
+            spec = ParamSpec(f"{prefix}.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,))
+            self.o_bias = parameter(dims, spec)
+        norms = ("q_norm", "k_norm") if config.qk_norm else ()
+        scales = [norm_scale(dims, f"{prefix}.{n}", f"{hf}.{n}.weight", head_dim) for n in norms]
+        self.q_norm, self.k_norm = scales if scales else (None, None)
+
+    def __call__(
+        self, x: Float[Array, "N D"], extents: list[jax.Array], context: StepContext
+    ) -> tuple[Float[Array, "N D"], list[jax.Array]]:
+        """Attention output (summed over ranks) and the extents with the new tokens written."""
+        config, geometry, tp = self.dims.config, self.dims.pages, self.tp
+        q, k, v = self._project(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm[...], config.norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.norm_eps)
+        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
+        starts = [0]
+        for extent in pages:
+            starts.append(starts[-1] + extent.shape[0])
+        pages = append_kv(pages, tuple(starts), k, v, context.page_ids, context.slots)
+        outputs, first = [], 0
+        for group in context.groups:
+            batch, length = group.query_positions.shape
+            queries = q[first : first + batch * length].reshape(batch, length, *q.shape[1:])
+            out = paged_attention(
+                queries,
+                pages,
+                group.tables,
+                group.query_positions,
+                scale=config.head_dim**-0.5,
+                sliding_window=self.window,
+            )
+            outputs.append(out.reshape(batch * length, *q.shape[1:]))
+            first += batch * length
+        out = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+        result = self._output(out.reshape(out.shape[0], len(self.o), -1))
+        return result, [page.reshape(extent.shape) for page, extent in zip(pages, extents, strict=True)]
+
+    def _project(self, x: Float[Array, "N D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[N, H, h]`, keys and values `[N, K, h]` of this rank."""
+        dims = self.dims
+        head_dim, kv_heads = dims.config.head_dim, dims.kv_chunk_heads
+        split = [kv_heads * dims.heads.group, kv_heads * (dims.heads.group + 1)]
+        used = kv_heads * (dims.heads.group + 2) * head_dim
+        parts = []
+        for index, kernel in enumerate(self.qkv):
+            y = matmul(x, kernel[...])[:, :used]
+            if self.qkv_bias is not None:
+                y = y + self.qkv_bias[index][...]
+            y = y.astype(x.dtype).reshape(x.shape[0], -1, head_dim)
+            parts.append(jnp.split(y, split, axis=1))
+        if len(parts) == 1:
+            q, k, v = parts[0]
+            return q, k, v
+        q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+        return q, k, v
+
+    def _output(self, heads: Float[Array, "N chunks C"]) -> Float[Array, "N D"]:
+        padding = self.dims.output_rows - heads.shape[-1]
+        if padding:
+            heads = jnp.pad(heads, ((0, 0), (0, 0), (0, padding)))
+        total = sum(matmul(heads[:, index], kernel[...]) for index, kernel in enumerate(self.o))
+        total = rank_sum(jnp.asarray(total), self.tp)
+        if self.o_bias is not None:
+            total = total + self.o_bias[...]
+        return total.astype(heads.dtype)
+
+
+class FeedForward(nnx.Module):
+    """Gated SiLU feed-forward as a sum over column chunks."""
+
+    def __init__(self, dims: ModelDims, layer: int, tp: int):
+        self.tp = tp
+        config, chunk = dims.config, dims.ffn_chunk
+        prefix, hf = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+        rows = deal_rows(config.ffn_size, dims.max_tp, chunk)
+        shape = (config.ffn_size, config.hidden_size)
+        common = {"num_chunks": dims.max_tp, "placement": "sharded", "page_elems": dims.ffn_page_elems}
+        gate, up = Source(f"{hf}.gate_proj.weight", shape, rows), Source(f"{hf}.up_proj.weight", shape, rows)
+        down = Source(f"{hf}.down_proj.weight", shape[::-1], rows, axis=1)
+        self.gate_up = chunks(
+            dims,
+            ParamSpec(f"{prefix}.gate_up", (gate, up), (config.hidden_size, 2 * chunk), transposed=True, **common),
+            tp,
+        )
+        self.down = chunks(
+            dims, ParamSpec(f"{prefix}.down", (down,), (chunk, config.hidden_size), transposed=True, **common), tp
+        )
+
+    def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        total = jnp.zeros((), jnp.float32)
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            gate, up = jnp.split(matmul(x, gate_up[...]), 2, axis=-1)
+            total = total + matmul((nnx.silu(gate) * up).astype(x.dtype), down[...])
+        return rank_sum(total, self.tp).astype(x.dtype)

@@ -1,0 +1,225 @@
+"""A buddy allocator for the KV pages of one device.
+
+It counts in units, sub-pages of degree `max_tp`. A block of order `k` is `2**k` units, aligned to its size: a
+TP1 page is the largest order (`max_tp` units), a page at degree `max_tp` is order 0. So pages of all degrees
+share one id space, and a paused TP1 request keeps its pages while a TP4 request runs.
+"""
+
+import bisect
+import heapq
+from typing import NamedTuple
+
+
+class OutOfPagesError(RuntimeError):
+    """The KV cache has no room for what was asked. Nothing was allocated: preempt, wait or scale up."""
+
+
+class Block(NamedTuple):
+    """A live block: its first unit, its order (`2**order` units) and how many references hold it."""
+
+    unit: int
+    order: int
+    references: int
+
+
+class _FreeBlocks:
+    """The free blocks of one order: a set that gives up its lowest member in O(log n).
+
+    The heap is cleaned lazily: a block that coalesced stays queued until it reaches the top, and is not
+    queued again meanwhile. So the heap never outgrows the ids that exist.
+    """
+
+    def __init__(self) -> None:
+        self._free: set[int] = set()
+        self._heap: list[int] = []
+        self._queued: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._free
+
+    def add(self, unit: int) -> None:
+        self._free.add(unit)
+        if unit not in self._queued:
+            self._queued.add(unit)
+            heapq.heappush(self._heap, unit)
+
+    def remove(self, unit: int) -> None:
+        self._free.remove(unit)
+
+    def pop_lowest(self) -> int:
+        while True:
+            unit = heapq.heappop(self._heap)
+            self._queued.remove(unit)
+            if unit in self._free:
+                self._free.remove(unit)
+                return unit
+
+
+class BuddyAllocator:
+    """Allocates, shares, splits and frees blocks of units over the extents of one device.
+
+    Of the free blocks it takes the smallest that is large enough, so that whole pages stay whole, and among
+    those the one with the lowest id. Extents added late (released weights) have the highest ids, so they
+    are filled last and empty soonest when their weights must come back.
+
+    Not thread-safe: only the engine's dispatcher thread mutates it.
+    """
+
+    def __init__(self, max_tp: int) -> None:
+        if max_tp < 1 or max_tp & (max_tp - 1):
+            raise ValueError(f"max_tp is {max_tp}; it must be a power of two, at least 1")
+        self.max_tp = max_tp
+        self.max_order = max_tp.bit_length() - 1
+        self._extents: list[tuple[int, int]] = []  # (start, units), sorted
+        self._free = [_FreeBlocks() for _ in range(self.max_order + 1)]
+        # Live blocks, by first unit.
+        self._orders: dict[int, int] = {}
+        self._references: dict[int, int] = {}
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """`(start unit, number of units)` of each extent, by rising id."""
+        return tuple(self._extents)
+
+    @property
+    def total_units(self) -> int:
+        return sum(units for _, units in self._extents)
+
+    @property
+    def free_units(self) -> int:
+        return self.num_free(0)
+
+    def num_free(self, order: int) -> int:
+        """Blocks of `order` that could be allocated right now, all at once."""
+        self._check_order(order)
+        return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
+
+    def add_extent(self, num_pages: int) -> int:
+        """Adds `num_pages` whole (TP1) pages and returns their first unit, a multiple of `max_tp`.
+
+        Takes the lowest range of ids that is long enough, so that an extent that was removed and comes back
+        gets its old ids (and the programs compiled for them).
+        """
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
+        num_units = num_pages * self.max_tp
+        start = 0
+        for other_start, other_units in self._extents:
+            if other_start - start >= num_units:
+                break
+            start = other_start + other_units
+        bisect.insort(self._extents, (start, num_units))
+        for unit in range(start, start + num_units, self.max_tp):
+            self._free[self.max_order].add(unit)
+        return start
+
+    def remove_extent(self, start: int) -> None:
+        """Takes the extent that starts at unit `start` away. Raises `ValueError` while any of it is live."""
+        live = self.live_units(start)
+        if live:
+            raise ValueError(f"the extent at unit {start} has {live} live units: move or free them first")
+        num_units = dict(self._extents)[start]
+        self._extents.remove((start, num_units))
+        for unit in range(start, start + num_units, self.max_tp):
+            self._free[self.max_order].remove(unit)
+
+    def live_units(self, start: int) -> int:
+        """Live units in the extent that starts at unit `start`. O(units of the extent)."""
+        num_units = dict(self._extents).get(start)
+        if num_units is None:
+            raise ValueError(
+                f"no extent starts at unit {start}; they start at {[s for s, _ in self._extents]}"
+            )
+        return sum(1 << self._orders[u] for u in range(start, start + num_units) if u in self._orders)
+
+    def allocate(self, order: int) -> int:
+        """Returns the first unit of a new block with one reference, or raises `OutOfPagesError`."""
+        self._check_order(order)
+        for k in range(order, self.max_order + 1):
+            if self._free[k]:
+                unit = self._free[k].pop_lowest()
+                break
+        else:
+            raise self._out_of_pages(order, 1)
+        while k > order:
+            k -= 1
+            self._free[k].add(unit + (1 << k))
+        self._orders[unit] = order
+        self._references[unit] = 1
+        return unit
+
+    def allocate_many(self, order: int, n: int) -> list[int]:
+        """`n` blocks as by `allocate`, or `OutOfPagesError` and none."""
+        if n < 0:
+            raise ValueError(f"n is {n}; it must not be negative")
+        if self.num_free(order) < n:
+            raise self._out_of_pages(order, n)
+        return [self.allocate(order) for _ in range(n)]
+
+    def share(self, unit: int) -> None:
+        """Adds a reference to the live block that starts at `unit`."""
+        self._check_live(unit)
+        self._references[unit] += 1
+
+    def free(self, unit: int) -> None:
+        """Drops a reference to the block that starts at `unit`; with the last one the block becomes free."""
+        self._check_live(unit)
+        self._references[unit] -= 1
+        if self._references[unit]:
+            return
+        del self._references[unit]
+        order = self._orders.pop(unit)
+        # Extents start at multiples of the largest block, so a buddy is never in another extent.
+        while order < self.max_order and (buddy := unit ^ (1 << order)) in self._free[order]:
+            self._free[order].remove(buddy)
+            unit = min(unit, buddy)
+            order += 1
+        self._free[order].add(unit)
+
+    def split(self, unit: int, order: int = 0) -> list[int]:
+        """Replaces the live block at `unit` by live blocks of `order`, with as many references each.
+
+        Moves no data: a TP1 page becomes its sub-pages, to be shared and freed one by one. Returns the first
+        unit of each.
+        """
+        self._check_order(order)
+        old_order = self.order_of(unit)
+        if order > old_order:
+            raise ValueError(f"block {unit} has order {old_order}: it cannot be split into order {order}")
+        references = self._references[unit]
+        units = list(range(unit, unit + (1 << old_order), 1 << order))
+        for piece in units:
+            self._orders[piece] = order
+            self._references[piece] = references
+        return units
+
+    def references(self, unit: int) -> int:
+        """References to the live block that starts at `unit`."""
+        self._check_live(unit)
+        return self._references[unit]
+
+    def order_of(self, unit: int) -> int:
+        """Order of the live block that starts at `unit`."""
+        self._check_live(unit)
+        return self._orders[unit]
+
+    def live_blocks(self) -> list[Block]:
+        """All live blocks by rising unit."""
+        return [Block(u, order, self._references[u]) for u, order in sorted(self._orders.items())]
+
+    def _check_order(self, order: int) -> None:
+        if not 0 <= order <= self.max_order:
+            raise ValueError(f"order is {order}; it must be between 0 and {self.max_order}")
+
+    def _check_live(self, unit: int) -> None:
+        if unit not in self._orders:
+            raise ValueError(f"no live block starts at unit {unit}: it was freed already or never allocated")
+
+    def _out_of_pages(self, order: int, n: int) -> OutOfPagesError:
+        return OutOfPagesError(
+            f"{n} blocks of {1 << order} units do not fit: there is room for {self.num_free(order)} "
+            f"({self.free_units} of {self.total_units} units are free)"
+        )

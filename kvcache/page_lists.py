@@ -1,0 +1,53 @@
+"""Block tables split by extent, the form that paged attention takes.
+
+Attention runs over each extent (a device buffer of its own) and merges the partial results. For each extent
+it needs to know which pages to read and which tokens of the sequence they hold.
+"""
+
+import itertools
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from pallas_kernels.paged_attention import PageTable
+from sharding.errors import LayoutError
+
+
+def split_by_extent(
+    table: Int32[Array, "B W"], num_pages: Int32[Array, "B"], extent_starts: tuple[int, ...]
+) -> tuple[PageTable, ...]:
+    """One `PageTable` for each extent, entries packed to the left in logical order.
+
+    Entries from `num_pages` on are padding: 0 with several extents, the table's own padding with one.
+
+    `table` holds local page ids in logical order, of which the first `num_pages` of each row are valid.
+    `extent_starts` is static: the local page id at which each extent starts, from 0, and the end of the last
+    (`PagePool.extent_starts`). Raises `LayoutError` if it does not rise from 0.
+    """
+    rises = all(a < b for a, b in itertools.pairwise(extent_starts))
+    if len(extent_starts) < 2 or extent_starts[0] != 0 or not rises:
+        raise LayoutError(
+            f"extent_starts is {extent_starts}; it must rise from 0 to the end of the last extent"
+        )
+    num_extents = len(extent_starts) - 1
+    column = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
+    if num_extents == 1:
+        return (PageTable(table, column, num_pages),)
+
+    # Padding sorts behind the last extent. The sort is stable, so pages of an extent stay in logical order.
+    inner_starts = jnp.asarray(extent_starts[1:-1], jnp.int32)
+    extent = jnp.searchsorted(inner_starts, table, side="right", method="compare_all")
+    extent = jnp.where(column < num_pages[:, None], extent, num_extents)
+    order = jnp.argsort(extent, axis=1, stable=True).astype(jnp.int32)
+    sorted_ids = jnp.take_along_axis(table, order, axis=1)
+
+    lists = []
+    first = jnp.zeros_like(num_pages)
+    for e in range(num_extents):
+        count = jnp.sum(extent == e, axis=1, dtype=jnp.int32)
+        source = jnp.minimum(first[:, None] + column, table.shape[1] - 1)
+        valid = column < count[:, None]
+        ids = jnp.take_along_axis(sorted_ids, source, axis=1) - extent_starts[e]
+        positions = jnp.take_along_axis(order, source, axis=1)
+        lists.append(PageTable(jnp.where(valid, ids, 0), jnp.where(valid, positions, 0), count))
+        first = first + count
+    return tuple(lists)

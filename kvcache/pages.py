@@ -1,0 +1,153 @@
+"""The pages of one instance over its ranks' allocators, and the block table of one sequence."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.geometry import PageGeometry
+from sharding.errors import LayoutError
+
+
+class PagePool:
+    """Allocates pages of one instance at degree `tp`: for each page, a sub-page on every rank.
+
+    A table holds each rank's local page ids at this degree: a unit id divided by `units_per_page(tp)`. The
+    ids of one page may differ between ranks. Pools of different degrees may stand over the same allocators.
+
+    Raises `LayoutError` where the allocators do not match the geometry and the degree.
+    """
+
+    def __init__(self, geometry: PageGeometry, allocators: Sequence[BuddyAllocator], tp: int) -> None:
+        self.geometry = geometry
+        self.tp = tp
+        self._units_per_page = geometry.units_per_page(tp)
+        self._order = geometry.order(tp)
+        self._allocators = tuple(allocators)
+        if len(set(self._allocators)) != tp or len(self._allocators) != tp:
+            raise LayoutError(f"TP{tp} needs {tp} allocators, one a rank; {len(self._allocators)} were given")
+        for rank, allocator in enumerate(self._allocators):
+            if allocator.max_tp != geometry.max_tp:
+                raise LayoutError(
+                    f"rank {rank}'s allocator splits pages {allocator.max_tp} ways; "
+                    f"the geometry's max_tp is {geometry.max_tp}"
+                )
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that can be allocated right now: those of the fullest rank."""
+        return min(allocator.num_free(self._order) for allocator in self._allocators)
+
+    @property
+    def num_total_pages(self) -> int:
+        """Pages that could be allocated if nothing else were live."""
+        return min(allocator.total_units for allocator in self._allocators) // self._units_per_page
+
+    @property
+    def extent_starts(self) -> tuple[int, ...]:
+        """Local page id at which each extent starts, and the end of the last: what `split_by_extent` takes.
+
+        Raises `LayoutError` where ranks differ, since one program runs on all of them.
+        """
+        extents = self._allocators[0].extents
+        for rank, allocator in enumerate(self._allocators):
+            if allocator.extents != extents:
+                raise LayoutError(f"rank {rank} has extents {allocator.extents}, rank 0 has {extents}")
+        starts = [start for start, _ in extents]
+        end = max((start + num_units for start, num_units in extents), default=0)
+        return tuple(unit // self._units_per_page for unit in [*starts, end])
+
+    def allocate(self, num_pages: int) -> Int32[np.ndarray, "tp pages"]:
+        """New pages with one reference each, on all ranks, or `OutOfPagesError` and nothing changed."""
+        # Asking first leaves nothing to roll back: `num_free` is exact and no one else allocates meanwhile.
+        if num_pages > self.num_free_pages:
+            free = [allocator.num_free(self._order) for allocator in self._allocators]
+            raise OutOfPagesError(
+                f"{num_pages} pages at TP{self.tp} do not fit: the ranks have room for {free} pages"
+            )
+        units = [allocator.allocate_many(self._order, num_pages) for allocator in self._allocators]
+        return np.asarray(units, np.int32) // self._units_per_page
+
+    def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
+        """Adds a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
+            for unit in units:
+                allocator.share(unit)
+
+    def free(self, table: Int32[np.ndarray, "tp pages"]) -> None:
+        """Drops a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
+            for unit in units:
+                allocator.free(unit)
+
+    def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
+        """First units of the pages of each rank, checked before anything is changed."""
+        if table.ndim != 2 or len(table) != self.tp:
+            raise ValueError(f"a table of shape {table.shape} is not [tp, pages] at TP{self.tp}")
+        ranks = (table * self._units_per_page).tolist()
+        for rank, (allocator, units) in enumerate(zip(self._allocators, ranks, strict=True)):
+            for unit in units:
+                if (order := allocator.order_of(unit)) != self._order:
+                    raise ValueError(
+                        f"unit {unit} on rank {rank} starts a block of {1 << order} units; "
+                        f"a TP{self.tp} page has {self._units_per_page}"
+                    )
+        return ranks
+
+
+class SequencePages:
+    """The block table of one sequence: its pages in logical order, on each rank.
+
+    Takes over the references in `table` (`[tp, pages]`), if given, such as the pages that a migration
+    allocated. Holds them until `release`.
+    """
+
+    def __init__(self, pool: PagePool, table: Int32[np.ndarray, "tp pages"] | None = None) -> None:
+        self.pool = pool
+        self._buffer = np.zeros((pool.tp, 0), np.int32) if table is None else table.copy()
+        self._num_pages = self._buffer.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def table(self) -> Int32[np.ndarray, "tp pages"]:
+        """Local page ids, a read-only view. `reserve` and `release` leave views taken earlier stale."""
+        view = self._buffer[:, : self._num_pages]
+        view.flags.writeable = False
+        return view
+
+    def reserve(self, num_tokens: int) -> int:
+        """Grows the table to hold `num_tokens` tokens (never shrinks it). Returns the number of new pages.
+
+        Raises `OutOfPagesError`, with the table as it was, where they do not fit.
+        """
+        num_new = self.pool.geometry.pages_for(num_tokens) - self._num_pages
+        if num_new <= 0:
+            return 0
+        new = self.pool.allocate(num_new)
+        end = self._num_pages + num_new
+        capacity = self._buffer.shape[1]
+        if end > capacity:
+            # Doubled, so that a long generation does not copy its table at every page.
+            grown = np.zeros((self.pool.tp, max(end, 2 * capacity)), np.int32)
+            grown[:, : self._num_pages] = self.table
+            self._buffer = grown
+        self._buffer[:, self._num_pages : end] = new
+        self._num_pages = end
+        return num_new
+
+    def fork(self) -> "SequencePages":
+        """A sequence that shares all pages of this one.
+
+        Neither may write to a shared page, so fork at a page boundary or copy the last page.
+        """
+        self.pool.share(self.table)
+        return SequencePages(self.pool, self.table)
+
+    def release(self) -> None:
+        """Drops all pages. The sequence is empty then and may `reserve` anew."""
+        self.pool.free(self.table)
+        self._num_pages = 0

@@ -1,0 +1,121 @@
+"""Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
+
+Online softmax over blocks of pages, extent after extent: a block is gathered, used and forgotten, so the working
+set stays in cache. The number of blocks is read at run time from the longest sequence of the batch, so one
+executable serves every context length and costs nothing for table entries that are not used.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.paged_attention.base import PageTable, visible
+
+
+
+def block_tokens(batch: int, kv_heads: int, length: int) -> int:
+    """Tokens gathered at a time.
+
+    Measured for decode (2 cores, f32, head size 64, 2,048 tokens): 16 sequences of 8 KV heads are fastest at 32
+    tokens, 8 of 4 at 128, one of 4 at 256. Fewer make the loop's overhead felt, more fall out of L2.
+    """
+    most = 256 if length == 1 else 128
+    return min(most, max(32, 4096 // (batch * kv_heads)))
+
+
+def xla_paged_attention(
+    queries: Float[Array, "B T H h"],
+    extents: Sequence[Float[Array, "_ K 2 S h"]],
+    tables: Sequence[PageTable],
+    query_positions: Int32[Array, "B T"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Float[Array, "B T H h"]:
+    """Same contract as `reference_paged_attention`; f32 accumulation."""
+    batch, length, heads, head_dim = queries.shape
+    kv_heads = extents[0].shape[1]
+    group = heads // kv_heads
+    # [B, K, T*G, h]: all queries of a KV head are the rows of one matrix product.
+    rows = queries.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, length * group, head_dim)
+    carry = (
+        jnp.zeros((batch, kv_heads, length * group, head_dim), jnp.float32),
+        jnp.full((batch, kv_heads, length * group), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, kv_heads, length * group), jnp.float32),
+    )
+    for extent, table in zip(extents, tables, strict=True):
+        carry = _accumulate(carry, rows, extent, table, query_positions, scale, sliding_window)
+    out, _, total = carry
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    out = out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, length, heads, head_dim).astype(queries.dtype)
+
+
+def _accumulate(
+    carry: tuple[jax.Array, jax.Array, jax.Array],
+    rows: jax.Array,
+    extent: jax.Array,
+    table: PageTable,
+    query_positions: jax.Array,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Continue an online softmax `(sum of weighted values, running maximum, sum of weights)` over one extent."""
+    batch, kv_heads, num_rows, head_dim = rows.shape
+    length = query_positions.shape[1]
+    group = num_rows // length
+    page_size, width = extent.shape[3], table.page_ids.shape[1]
+    block = min(max(block_tokens(batch, kv_heads, length) // page_size, 1), width)
+    padding = -width % block
+    page_ids = jnp.pad(table.page_ids, ((0, 0), (0, padding)))
+    page_positions = jnp.pad(table.page_positions, ((0, 0), (0, padding)))
+
+    # A (page, head, key or value) tile is contiguous, so a block is a gather of whole rows of this view, straight
+    # into [B, K, block, S, h] order. (A gather with the head as a slice dimension made XLA copy the whole extent
+    # where a rank has one KV head.)
+    tiles = extent.reshape(-1, page_size * head_dim)
+    heads = jnp.arange(kv_heads)[:, None]
+
+    def gather(ids: jax.Array, key_or_value: int) -> jax.Array:
+        rows_of_tiles = (ids[:, None, :] * kv_heads + heads) * 2 + key_or_value  # [B, K, block]
+        picked = tiles.at[rows_of_tiles].get(mode="clip")
+        return picked.reshape(batch, kv_heads, block * page_size, head_dim)
+
+    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+        acc, peak, total = carry
+        first = index * block
+        ids = lax.dynamic_slice_in_dim(page_ids, first, block, axis=1)
+        places = lax.dynamic_slice_in_dim(page_positions, first, block, axis=1)
+        used = first + jnp.arange(block) < table.num_pages[:, None]
+        key_positions = places[:, :, None] * page_size + jnp.arange(page_size)
+        key_positions = jnp.where(used[:, :, None], key_positions, -1).reshape(batch, -1)
+        mask = visible(key_positions, query_positions, sliding_window)  # [B, T, N]
+        live = jnp.any(mask, axis=1)[:, None, :, None]
+        mask = jnp.broadcast_to(mask[:, None, :, None], (batch, 1, length, group, mask.shape[-1]))
+        mask = mask.reshape(batch, 1, num_rows, -1)
+        precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+        scores = jnp.einsum(
+            "bkmh,bknh->bkmn", rows, gather(ids, 0), precision=precision, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(mask, scores * scale, -jnp.inf)
+        new_peak = jnp.maximum(peak, scores.max(axis=-1))
+        finite_peak = jnp.where(new_peak == -jnp.inf, 0, new_peak)
+        weights = jnp.exp(scores - finite_peak[..., None])
+        decay = jnp.exp(peak - finite_peak)
+        # Slots that no query sees may hold anything: zero weight times NaN would still be NaN.
+        value = jnp.where(live, gather(ids, 1), 0)
+        update = jnp.einsum(
+            "bkmn,bknh->bkmh",
+            weights.astype(value.dtype),
+            value,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return acc * decay[..., None] + update, new_peak, total * decay + weights.sum(axis=-1)
+
+    num_blocks = (jnp.max(table.num_pages) + block - 1) // block
+    return lax.fori_loop(0, num_blocks, step, carry)

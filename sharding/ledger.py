@@ -1,0 +1,70 @@
+"""Who owns which bytes on each device, held against a budget."""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from sharding.errors import MemoryBudgetError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(size: str | int) -> int:
+    """`"2GiB"`, `"512 MiB"`, `"1.5GB"` or a number of bytes. Raises `MemoryBudgetError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS:
+        raise MemoryBudgetError(f"{size!r} is not a memory size: write bytes, or a number with MiB, GiB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(size: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+@dataclass
+class Ledger:
+    """Bytes by owner on one device, and the budget that their sum may not pass.
+
+    Owners are `(layer, what)`; layer is None for what belongs to no layer. `reserved` entries are bytes that
+    programs need while they run (activations), not buffers that live between steps.
+    """
+
+    budget_bytes: int
+    entries: dict[tuple[int | None, str], int] = field(default_factory=lambda: defaultdict(int))
+    reserved: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of buffers that live between steps."""
+        return sum(self.entries.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of the budget after live buffers and reservations."""
+        return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
+
+    def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
+        """Enter a buffer. Raises `MemoryBudgetError` if it does not fit."""
+        if num_bytes > self.free_bytes:
+            raise MemoryBudgetError(
+                f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
+                f"{format_bytes(self.budget_bytes)} device memory are left: raise device_memory"
+            )
+        self.entries[(layer, what)] += num_bytes
+
+    def reserve(self, what: str, num_bytes: int) -> None:
+        """Set aside bytes for programs' temporaries. Raises `MemoryBudgetError` if they do not fit."""
+        self.reserved.pop(what, None)
+        if num_bytes > self.free_bytes:
+            raise MemoryBudgetError(
+                f"{what} need {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
+                f"{format_bytes(self.budget_bytes)} device memory are left: raise device_memory or lower "
+                "max_num_batched_tokens"
+            )
+        self.reserved[what] = num_bytes

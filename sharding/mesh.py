@@ -1,0 +1,112 @@
+"""Aligned device groups and the meshes over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.errors import LayoutError
+
+TP_AXIS = "tp"
+DEGREES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class SubMesh:
+    """An aligned, contiguous group of 1, 2 or 4 devices that serves as one instance."""
+
+    start: int
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree: the number of devices."""
+        return len(self.devices)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """Places of the group's devices in the pool."""
+        return tuple(range(self.start, self.start + self.tp))
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """One-dimensional mesh over the group, axis `tp`."""
+        return Mesh(np.array(self.devices), (TP_AXIS,))
+
+    @cached_property
+    def sharded(self) -> NamedSharding:
+        """Leading axis split over the ranks."""
+        return NamedSharding(self.mesh, PartitionSpec(TP_AXIS))
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        """Every rank holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def __str__(self) -> str:
+        return f"TP{self.tp}{list(self.device_indices)}"
+
+
+@dataclass(frozen=True)
+class SubMeshPool:
+    """All sub-meshes of a device list. Each is made once, so that equal groups share one `Mesh` object."""
+
+    devices: tuple[jax.Device, ...]
+    max_tp: int
+    _cache: dict[tuple[int, int], SubMesh] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.devices) not in (1, 2, 4, 8):
+            raise LayoutError(f"num_devices={len(self.devices)} is not supported: it must be 1, 2, 4 or 8")
+        if self.max_tp not in DEGREES or self.max_tp > len(self.devices):
+            raise LayoutError(
+                f"max_tensor_parallel_size={self.max_tp} is not supported: it must be 1, 2 or 4 "
+                f"and at most num_devices={len(self.devices)}"
+            )
+
+    def group(self, start: int, tp: int) -> SubMesh:
+        """The group of `tp` devices from index `start`, which must be a multiple of `tp`."""
+        self.check_degree(tp)
+        if start % tp or not 0 <= start <= len(self.devices) - tp:
+            raise LayoutError(
+                f"devices {list(range(start, start + tp))} are not an aligned group: a TP{tp} instance starts "
+                f"at a multiple of {tp} and ends within {len(self.devices)} devices"
+            )
+        key = (start, tp)
+        if key not in self._cache:
+            self._cache[key] = SubMesh(start, self.devices[start : start + tp])
+        return self._cache[key]
+
+    def groups(self, tp: int) -> tuple[SubMesh, ...]:
+        """All groups of degree `tp`, side by side over all devices."""
+        self.check_degree(tp)
+        return tuple(self.group(start, tp) for start in range(0, len(self.devices), tp))
+
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that instances can have here."""
+        return tuple(d for d in DEGREES if d <= self.max_tp)
+
+    def check_degree(self, tp: int) -> None:
+        """Raise `LayoutError` unless instances can have degree `tp`."""
+        if tp not in self.degrees():
+            raise LayoutError(f"tensor_parallel_size={tp} is not supported here: it must be one of {self.degrees()}")
+
+
+def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
+    """View single-device buffers, one per rank and all of one shape, as one array. Copies nothing.
+
+    Sharded: global shape `[tp * n, ...]`, rank r holding rows `r*n .. (r+1)*n`. Replicated: global shape `[n, ...]`.
+    """
+    shape = buffers[0].shape
+    if replicated:
+        return jax.make_array_from_single_device_arrays(shape, group.replicated, list(buffers))
+    return jax.make_array_from_single_device_arrays((shape[0] * group.tp, *shape[1:]), group.sharded, list(buffers))
+
+
+def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
+    """The single-device buffers behind an assembled array, in rank order. Copies nothing."""
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return [by_device[device] for device in group.devices]

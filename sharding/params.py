@@ -1,0 +1,161 @@
+"""One description per parameter, from which loading, initialization and every tensor-parallel layout derive."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+ReadTensor = Callable[[str], np.ndarray]
+
+
+def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray, "..."]:
+    """Rows of blocks of `size` (heads to rows): block b becomes b*size .. b*size+size-1; -1 stays -1."""
+    rows = np.where(blocks[..., None] < 0, -1, blocks[..., None] * size + np.arange(size))
+    return rows.reshape(*blocks.shape[:-1], -1).astype(np.int32)
+
+
+def deal_rows(total: int, num_chunks: int, chunk_rows: int) -> Int32[np.ndarray, "chunks rows"]:
+    """Deal `total` rows evenly over chunks of `chunk_rows`; the rest of each chunk is zero padding (-1)."""
+    share = -(-total // num_chunks)
+    rows = np.arange(num_chunks)[:, None] * share + np.arange(chunk_rows)[None, :]
+    valid = (np.arange(chunk_rows)[None, :] < share) & (rows < total)
+    return np.where(valid, rows, -1).astype(np.int32)
+
+
+def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
+    """Smallest n >= size for which n * r is a whole number of pages for every r in `row_elems`."""
+    step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A checkpoint tensor and which of its rows go where in each chunk.
+
+    `rows[c, i]` is the index along `axis` of the checkpoint tensor (`[out, in]` orientation) that becomes
+    position i of chunk c; -1 is zero padding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Int32[np.ndarray, "chunks rows"] | None = None
+    axis: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSpec:
+    """One parameter: where it comes from, its chunks, and how devices hold them.
+
+    Every device holds all `num_chunks` chunks of every parameter (it must be able to serve alone, at TP1). At
+    TP p, rank r computes with chunks `r*max_tp/p .. (r+1)*max_tp/p`. `num_chunks == 1` with `placement
+    "replicated"` is used whole by every rank.
+
+    Attributes:
+        name: unique name, e.g. `layers.3.mlp.gate_up`.
+        sources: checkpoint tensors, laid side by side along the chunked axis.
+        chunk_shape: shape of one chunk as computed with: matrices are input-major, `[in, out]`.
+        num_chunks: `max_tp` for chunked parameters, 1 for replicated ones.
+        placement: `sharded`: rank r takes its own chunks. `replicated`: every rank takes all chunks.
+        transposed: chunks are `[in, out]` where the checkpoint has `[out, in]`; vectors and lookup tables are not.
+        page_elems: if set, a chunk is stored as an extent `[pages, page_elems]`, which a transformation may
+            release to the KV cache.
+        init: distribution for random initialization.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+    chunk_shape: tuple[int, ...]
+    num_chunks: int = 1
+    placement: Literal["sharded", "replicated"] = "replicated"
+    transposed: bool = False
+    page_elems: int | None = None
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the device buffer of one chunk."""
+        if self.page_elems is None:
+            return self.chunk_shape
+        pages, rest = divmod(math.prod(self.chunk_shape), self.page_elems)
+        assert rest == 0, f"{self.name}: chunk {self.chunk_shape} is not whole pages of {self.page_elems}"
+        return (pages, self.page_elems)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that a device stores, padding included."""
+        return self.num_chunks * math.prod(self.chunk_shape)
+
+    @property
+    def model_elements(self) -> int:
+        """Elements of the model's own tensors, without padding and replicas."""
+        return sum(math.prod(source.shape) for source in self.sources)
+
+    def chunk_indices(self, tp: int, rank: int) -> range:
+        """Chunks that `rank` computes with at degree `tp`."""
+        if self.placement == "replicated":
+            return range(self.num_chunks)
+        per_rank = self.num_chunks // tp
+        return range(rank * per_rank, (rank + 1) * per_rank)
+
+    def local_chunks(self, tp: int) -> int:
+        """How many chunks every rank computes with at degree `tp`."""
+        return len(self.chunk_indices(tp, 0))
+
+    def abstract(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of one chunk as computed with."""
+        return jax.ShapeDtypeStruct(self.chunk_shape, dtype)
+
+    def build_chunks(self, read: ReadTensor, dtype: np.dtype) -> list[np.ndarray]:
+        """Chunks of this parameter in `stored_shape`, from checkpoint tensors returned by `read(name)`."""
+        chunks = [np.zeros(self.chunk_shape, dtype) for _ in range(self.num_chunks)]
+        position = 0
+        for source in self.sources:
+            tensor = read(source.name)
+            for chunk, out in enumerate(chunks):
+                self._fill(source, tensor, chunk, out, position)
+            position += tensor.shape[source.axis] if source.rows is None else source.rows.shape[1]
+        return [chunk.reshape(self.stored_shape) for chunk in chunks]
+
+    def restore_tensor(self, source: Source, chunks: list[np.ndarray]) -> np.ndarray:
+        """The checkpoint tensor of `source` out of stored chunks: the inverse of `build_chunks`."""
+        position = 0
+        for other in self.sources:
+            if other is source:
+                break
+            position += other.shape[other.axis] if other.rows is None else other.rows.shape[1]
+        out = np.zeros(source.shape, chunks[0].dtype)
+        for index, stored in enumerate(chunks):
+            local = stored.reshape(self.chunk_shape)
+            view = local.T if self.transposed else local
+            rows = np.arange(source.shape[source.axis]) if source.rows is None else source.rows[index]
+            valid = rows >= 0
+            part = np.take(view, position + np.nonzero(valid)[0], axis=source.axis)
+            out[(slice(None),) * source.axis + (rows[valid],)] = part
+        return out
+
+    def _fill(self, source: Source, tensor: np.ndarray, chunk: int, out: np.ndarray, position: int) -> None:
+        view = out.T if self.transposed else out
+        if source.rows is None:
+            view[(slice(None),) * source.axis + (slice(position, position + tensor.shape[source.axis]),)] = tensor
+            return
+        rows = source.rows[chunk]
+        for start, stop in _runs(rows):
+            if rows[start] < 0:
+                continue
+            window = (slice(None),) * source.axis
+            target = (*window, slice(position + start, position + stop))
+            view[target] = tensor[(*window, slice(rows[start], rows[start] + stop - start))]
+
+
+def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
+    """Maximal index ranges over which rows are consecutive, or all padding: slices copy faster than gathers."""
+    step = np.diff(rows)
+    both_padding = (rows[1:] < 0) & (rows[:-1] < 0)
+    consecutive = (step == 1) & (rows[:-1] >= 0)
+    breaks = np.nonzero(~(both_padding | consecutive))[0] + 1
+    edges = [0, *breaks.tolist(), len(rows)]
+    return list(zip(edges[:-1], edges[1:], strict=True))

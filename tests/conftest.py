@@ -1,0 +1,41 @@
+"""Shared set-up: virtual CPU devices, run-time shape checks, real data where it is present."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping's run-time checks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--no-shape-checks"):
+        from jaxtyping import install_import_hook
+
+        packages = ["amoeba_jax", "sharding", "kvcache", "pallas_kernels", "serving"]
+        install_import_hook(packages, "beartype.beartype").install()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real models, traces and texts that are no part of the project."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the shared data folder (../shared/data) is not present")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One compilation cache for the session: equal programs of different tests compile once."""
+    path = tmp_path_factory.mktemp("executables")
+    path.chmod(0o700)
+    return str(path)

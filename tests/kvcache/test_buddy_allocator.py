@@ -1,0 +1,248 @@
+"""The buddy allocator against a plain model: the units that each live block covers."""
+
+import copy
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from kvcache.allocator import Block, BuddyAllocator, OutOfPagesError
+
+MAX_TP = 4
+MAX_ORDER = 2
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Any sequence of operations; the model is a dict of live blocks and the extents' ranges of units."""
+
+    # Each reference to a block is one item, so that a consumed item is one `free`.
+    held = Bundle("held")
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = BuddyAllocator(MAX_TP)
+        self.extents: dict[int, range] = {}
+        self.live: dict[int, tuple[int, int]] = {}  # first unit -> (order, references)
+
+    def occupied(self) -> list[int]:
+        return [u for unit, (order, _) in self.live.items() for u in range(unit, unit + 2**order)]
+
+    def free_blocks(self, order: int) -> int:
+        """Aligned runs of `2**order` free units, counted one unit at a time."""
+        occupied = set(self.occupied())
+        starts = [u for units in self.extents.values() for u in units if u % 2**order == 0]
+        return sum(occupied.isdisjoint(range(u, u + 2**order)) for u in starts)
+
+    @precondition(lambda self: len(self.extents) < 4)
+    @rule(num_pages=st.integers(1, 4))
+    def add_extent(self, num_pages):
+        start = self.allocator.add_extent(num_pages)
+        units = range(start, start + num_pages * MAX_TP)
+        assert start % MAX_TP == 0
+        for other in self.extents.values():
+            assert units.stop <= other.start or other.stop <= units.start
+        self.extents[start] = units
+
+    @precondition(lambda self: self.extents)
+    @rule(data=st.data())
+    def remove_extent(self, data):
+        start = data.draw(st.sampled_from(sorted(self.extents)))
+        live = len(set(self.extents[start]).intersection(self.occupied()))
+        assert self.allocator.live_units(start) == live
+        if live:
+            with pytest.raises(ValueError, match=f"unit {start} has {live} live units"):
+                self.allocator.remove_extent(start)
+        else:
+            self.allocator.remove_extent(start)
+            del self.extents[start]
+
+    @rule(target=held, order=st.integers(0, MAX_ORDER), n=st.integers(1, 5))
+    def allocate_many(self, order, n):
+        if n > self.free_blocks(order):
+            with pytest.raises(OutOfPagesError):
+                self.allocator.allocate_many(order, n)
+            return multiple()
+        units = self.allocator.allocate_many(order, n)
+        assert len(units) == n
+        for unit in units:
+            assert not set(range(unit, unit + 2**order)).intersection(self.occupied())
+            self.live[unit] = (order, 1)
+        return multiple(*units)
+
+    @rule(target=held, order=st.integers(0, MAX_ORDER))
+    def allocate(self, order):
+        if not self.free_blocks(order):
+            with pytest.raises(OutOfPagesError):
+                self.allocator.allocate(order)
+            return multiple()
+        unit = self.allocator.allocate(order)
+        assert not set(range(unit, unit + 2**order)).intersection(self.occupied())
+        self.live[unit] = (order, 1)
+        return unit
+
+    @rule(target=held, unit=held)
+    def share(self, unit):
+        self.allocator.share(unit)
+        order, references = self.live[unit]
+        self.live[unit] = (order, references + 1)
+        return unit
+
+    @rule(unit=consumes(held))
+    def free(self, unit):
+        self.allocator.free(unit)
+        order, references = self.live.pop(unit)
+        if references > 1:
+            self.live[unit] = (order, references - 1)
+        else:
+            with pytest.raises(ValueError, match=f"unit {unit}:"):
+                self.allocator.free(unit)
+
+    @rule(target=held, unit=held, order=st.integers(0, MAX_ORDER))
+    def split(self, unit, order):
+        old_order, references = self.live[unit]
+        if order > old_order:
+            with pytest.raises(ValueError, match=f"block {unit} has order {old_order}"):
+                self.allocator.split(unit, order)
+            return multiple()
+        units = self.allocator.split(unit, order)
+        assert units == list(range(unit, unit + 2**old_order, 2**order))
+        self.live.update(dict.fromkeys(units, (order, references)))
+        return multiple(*(piece for piece in units[1:] for _ in range(references)))
+
+    @invariant()
+    def agrees_with_model(self):
+        live = [Block(unit, order, references) for unit, (order, references) in sorted(self.live.items())]
+        assert self.allocator.live_blocks() == live
+        assert all(
+            (self.allocator.order_of(b.unit), self.allocator.references(b.unit)) == b[1:] for b in live
+        )
+        assert self.allocator.extents == tuple((u.start, len(u)) for _, u in sorted(self.extents.items()))
+
+    @invariant()
+    def blocks_are_aligned_and_disjoint(self):
+        assert all(unit % 2**order == 0 for unit, order, _ in self.allocator.live_blocks())
+        occupied = self.occupied()
+        assert len(set(occupied)) == len(occupied)
+        assert set(occupied) <= {u for units in self.extents.values() for u in units}
+
+    @invariant()
+    def free_and_live_units_add_up(self):
+        assert self.allocator.total_units == sum(len(units) for units in self.extents.values())
+        assert self.allocator.free_units + len(self.occupied()) == self.allocator.total_units
+
+    @invariant()
+    def num_free_is_truthful(self):
+        for order in range(MAX_ORDER + 1):
+            num_free = self.allocator.num_free(order)
+            # Also that freed buddies always coalesce: the model finds every aligned free run.
+            assert num_free == self.free_blocks(order)
+            trial = copy.deepcopy(self.allocator)
+            trial.allocate_many(order, num_free)
+            with pytest.raises(OutOfPagesError):
+                trial.allocate(order)
+
+    def teardown(self):
+        for unit, (_, references) in self.live.items():
+            for _ in range(references):
+                self.allocator.free(unit)
+        assert self.allocator.num_free(MAX_ORDER) * MAX_TP == self.allocator.total_units
+        for start in self.extents:
+            self.allocator.remove_extent(start)
+        assert self.allocator.total_units == self.allocator.free_units == 0
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_takes_the_smallest_sufficient_block_with_the_lowest_id():
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(3)
+    assert allocator.allocate(2) == 0
+    assert allocator.allocate(0) == 4
+    # 5 and 6..7 are left of page 4: they go before page 8 is broken.
+    assert allocator.allocate(0) == 5
+    assert allocator.allocate(1) == 6
+    assert allocator.allocate(1) == 8
+    allocator.free(0)
+    assert allocator.allocate(1) == 10
+    assert allocator.allocate(1) == 0
+
+
+def test_pages_leave_late_extents_first():
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(2)
+    late = allocator.add_extent(2)
+    pages = allocator.allocate_many(2, 4)
+    assert pages == [0, 4, 8, 12]
+    for page in (pages[0], pages[3]):
+        allocator.free(page)
+    assert allocator.allocate(2) == 0
+    allocator.free(pages[2])
+    allocator.remove_extent(late)
+    assert allocator.extents == ((0, 8),)
+
+
+def test_extent_that_returns_gets_its_old_ids():
+    allocator = BuddyAllocator(4)
+    starts = [allocator.add_extent(n) for n in (3, 1, 2)]
+    assert starts == [0, 12, 16]
+    allocator.remove_extent(12)
+    assert allocator.add_extent(2) == 24
+    assert allocator.add_extent(1) == 12
+    assert allocator.allocate_many(2, 8) == [0, 4, 8, 12, 16, 20, 24, 28]
+
+
+def test_split_page_is_freed_piece_by_piece():
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(1)
+    page = allocator.allocate(2)
+    allocator.share(page)
+    assert allocator.split(page, 1) == [0, 2]
+    assert allocator.split(2) == [2, 3]
+    assert allocator.live_blocks() == [Block(0, 1, 2), Block(2, 0, 2), Block(3, 0, 2)]
+    for unit in (0, 0, 2):
+        allocator.free(unit)
+    assert (allocator.num_free(1), allocator.free_units, allocator.references(2)) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("method", ["free", "share", "split", "references", "order_of"])
+@pytest.mark.parametrize("unit", [1, 4, 99])
+def test_unknown_unit_is_named(method, unit):
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(2)
+    allocator.allocate(2)
+    with pytest.raises(ValueError, match=f"no live block starts at unit {unit}"):
+        getattr(allocator, method)(unit)
+
+
+def test_out_of_pages_says_what_is_free():
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(2)
+    allocator.allocate(0)
+    with pytest.raises(OutOfPagesError, match=r"2 blocks of 4 units.* room for 1 \(7 of 8 units are free\)"):
+        allocator.allocate_many(2, 2)
+    assert allocator.free_units == 7
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="max_tp is 3"):
+        BuddyAllocator(3)
+    allocator = BuddyAllocator(4)
+    with pytest.raises(ValueError, match="num_pages is 0"):
+        allocator.add_extent(0)
+    with pytest.raises(ValueError, match="order is 3; it must be between 0 and 2"):
+        allocator.allocate(3)
+    with pytest.raises(ValueError, match="n is -1"):
+        allocator.allocate_many(0, -1)
+    with pytest.raises(ValueError, match="no extent starts at unit 0"):
+        allocator.remove_extent(0)

@@ -1,0 +1,210 @@
+"""Pages over several ranks: all or nothing, several degrees over the same memory, and block tables."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.geometry import PageGeometry
+from kvcache.pages import PagePool, SequencePages
+from sharding.errors import LayoutError
+
+GEOMETRY = PageGeometry(kv_heads=4, page_size=16, head_dim=8, max_tp=4)
+
+
+def make_allocators(*extents: tuple[int, ...]) -> list[BuddyAllocator]:
+    """One allocator a rank, each with extents of so many pages."""
+    allocators = [BuddyAllocator(GEOMETRY.max_tp) for _ in extents]
+    for allocator, pages in zip(allocators, extents, strict=True):
+        for num_pages in pages:
+            allocator.add_extent(num_pages)
+    return allocators
+
+
+def state(allocators: list[BuddyAllocator]) -> list[tuple]:
+    return [(a.live_blocks(), a.free_units) for a in allocators]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_whole_memory_can_be_allocated_at_every_degree(tp):
+    pool = PagePool(GEOMETRY, make_allocators(*[(2, 1)] * tp), tp)
+    assert pool.num_total_pages == pool.num_free_pages == 3 * tp
+    table = pool.allocate(3 * tp)
+    assert table.dtype == np.int32
+    np.testing.assert_array_equal(table, [range(3 * tp)] * tp)
+    assert pool.num_free_pages == 0
+    pool.free(table)
+    assert pool.num_free_pages == 3 * tp
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    sizes=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    taken=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=4, max_size=4),
+    num_pages=st.integers(0, 20),
+)
+def test_allocation_is_all_or_nothing_on_unbalanced_ranks(tp, sizes, taken, num_pages):
+    allocators = make_allocators(*[(size,) for size in sizes[:tp]])
+    for allocator, orders in zip(allocators, taken, strict=False):
+        for order in orders:
+            if allocator.num_free(order):
+                allocator.allocate(order)
+    pool = PagePool(GEOMETRY, allocators, tp)
+    before = state(allocators)
+    free = pool.num_free_pages
+    assert free == min(allocator.num_free(GEOMETRY.order(tp)) for allocator in allocators)
+    if num_pages > free:
+        with pytest.raises(OutOfPagesError, match=f"{num_pages} pages at TP{tp}"):
+            pool.allocate(num_pages)
+    else:
+        table = pool.allocate(num_pages)
+        assert table.shape == (tp, num_pages)
+        assert pool.num_free_pages == free - num_pages
+        pool.free(table)
+    assert state(allocators) == before
+
+
+def test_failure_on_the_last_rank_leaves_the_others_as_they_were():
+    allocators = make_allocators((4,), (1,))
+    pool = PagePool(GEOMETRY, allocators, 2)
+    before = state(allocators)
+    with pytest.raises(OutOfPagesError, match=r"the ranks have room for \[8, 2\] pages"):
+        pool.allocate(3)
+    assert state(allocators) == before
+    assert pool.num_total_pages == 2
+
+
+def test_local_ids_of_a_page_differ_between_ranks():
+    allocators = make_allocators((2,), (2,))
+    PagePool(GEOMETRY, allocators[1:], 1).allocate(1)
+    pool = PagePool(GEOMETRY, allocators, 2)
+    np.testing.assert_array_equal(pool.allocate(2), [[0, 1], [2, 3]])
+
+
+def test_paused_pages_of_a_lower_degree_stay():
+    allocators = make_allocators(*[(2,)] * 4)
+    singles = [PagePool(GEOMETRY, [allocator], 1) for allocator in allocators]
+    paused = [single.allocate(1) for single in singles]
+    merged = PagePool(GEOMETRY, allocators, 4)
+    table = merged.allocate(4)
+    np.testing.assert_array_equal(table, [[4, 5, 6, 7]] * 4)
+    merged.free(table)
+    for single, pages in zip(singles, paused, strict=True):
+        single.free(pages)
+        assert single.num_free_pages == 2
+
+
+def test_shared_pages_are_freed_with_their_last_reference():
+    pool = PagePool(GEOMETRY, make_allocators((1,), (1,)), 2)
+    table = pool.allocate(2)
+    pool.share(table[:, :1])
+    pool.free(table)
+    assert pool.num_free_pages == 1
+    pool.free(table[:, :1])
+    assert pool.num_free_pages == 2
+
+
+@pytest.mark.parametrize("method", ["free", "share"])
+def test_table_with_a_dead_page_changes_nothing(method):
+    allocators = make_allocators((2,), (2,))
+    pool = PagePool(GEOMETRY, allocators, 2)
+    table = pool.allocate(2)
+    pool.free(table[:, 1:])
+    before = state(allocators)
+    with pytest.raises(ValueError, match="no live block starts at unit 2"):
+        getattr(pool, method)(table)
+    assert state(allocators) == before
+
+
+def test_page_of_another_degree_is_refused():
+    allocators = make_allocators((2,), (2,))
+    PagePool(GEOMETRY, allocators[:1], 1).allocate(1)
+    pool = PagePool(GEOMETRY, allocators, 2)
+    with pytest.raises(ValueError, match="unit 0 on rank 0 starts a block of 4 units; a TP2 page has 2"):
+        pool.free(np.zeros((2, 1), np.int32))
+    with pytest.raises(ValueError, match=r"shape \(1, 1\)"):
+        pool.free(np.zeros((1, 1), np.int32))
+
+
+def test_allocators_must_match_geometry_and_degree():
+    allocators = make_allocators((1,), (1,))
+    with pytest.raises(LayoutError, match=r"TP1 needs 1 allocators.* 2 were given"):
+        PagePool(GEOMETRY, allocators, 1)
+    with pytest.raises(LayoutError, match="one a rank"):
+        PagePool(GEOMETRY, [allocators[0], allocators[0]], 2)
+    with pytest.raises(LayoutError, match="rank 1's allocator splits pages 2 ways"):
+        PagePool(GEOMETRY, [allocators[0], BuddyAllocator(2)], 2)
+
+
+def test_extent_starts_are_local_ids_and_equal_on_all_ranks():
+    allocators = make_allocators((3, 1, 2), (3, 1, 2))
+    assert PagePool(GEOMETRY, allocators[:1], 1).extent_starts == (0, 3, 4, 6)
+    pool = PagePool(GEOMETRY, allocators, 2)
+    assert pool.extent_starts == (0, 6, 8, 12)
+    allocators[1].add_extent(1)
+    with pytest.raises(LayoutError, match="rank 1 has extents"):
+        pool.extent_starts  # noqa: B018
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_sequence_grows_page_by_page_and_keeps_its_pages(tp):
+    pool = PagePool(GEOMETRY, make_allocators(*[(8,)] * tp), tp)
+    sequence = SequencePages(pool)
+    assert sequence.table.shape == (tp, 0)
+    for tokens in range(1, 100):
+        before = sequence.table.copy()
+        num_new = sequence.reserve(tokens)
+        assert sequence.num_pages == sequence.table.shape[1] == GEOMETRY.pages_for(tokens)
+        assert num_new == sequence.num_pages - before.shape[1]
+        np.testing.assert_array_equal(sequence.table[:, : before.shape[1]], before)
+    assert all(len(set(row)) == sequence.num_pages for row in sequence.table.tolist())
+    assert sequence.reserve(5) == 0
+    assert pool.num_free_pages == pool.num_total_pages - sequence.num_pages
+    sequence.release()
+    sequence.release()
+    assert sequence.num_pages == 0
+    assert pool.num_free_pages == pool.num_total_pages
+
+
+def test_sequence_that_does_not_fit_keeps_its_table():
+    pool = PagePool(GEOMETRY, make_allocators((1,), (1,)), 2)
+    sequence = SequencePages(pool)
+    sequence.reserve(16)
+    with pytest.raises(OutOfPagesError):
+        sequence.reserve(16 * 3)
+    np.testing.assert_array_equal(sequence.table, [[0], [0]])
+    assert pool.num_free_pages == 1
+
+
+def test_fork_shares_pages_and_grows_on_its_own():
+    pool = PagePool(GEOMETRY, make_allocators((2,), (2,)), 2)
+    parent = SequencePages(pool)
+    parent.reserve(32)
+    child = parent.fork()
+    np.testing.assert_array_equal(child.table, parent.table)
+    child.reserve(48)
+    assert (parent.num_pages, child.num_pages, pool.num_free_pages) == (2, 3, 1)
+    parent.release()
+    assert pool.num_free_pages == 1
+    child.release()
+    assert pool.num_free_pages == 4
+
+
+def test_sequence_takes_over_given_pages():
+    pool = PagePool(GEOMETRY, make_allocators((2,), (2,)), 2)
+    pages = pool.allocate(3)
+    sequence = SequencePages(pool, pages)
+    pages[:] = -1
+    np.testing.assert_array_equal(sequence.table, [[0, 1, 2]] * 2)
+    sequence.release()
+    assert pool.num_free_pages == 4
+
+
+def test_table_view_is_read_only():
+    pool = PagePool(GEOMETRY, make_allocators((1,)), 1)
+    sequence = SequencePages(pool)
+    sequence.reserve(1)
+    with pytest.raises(ValueError, match="read-only"):
+        sequence.table[0, 0] = 3

@@ -1,0 +1,120 @@
+"""Random tiny models of every supported family, written in Hugging Face form without torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+_BASE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "intermediate_size": 116,
+    "vocab_size": 211,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+# Every head count here is awkward for some degree: 3, 6 and 1 KV heads pad or replicate at TP4, 2 replicate.
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama"},
+    "llama3-scaled-rope": {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-bias-linear-rope": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "attention_bias": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "mistral-window": {"model_type": "mistral", "num_attention_heads": 8, "sliding_window": 13},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32},
+    "smollm2": {
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+}
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def tiny_config(name: str) -> dict[str, Any]:
+    """config.json of a tiny model."""
+    config = {**_BASE, **TINY_CONFIGS[name]}
+    return config | {"architectures": [f"{_CLASSES[config['model_type']]}ForCausalLM"]}
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors, as Hugging Face stores them."""
+    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, hidden)
+            if qkv_bias:
+                shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, q)
+        if config.get("attention_bias", False):
+            shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
+        if config["model_type"] == "qwen3":
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (head,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (head,)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def write_model(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
+    """Write config.json and random model.safetensors; the values depend on the seed alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        values = random.standard_normal(shape, np.float32)
+        tensors[name] = 1 + 0.2 * values if name.endswith("norm.weight") else 0.15 * values
+    save_file({name: value.astype(np.float32) for name, value in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
+    """A tiny model by name."""
+    return write_model(tiny_config(name), directory / name, seed)
+
+
+def ragged_prompts(vocab_size: int) -> list[list[int]]:
+    """Prompts of lengths around page and chunk borders."""
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocab_size, length).tolist() for length in (1, 5, 16, 17, 43)]
