@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from rich.console import Console
@@ -35,6 +35,7 @@ Prompt = str | list[int]
 Message = dict[str, Any]
 
 
+@runtime_checkable
 class _Source(Protocol):
     """What a model is loaded from: a checkpoint in Hugging Face names, or one in our own loaded form."""
 

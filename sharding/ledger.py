@@ -59,11 +59,14 @@ class Ledger:
         self.entries[(layer, what)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
-        """Set aside bytes for programs' temporaries. Raises `MemoryBudgetError` if they do not fit."""
-        self.reserved.pop(what, None)
-        if num_bytes > self.free_bytes:
+        """Set aside bytes for programs' temporaries, in place of what was set aside under that name before.
+
+        Raises `MemoryBudgetError`, with the ledger as it was, if they do not fit.
+        """
+        available = self.free_bytes + self.reserved.get(what, 0)
+        if num_bytes > available:
             raise MemoryBudgetError(
-                f"{what} need {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
+                f"{what} need {format_bytes(num_bytes)} but only {format_bytes(available)} of the "
                 f"{format_bytes(self.budget_bytes)} device memory are left: raise device_memory or lower "
                 "max_num_batched_tokens"
             )

@@ -52,6 +52,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32},
     "smollm2": {
         "model_type": "llama",
+        "hidden_size": 72,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,

@@ -2,13 +2,14 @@
 
 import mmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from amoeba_jax.errors import CheckpointError
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """Weights of one model under their Hugging Face names, in the Hugging Face orientation `[out, in]`."""
 

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Int32
-
-FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class BatchShape:
             "last_token": rows,
             "tables": (self.num_rows, self.table_width),
             "num_pages": rows,
-            "seeds": rows,
-            "top_k": rows,
-        } | dict.fromkeys(FLOAT_FIELDS, rows)
+        }
         offsets, total = {}, 0
         for name, shape in shapes.items():
             offsets[name] = (total, shape)
@@ -66,21 +61,18 @@ class StepBatch:
     """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`.
 
     Fields (the same for all ranks but `tables`): `tokens`, `positions` `[N]` (-1: padding), `last_token` `[R]`
-    index of each row's last token among the N, `tables` `[tp, R, W]` local page ids, `num_pages` `[R]`, and the
-    sampling settings `seeds`, `top_k`, `temperature`, `top_p`, `min_p` `[R]`.
+    index of each row's last token among the N, `tables` `[tp, R, W]` local page ids, `num_pages` `[R]`.
     """
 
     def __init__(self, shape: BatchShape, tp: int):
         self.shape = shape
         self.packed: Int32[np.ndarray, "tp size"] = np.zeros((tp, shape.packed_size), np.int32)
         self.set("positions", np.full(shape.num_tokens, -1))
-        self.set("top_p", np.ones(shape.num_rows))
 
     def set(self, name: str, values: np.ndarray) -> None:
         """Fill a field, on every rank alike."""
         offset, shape = self.shape.fields[name]
-        values = np.asarray(values, np.float32).view(np.int32) if name in FLOAT_FIELDS else np.asarray(values)
-        self.packed[:, offset : offset + math.prod(shape)] = values.astype(np.int32).reshape(-1)
+        self.packed[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
 
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
         """Fill the block table of one row, each rank's own."""
@@ -91,8 +83,7 @@ class StepBatch:
 
 def unpack(packed: Int32[jax.Array, " size"], shape: BatchShape) -> dict[str, jax.Array]:
     """Fields of one rank's packed row, inside a program."""
-    out = {}
-    for name, (offset, field_shape) in shape.fields.items():
-        value = lax.slice(packed, (offset,), (offset + math.prod(field_shape),)).reshape(field_shape)
-        out[name] = lax.bitcast_convert_type(value, jnp.float32) if name in FLOAT_FIELDS else value
-    return out
+    return {
+        name: lax.slice(packed, (offset,), (offset + math.prod(field_shape),)).reshape(field_shape)
+        for name, (offset, field_shape) in shape.fields.items()
+    }

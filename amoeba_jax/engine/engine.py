@@ -231,14 +231,14 @@ class Engine:
                 left = len(sequence.prompt) - sequence.num_computed
                 shape = self.prefill_shape(left)
                 length = min(left, shape.num_tokens)
-                tokens = instance.launch(instance.prefill_batch(shape, sequence, length))
+                result = instance.launch(instance.prefill_batch(shape, sequence, length))
                 sequence.num_computed += length
-                return [sequence], tokens
+                return [sequence], instance.next_tokens(result, [sequence])
         sequences = list(instance.running)
-        tokens = instance.launch(instance.decode_batch(self.decode_shape(len(sequences)), sequences))
+        result = instance.launch(instance.decode_batch(self.decode_shape(len(sequences)), sequences))
         for sequence in sequences:
             sequence.num_computed += 1
-        return sequences, tokens
+        return sequences, instance.next_tokens(result, sequences)
 
     def _retire(self, instance: Instance, sequence: Sequence) -> None:
         instance.running.remove(sequence)
@@ -270,7 +270,7 @@ class Engine:
                 shape = self.prefill_shape(decode_from - start) if start < decode_from else self.decode_shape(1)
                 length = min(shape.num_tokens, decode_from - start) if start < decode_from else 1
                 batch = instance.prefill_batch(shape, sequence, length)
-                rows.append(np.asarray(instance.launch(batch, "logits"))[:length])
+                rows.append(np.asarray(instance.launch(batch, "all").logits)[:length])
                 sequence.num_computed += length
         finally:
             sequence.pages.release()

@@ -1,17 +1,27 @@
 """One serving replica: a sub-mesh with its weights view, its share of the KV cache, and its running sequences."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.program import Result, StepKey
+from amoeba_jax.engine.program import LogitsOf, StepKey
+from amoeba_jax.engine.sampler import pack_sampling
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from kvcache.pages import PagePool
-from sharding.mesh import SubMesh
+from sharding.mesh import SubMesh, disassemble
+
+
+class StepResult(NamedTuple):
+    """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for `"all"`."""
+
+    likeliest: Int32[Array, " R"]
+    logits: Float[Array, "R V"]
 
 
 class Instance:
@@ -43,27 +53,40 @@ class Instance:
     def tp(self) -> int:
         return self.group.tp
 
-    def step_keys(self, shape: BatchShape, result: Result = "tokens") -> list[StepKey]:
+    def step_keys(self, shape: BatchShape, logits_of: LogitsOf = "last") -> list[StepKey]:
         """Executables that a step of this shape needs, one per segment."""
         extents = tuple(extent.shape[0] // self.tp for extent in self.kv[0])
         return [
-            StepKey(self.group.device_indices, plan.shape, shape, extents, result if plan.shape.head else "tokens")
+            StepKey(self.group.device_indices, plan.shape, shape, extents, logits_of if plan.shape.head else "last")
             for plan in self.plans
         ]
 
-    def launch(self, batch: StepBatch, result: Result = "tokens") -> jax.Array:
-        """Dispatch one step without waiting. Returns the sampled tokens `[R]` or the logits `[N, V]`."""
+    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> StepResult:
+        """Dispatch one step without waiting."""
         packed = jax.device_put(batch.packed, self.group.sharded)
         hidden: jax.Array | None = None
-        out: jax.Array | None = None
-        keys = self.step_keys(batch.shape, result)
+        head: tuple[jax.Array, jax.Array] | None = None
+        keys = self.step_keys(batch.shape, logits_of)
         for plan, key, weights in zip(self.plans, keys, self._weights, strict=True):
-            program = self.executables.get(key, plan, self.group)
+            program = self.executables.step(key, plan, self.group)
             layers = plan.layers
-            kv, hidden, out = program(weights, self.kv[layers.start : layers.stop], hidden, packed)
+            kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed)
             self.kv[layers.start : layers.stop] = kv
-        assert out is not None, "the last segment has the head"
-        return out
+        assert head is not None, "the last segment has the head"
+        return StepResult(*head)
+
+    def next_tokens(self, result: StepResult, sequences: list[Sequence]) -> jax.Array:
+        """Tokens `[R]` that follow the rows of a step, dispatched without waiting.
+
+        Where all want the likeliest, the step has chosen already. Otherwise they are drawn on the first rank: every
+        rank has the logits, and one sort is enough.
+        """
+        if all(sequence.params.temperature == 0 for sequence in sequences):
+            return result.likeliest
+        rows = [(s.params, s.seed, s.num_tokens) for s in sequences]
+        (logits, *_) = disassemble(self.group, result.logits)
+        program = self.executables.sampler(self.group.devices[0], logits.shape)
+        return program(logits, pack_sampling(rows, logits.shape[0]))
 
     def prefill_batch(self, shape: BatchShape, sequence: Sequence, length: int) -> StepBatch:
         """Inputs that compute the next `length` tokens of one sequence."""
@@ -94,25 +117,9 @@ class Instance:
         return batch
 
     def _fill_rows(self, batch: StepBatch, sequences: list[Sequence], lengths: list[int]) -> None:
-        rows = batch.shape.num_rows
-        num_pages, seeds, top_k = (np.zeros(rows, np.int32) for _ in range(3))
-        temperature, min_p = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        top_p = np.ones(rows, np.float32)
+        num_pages = np.zeros(batch.shape.num_rows, np.int32)
         for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             assert sequence.pages is not None
-            used = self.pages.geometry.pages_for(length)
-            table: Int32[np.ndarray, "tp pages"] = sequence.pages.table[:, :used]
-            batch.set_table(row, table)
-            num_pages[row], top_k[row] = used, max(sequence.params.top_k, 0)
-            seeds[row] = np.uint32(sequence.seed).view(np.int32)
-            temperature[row], top_p[row] = sequence.params.temperature, sequence.params.top_p
-            min_p[row] = sequence.params.min_p
-        for name, values in (
-            ("num_pages", num_pages),
-            ("seeds", seeds),
-            ("top_k", top_k),
-            ("temperature", temperature),
-            ("top_p", top_p),
-            ("min_p", min_p),
-        ):
-            batch.set(name, values)
+            num_pages[row] = used = self.pages.geometry.pages_for(length)
+            batch.set_table(row, sequence.pages.table[:, :used])
+        batch.set("num_pages", num_pages)

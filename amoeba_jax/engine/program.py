@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from amoeba_jax.engine.batch import BatchShape, unpack
-from amoeba_jax.engine.sampler import sample
 from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
@@ -18,7 +17,7 @@ from kvcache.page_lists import split_by_extent
 from sharding.mesh import TP_AXIS, SubMesh
 from sharding.params import ParamSpec
 
-Result = Literal["tokens", "logits"]
+LogitsOf = Literal["last", "all"]
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,18 @@ class StepKey:
         segment: layers, embedding, head.
         batch: bucket of the step.
         extent_pages: pages of each KV extent of a layer, the same for all layers.
-        result: what a head returns: sampled tokens `[R]`, or logits `[N, V]` of every token.
+        logits_of: positions that a head computes: the last of each row, or all tokens of the step.
     """
 
     devices: tuple[int, ...]
     segment: SegmentShape
     batch: BatchShape
     extent_pages: tuple[int, ...]
-    result: Result = "tokens"
+    logits_of: LogitsOf = "last"
 
     def __str__(self) -> str:
         parts = [f"TP{len(self.devices)}{list(self.devices)}", str(self.batch), f"{self.segment.num_layers} layers"]
-        parts += ["embedding"] * self.segment.embedding + [self.result] * self.segment.head
+        parts += ["embedding"] * self.segment.embedding + [f"head ({self.logits_of})"] * self.segment.head
         return " ".join(parts)
 
 
@@ -52,7 +51,8 @@ class Program:
     Call with `(weights, kv, inputs, packed)`: `weights` the segment's leaves as `leaf_specs` orders them, `kv` one
     list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states `[N, D]` or
     None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`.
-    Returns `(kv, hidden states, tokens or logits)`.
+    Returns `(kv, hidden states, head)`, where head is `(likeliest tokens [R], f32 logits [R, V])`; R is N if the
+    head computes all positions.
     """
 
     key: StepKey
@@ -105,19 +105,8 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
             new_kv.append(extents)
         if model.head is None:
             return new_kv, x, None
-        if key.result == "logits":
-            return new_kv, None, model.head(x)
-        logits = model.head(x[fields["last_token"]])
-        tokens = sample(
-            logits,
-            fields["temperature"],
-            fields["top_k"],
-            fields["top_p"],
-            fields["min_p"],
-            fields["seeds"],
-            fields["positions"][fields["last_token"]] + 1,
-        )
-        return new_kv, None, tokens
+        logits = model.head(x if key.logits_of == "all" else x[fields["last_token"]])
+        return new_kv, None, (jnp.argmax(logits, axis=-1).astype(jnp.int32), logits)
 
     dtype = jnp.dtype(dims.dtype)
     weight_specs = [P(TP_AXIS) if is_sharded(variable) else P() for variable in variables]

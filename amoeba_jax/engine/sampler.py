@@ -1,9 +1,38 @@
-"""Choose next tokens on the device."""
+"""Draw next tokens on the device, for the rows that do not just want the likeliest."""
+
+from collections.abc import Sequence as Rows
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
+
+from amoeba_jax.sampling_params import SamplingParams
+
+_INTEGERS = ("seed", "position", "top_k")
+_FLOATS = ("temperature", "top_p", "min_p")
+
+
+def pack_sampling(rows: Rows[tuple[SamplingParams, int, int]], num_rows: int) -> Int32[np.ndarray, "6 R"]:
+    """Sampling settings of a step as one array: `rows` are (settings, seed, position of the token to draw).
+
+    Rows beyond those given are padding and draw greedily. Floats travel as their bits.
+    """
+    packed = np.zeros((len(_INTEGERS) + len(_FLOATS), num_rows), np.int32)
+    floats = packed[len(_INTEGERS) :].view(np.float32)
+    floats[_FLOATS.index("top_p")] = 1
+    for row, (params, seed, position) in enumerate(rows):
+        packed[: len(_INTEGERS), row] = np.uint32(seed).view(np.int32), position, max(params.top_k, 0)
+        floats[:, row] = params.temperature, params.top_p, params.min_p
+    return packed
+
+
+def sample_packed(logits: Float[Array, "R V"], packed: Int32[Array, "6 R"]) -> Int32[Array, " R"]:
+    """`sample` with its settings as `pack_sampling` lays them out."""
+    seed, position, top_k = packed[: len(_INTEGERS)]
+    temperature, top_p, min_p = lax.bitcast_convert_type(packed[len(_INTEGERS) :], jnp.float32)
+    return sample(logits, temperature, top_k, top_p, min_p, seed, position)
 
 
 def sample(
@@ -18,33 +47,14 @@ def sample(
     """Next token of each row: the likeliest where temperature is 0, else drawn from the filtered distribution.
 
     The random key of a row is `fold_in(key(seed), position)`, so a request's tokens do not depend on its batch,
-    its instance or its tensor-parallel degree. Greedy batches skip the sorting altogether.
+    its instance or its tensor-parallel degree. Filters apply in vLLM's order: top-k, top-p over what is left,
+    then min-p.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw() -> jax.Array:
-        sampled = _draw(logits, temperature, top_k, top_p, min_p, seeds, positions)
-        return jnp.where(temperature > 0, sampled, greedy)
-
-    return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
-
-
-def _draw(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-) -> jax.Array:
     scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
     order = jnp.argsort(-scaled, axis=-1)
     probabilities = jax.nn.softmax(jnp.take_along_axis(scaled, order, axis=-1), axis=-1)
     rank = jnp.arange(logits.shape[-1])
-    limit = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
-    keep = rank < limit
-    # As vLLM: top-k first, then top-p over what is left, then min-p.
+    keep = rank < jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
     probabilities = jnp.where(keep, probabilities, 0)
     probabilities = probabilities / probabilities.sum(-1, keepdims=True)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
@@ -59,5 +69,5 @@ def _draw(
     # Noise belongs to the token, not to its rank: ties in the sort cannot change the outcome.
     gumbel = jnp.take_along_axis(jax.vmap(noise)(seeds, positions), order, axis=-1)
     scores = jnp.where(keep, jnp.log(jnp.where(keep, probabilities, 1)) + gumbel, -jnp.inf)
-    best = jnp.argmax(scores, axis=-1)
+    best = jnp.where(temperature > 0, jnp.argmax(scores, axis=-1), 0)
     return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)

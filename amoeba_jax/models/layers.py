@@ -121,14 +121,11 @@ class Attention(nnx.Module):
         self.o = chunks(
             dims, ParamSpec(f"{prefix}.o", (o_source,), (dims.output_rows, hidden), transposed=True, **sharded), tp
         )
-        self.qkv_bias = self.o_bias = None
-        if config.qkv_bias:
-            used = q_rows.shape[1] + 2 * kv_rows.shape[1]
-            spec = ParamSpec(f"{prefix}.qkv_bias", sources("bias"), (used,), max_tp, "sharded")
-            self.qkv_bias = chunks(dims, spec, tp)
-        if config.output_bias:
-            spec = ParamSpec(f"{prefix}.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,))
-            self.o_bias = parameter(dims, spec)
+        used = q_rows.shape[1] + 2 * kv_rows.shape[1]
+        bias_spec = ParamSpec(f"{prefix}.qkv_bias", sources("bias"), (used,), max_tp, "sharded")
+        o_bias_spec = ParamSpec(f"{prefix}.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,))
+        self.qkv_bias = chunks(dims, bias_spec, tp) if config.qkv_bias else None
+        self.o_bias = parameter(dims, o_bias_spec) if config.output_bias else None
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
         scales = [norm_scale(dims, f"{prefix}.{n}", f"{hf}.{n}.weight", head_dim) for n in norms]
         self.q_norm, self.k_norm = scales if scales else (None, None)

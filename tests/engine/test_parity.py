@@ -1,0 +1,75 @@
+"""The engine computes what `transformers` computes, at every degree, through the paged path."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import TINY_CONFIGS, ragged_prompts, tiny_config, tiny_model
+
+from amoeba_jax import LLM, SamplingParams
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+NEW_TOKENS = 12
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=list(TINY_CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(family: str, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    directory = tiny_model(family, tmp_path_factory.mktemp("models"))
+    # Chunks of 16 tokens and pages of 8: prompts cross both borders. max_num_seqs bounds the decode buckets.
+    with LLM(
+        directory,
+        num_devices=4,
+        device_memory="8MiB",
+        page_size=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        compile_cache=compile_cache,
+        progress=False,
+    ) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_logits_and_greedy_tokens_equal_recorded_transformers(llm: LLM, family: str, tp: int):
+    golden = np.load(GOLDEN / f"{family}.npz")
+    llm.set_layout(tp)
+    prompts = ragged_prompts(llm.dims.config.vocab_size)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens = golden[f"tokens_{index}"].tolist()
+        assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
+        assert output.outputs[0].finish_reason == "length"
+        expected = golden[f"logits_{index}"]
+        prefill = llm.logits(tokens[:-1])
+        assert prefill.shape == (len(tokens) - 1, llm.dims.config.vocab_size)
+        np.testing.assert_allclose(prefill[-len(expected) :], expected, atol=TOLERANCE, rtol=0)
+        decoded = llm.logits(tokens[:-1], decode_from=len(prompt))
+        np.testing.assert_allclose(decoded[-len(expected) :], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_recorded_logits_are_what_transformers_computes_now(family: str, tmp_path: Path):
+    torch = pytest.importorskip("torch", reason="torch is not installed: recorded logits are used alone")
+    from transformers import AutoModelForCausalLM
+
+    golden = np.load(GOLDEN / f"{family}.npz")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family, tmp_path), dtype=torch.float32)
+    for index in range(len(ragged_prompts(tiny_config(family)["vocab_size"]))):
+        tokens, expected = golden[f"tokens_{index}"], golden[f"logits_{index}"]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens[None, :-1].astype(np.int64))).logits[0].numpy()
+        np.testing.assert_allclose(logits[-len(expected) :], expected, atol=1e-5, rtol=0)
+
+
+def test_padding_is_reported(llm: LLM, family: str):
+    padding = llm.memory().padding
+    heads = llm.dims.heads
+    assert padding["kv cache"] == pytest.approx(heads.kv_heads / tiny_config(family)["num_key_value_heads"])
+    assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_chunk * 4 / 116)
+    assert padding["attention.qkv"] >= 1.0
