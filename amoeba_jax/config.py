@@ -18,6 +18,8 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
+    load_format: str = "auto"
+    """`auto`: weights from the model's files. `random`: drawn from `seed`; the directory needs only config.json."""
     num_devices: int = 1
     """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
@@ -64,6 +66,8 @@ class EngineConfig:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not supported: it must be one of {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "random"):
+            raise ConfigError(f"load_format={self.load_format!r} is not supported: it must be auto or random")
         if not _is_power_of_two(self.page_size) or self.page_size > 256:
             raise ConfigError(f"page_size={self.page_size!r} must be a power of two from 1 to 256")
         if not 0 < self.memory_utilization <= 1:

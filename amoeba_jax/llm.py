@@ -8,19 +8,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from amoeba_jax.checkpoint import open_checkpoint, resolve_model
+from amoeba_jax.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint, save
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.weights import LoadChunks, checkpoint_reader
+from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
 from amoeba_jax.errors import RequestError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
@@ -33,17 +34,6 @@ from amoeba_jax.views import InstanceView, MemoryEntry, MemoryReport
 
 Prompt = str | list[int]
 Message = dict[str, Any]
-
-
-@runtime_checkable
-class _Source(Protocol):
-    """What a model is loaded from: a checkpoint in Hugging Face names, or one in our own loaded form."""
-
-    config: dict[str, Any]
-    directory: Path | None
-
-    def release(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class LLM:
@@ -65,8 +55,10 @@ class LLM:
         self._progress = progress
         resolved = resolve_model(self.config.model)
         self.name = resolved.name
-        source: _Source
-        if resolved.kind == "orbax":
+        source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint
+        if self.config.load_format == "random":
+            source = RandomCheckpoint(resolved.path)
+        elif resolved.kind == "orbax":
             source = OrbaxCheckpoint(resolved.path)
         else:
             source = open_checkpoint(self.config.model)
@@ -86,8 +78,11 @@ class LLM:
             load: LoadChunks
             if isinstance(source, OrbaxCheckpoint):
                 load = source.reader(self.dims)
+            elif isinstance(source, RandomCheckpoint):
+                load = random_reader(self.dims, self.config.seed)
             else:
-                load = checkpoint_reader(source.read, self.dims.dtype)
+                check_checkpoint(source, self.dims)
+                load = checkpoint_reader(source, self.dims)
             with self._bar("loading weights", len(model_specs(self.dims))) as advance:
                 engine = Engine(self.config, self.dims, devices, load, source.release, lambda _: advance())
         finally:
@@ -113,8 +108,9 @@ class LLM:
         requests = [self._request(prompt, params) for prompt in _as_prompts(prompts)]
         with self._bar("generating", len(requests)) as advance:
             try:
-                for request in requests:
-                    self._dispatcher.call(self._engine.submit, request.sequence).result()
+                # All in one call: steps would run between several, with batches of chance sizes (and compile those).
+                sequences = [request.sequence for request in requests]
+                self._dispatcher.call(lambda: [self._engine.submit(sequence) for sequence in sequences]).result()
                 outputs = []
                 for request in requests:
                     *_, last = request.updates()

@@ -62,6 +62,11 @@ class Tokenizer:
         """Number of tokens, added ones included; the model's table of embeddings may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work: instruction-tuned models have one."""
+        return bool(self._fast.chat_template)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds the BOS (or EOS) of tokenizers that have one.
 

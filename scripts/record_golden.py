@@ -1,8 +1,9 @@
-"""Record what `transformers` computes for the tests' tiny models: tests/golden/*.npz. Needs torch.
+"""Record what `transformers` computes for the tests' models: tests/golden. Needs torch.
 
-Run after changing tests/tiny_models.py: `python scripts/record_golden.py`.
+Run after changing tests/tiny_models.py or tests/chat_prompts.py: `python scripts/record_golden.py`.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -11,12 +12,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from amoeba_jax.checkpoint import ensure_default_model
+from amoeba_jax.tokenizer import Tokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from chat_prompts import CHAT_PROMPTS  # noqa: E402
 from tiny_models import TINY_CONFIGS, ragged_prompts, tiny_config, tiny_model  # noqa: E402
 
 NEW_TOKENS = 12
+ANSWER_TOKENS = 64
 
 
 def record(name: str, directory: Path) -> None:
@@ -39,7 +45,28 @@ def record(name: str, directory: Path) -> None:
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size} bytes")
 
 
+def record_default_model() -> None:
+    """Greedy answers of the embedded model, with the gap between the two best logits at every step."""
+    directory = ensure_default_model()
+    tokenizer = Tokenizer.from_directory(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    cases = []
+    for question in CHAT_PROMPTS:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        tokens, gaps = list(prompt), []
+        while len(gaps) < ANSWER_TOKENS and (not gaps or tokens[-1] not in tokenizer.eos_token_ids):
+            with torch.no_grad():
+                best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+            gaps.append(round(float(best.values[0] - best.values[1]), 5))
+            tokens.append(int(best.indices[0]))
+        answer = tokens[len(prompt) :]
+        cases.append({"question": question, "prompt_ids": prompt, "greedy_ids": answer, "top2_gap": gaps})
+        print(question, "->", tokenizer.decode(answer))
+    (ROOT / "tests" / "golden" / "smollm2-135m.json").write_text(json.dumps({"cases": cases}) + "\n")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         for name in TINY_CONFIGS:
             record(name, Path(scratch))
+    record_default_model()

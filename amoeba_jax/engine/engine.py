@@ -91,6 +91,7 @@ class Engine:
             pool = PagePool(self.dims.pages, [self.allocators[device] for device in group.device_indices], tp)
             instances.append(Instance(group, pool, layers, self.plans, self.weights, self.executables))
         self.instances = tuple(instances)
+        self.tensor_parallel_size = tp
 
     def set_layout(self, tp: int) -> float:
         """Rebuild all instances at degree `tp` over the same buffers; returns the seconds it took.
@@ -117,10 +118,6 @@ class Engine:
     def capacity_tokens(self, tp: int) -> int:
         """Tokens that the KV cache of one instance of degree `tp` holds when empty."""
         return self.memory_plan.num_pages * tp * self.dims.page_size
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return self.instances[0].tp
 
     @property
     def has_work(self) -> bool:

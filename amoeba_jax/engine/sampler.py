@@ -50,7 +50,9 @@ def sample(
     its instance or its tensor-parallel degree. Filters apply in vLLM's order: top-k, top-p over what is left,
     then min-p.
     """
-    scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+    # Less the peak, or a tiny temperature would take the likeliest tokens to infinity, all alike.
+    peak = logits.max(axis=-1, keepdims=True)
+    scaled = (logits - peak) / jnp.where(temperature > 0, temperature, 1)[:, None]
     order = jnp.argsort(-scaled, axis=-1)
     probabilities = jax.nn.softmax(jnp.take_along_axis(scaled, order, axis=-1), axis=-1)
     rank = jnp.arange(logits.shape[-1])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from amoeba_jax.checkpoint.base import Checkpoint
 from amoeba_jax.engine.program import is_sharded, leaf_variables
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.decoder import Segment, SegmentPlan, model_specs
@@ -116,24 +117,29 @@ class WeightStore:
             buffers.clear()
 
 
-def checkpoint_reader(read: Callable[[str], np.ndarray], dtype: str) -> LoadChunks:
-    """Chunks from a checkpoint in Hugging Face names. Raises `CheckpointError` where shapes disagree with the config."""
+def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
+    """Raise `CheckpointError` for the first tensor that is missing or whose shape disagrees with the config.
 
-    def load(spec: ParamSpec) -> list[np.ndarray]:
-        shapes = {source.name: source.shape for source in spec.sources}
-
-        def read_checked(name: str) -> np.ndarray:
-            tensor = read(name)
-            if tensor.shape != shapes[name]:
+    Reads headers alone, so that a bad checkpoint is refused before anything large is loaded.
+    """
+    names = checkpoint.names()
+    for _, spec in model_specs(dims).values():
+        for source in spec.sources:
+            if source.name not in names:
                 raise CheckpointError(
-                    f"tensor {name} has shape {tensor.shape} but config.json implies {shapes[name]}: "
+                    f"tensor {source.name} {list(source.shape)} is missing: the {len(names)} tensors of the weights "
+                    "do not make up the model that config.json describes"
+                )
+            if (shape := checkpoint.shape(source.name)) != source.shape:
+                raise CheckpointError(
+                    f"tensor {source.name} has shape {shape} but config.json implies {source.shape}: "
                     "config and weights disagree"
                 )
-            return tensor
 
-        return spec.build_chunks(read_checked, jnp.dtype(dtype))
 
-    return load
+def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> LoadChunks:
+    """Chunks from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
+    return lambda spec: spec.build_chunks(checkpoint.read, jnp.dtype(dims.dtype))
 
 
 def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> LoadChunks:

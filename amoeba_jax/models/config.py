@@ -1,5 +1,6 @@
 """What the runtime needs to know of a model, read from a Hugging Face config."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +77,16 @@ class ModelConfig:
             if hf.get(field, value) != value:
                 raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
         heads = _positive(hf, "num_attention_heads")
+        kv_heads = _positive(hf, "num_key_value_heads") if hf.get("num_key_value_heads") else heads
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            )
         bias = _QKV_BIAS[family]
         if bias is None:
             bias = bool(hf.get("attention_bias", False))
         num_layers = _positive(hf, "num_hidden_layers")
-        head_dim = hf.get("head_dim") or _positive(hf, "hidden_size") // heads
+        head_dim = _positive(hf, "head_dim") if hf.get("head_dim") else _positive(hf, "hidden_size") // heads
         if head_dim % 2:
             raise CheckpointError(f"head_dim={head_dim} must be even for rotary embeddings")
         return cls(
@@ -88,7 +94,7 @@ class ModelConfig:
             hidden_size=_positive(hf, "hidden_size"),
             num_layers=num_layers,
             num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             ffn_size=_positive(hf, "intermediate_size"),
             vocab_size=_positive(hf, "vocab_size"),
@@ -118,7 +124,12 @@ def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """The config with the family's defaults filled in by `transformers`."""
     from transformers import AutoConfig  # slow to import
 
-    known = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    # A copy: `transformers` fills in fields of nested dicts in place.
+    known = {
+        key: copy.deepcopy(value)
+        for key, value in config.items()
+        if key not in ("model_type", "transformers_version")
+    }
     try:
         return AutoConfig.for_model(family, **known).to_dict()
     except Exception as error:  # transformers raises many kinds for bad values
@@ -157,6 +168,7 @@ def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[
     window = hf.get("sliding_window")
     if not window or family == "llama" or (family in ("qwen2", "qwen3") and not hf.get("use_sliding_window")):
         return (None,) * num_layers
+    window = _positive(hf, "sliding_window")
     kinds = hf.get("layer_types") or ["sliding_attention"] * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -36,6 +36,8 @@ def check_arguments(
     batch, length, heads, head_dim = queries.shape
     if query_positions.shape != (batch, length):
         raise ValueError(f"query_positions {query_positions.shape} must be [B, T] = {(batch, length)}")
+    if len(counts := {extent.shape[1] for extent in extents}) > 1:
+        raise ValueError(f"extents have {' and '.join(map(str, sorted(counts)))} KV heads: all must have the same")
     for extent, table in zip(extents, tables, strict=True):
         _, kv_heads, two, page_size, extent_dim = extent.shape
         if two != 2 or extent_dim != head_dim or extent.dtype != queries.dtype:
@@ -47,8 +49,13 @@ def check_arguments(
             raise ValueError(f"{heads} query heads cannot be grouped over {kv_heads} KV heads")
         if page_size & (page_size - 1):
             raise ValueError(f"page size {page_size} must be a power of two")
-        if table.page_ids.shape[0] != batch or table.page_ids.shape != table.page_positions.shape:
-            raise ValueError(f"page table {table.page_ids.shape} must be [B={batch}, W]")
+        shapes = (table.page_ids.shape, table.page_positions.shape, table.num_pages.shape)
+        width = table.page_ids.shape[-1]
+        if shapes != ((batch, width), (batch, width), (batch,)) or width < 1:
+            raise ValueError(
+                f"page table {shapes} must be ids [B={batch}, W], positions [B, W] and page counts [B], "
+                "with W at least 1"
+            )
 
 
 def visible(

@@ -41,8 +41,11 @@ def test_logits_and_greedy_tokens_equal_recorded_transformers(llm: LLM, family: 
     golden = np.load(GOLDEN / f"{family}.npz")
     llm.set_layout(tp)
     prompts = ragged_prompts(llm.dims.config.vocab_size)
+    if tp < 4:  # one prompt an instance is enough: each instance compiles programs of its own
+        prompts = prompts[-2:]
+    first = len(ragged_prompts(1)) - len(prompts)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
         tokens = golden[f"tokens_{index}"].tolist()
         assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
         assert output.outputs[0].finish_reason == "length"

@@ -1,4 +1,4 @@
-"""Paged attention against contiguous attention in float64 NumPy, with garbage wherever nothing may be read."""
+"""Paged attention against contiguous attention in float64 NumPy, with NaN wherever nothing may be read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Shape:
     dtype: str
 
 
-# Each shape compiles once: awkward head counts and sizes, one and several extents, one block of pages and many.
+# Each shape compiles once: awkward head counts and sizes, one extent and several, one block and many.
 SHAPES = (
     Shape(B=1, T=1, K=1, G=1, h=2, page_size=1, width=5, extents=1, window=None, dtype="float32"),
     Shape(B=5, T=1, K=2, G=3, h=8, page_size=4, width=7, extents=3, window=None, dtype="float32"),
@@ -80,14 +80,18 @@ def query_positions(random: np.random.Generator, length: int, count: int) -> np.
     """Up to `count` of the positions below `length`, in order, at random places among padding."""
     out = np.full(count, -1, np.int32)
     used = random.integers(0, min(length, count) + 1) if random.random() < 0.3 else min(length, count)
-    chosen = np.arange(length - used, length) if random.random() < 0.7 else random.choice(length, used, replace=False)
+    chosen = (
+        np.arange(length - used, length)
+        if random.random() < 0.7
+        else random.choice(length, used, replace=False)
+    )
     places = np.arange(used) if random.random() < 0.5 else random.choice(count, used, replace=False)
     out[np.sort(places)] = np.sort(chosen)
     return out
 
 
 def make_case(shape: Shape, lengths: list[int], seed: int) -> Case:
-    """Random contents in random pages. Whatever no query may see is NaN: pages, slots, and keys outside windows."""
+    """Random contents in random pages. What no query may see is NaN: pages, slots, keys out of windows."""
     random = np.random.default_rng(seed)
     dtype = jnp.dtype(shape.dtype)
     s, heads = shape.page_size, shape.K * shape.G
@@ -141,7 +145,7 @@ def check(shape: Shape, case: Case, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_attention_over_scattered_pages_is_contiguous_attention(shape, data, seed):
     longest = shape.width * shape.page_size
@@ -169,7 +173,7 @@ def test_large_scores_do_not_overflow(implementation):
     assert np.isfinite(out).all()
     for row in np.asarray(out)[np.asarray(case.positions) >= 0].reshape(-1, shape.h):
         stored = np.concatenate([np.asarray(extent)[:, :, 1].reshape(-1, shape.h) for extent in case.extents])
-        assert np.abs(stored - row).max(axis=1).min() < 1e-3
+        assert np.nanmin(np.abs(stored - row).max(axis=1)) < 1e-3  # unused slots hold NaN
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -184,14 +188,24 @@ def test_sequence_is_served_alike_whatever_its_neighbours_are(implementation):
     np.testing.assert_allclose(moved, whole[order], rtol=1e-6, atol=1e-6)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def abstract(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# XLA's CPU backend of JAX 0.10 computes gathers and scatters of bf16 in f32: it converts the whole extent.
+# Fixed in 0.12 (0.11 not tried). Integer views do not help: they turn the conversion into a copy.
+BFLOAT16 = pytest.param(
+    "bfloat16",
+    marks=pytest.mark.xfail(
+        jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
 @pytest.mark.parametrize("length", [1, 16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_attention_never_copies_an_extent(kv_heads, length, dtype):
@@ -200,7 +214,9 @@ def test_attention_never_copies_an_extent(kv_heads, length, dtype):
     page_elems = kv_heads * 2 * page_size * head_dim
     pages = 2**24 // page_elems  # 16 Mi elements an extent
 
-    def attend(queries: jax.Array, flat: list[jax.Array], tables: list[PageTable], positions: jax.Array) -> jax.Array:
+    def attend(
+        queries: jax.Array, flat: list[jax.Array], tables: list[PageTable], positions: jax.Array
+    ) -> jax.Array:
         extents = [extent.reshape(-1, kv_heads, 2, page_size, head_dim) for extent in flat]
         return paged_attention(queries, extents, tables, positions, scale=0.125, implementation="xla")
 
@@ -215,7 +231,7 @@ def test_attention_never_copies_an_extent(kv_heads, length, dtype):
     assert memory.temp_size_in_bytes < extent_bytes / 8
 
 
-# --- arguments ------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -232,7 +248,10 @@ def arguments(**changes) -> dict:
     good = {
         "queries": jnp.zeros((2, 3, 4, 8)),
         "extents": [jnp.zeros((5, 2, 2, 4, 8))] * 2,
-        "tables": [PageTable(jnp.zeros((2, 6), jnp.int32), jnp.zeros((2, 6), jnp.int32), jnp.zeros(2, jnp.int32))] * 2,
+        "tables": [
+            PageTable(jnp.zeros((2, 6), jnp.int32), jnp.zeros((2, 6), jnp.int32), jnp.zeros(2, jnp.int32))
+        ]
+        * 2,
         "query_positions": jnp.zeros((2, 3), jnp.int32),
     }
     return good | changes

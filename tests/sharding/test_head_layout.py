@@ -47,13 +47,15 @@ def test_stored_kv_heads_divide_by_every_degree_with_least_padding(num_kv_heads,
         np.testing.assert_array_equal(layout.q_rows(), np.arange(num_heads))
     if max_tp % num_kv_heads == 0:
         assert (layout.kv_rows() >= 0).all(), "replicas instead of zero heads: no rank idles"
-        assert layout.kv_heads * layout.group < num_heads + layout.kv_heads, "less than one padded head per copy"
+        assert layout.kv_heads * layout.group < num_heads + layout.kv_heads, (
+            "less than one padded head per copy"
+        )
 
 
 @settings(deadline=None)
 @given(num_kv_heads=KV_HEADS, model_group=GROUPS, max_tp=DEGREES)
 def test_ranks_of_a_lower_degree_hold_whole_neighbours_of_a_higher_one(num_kv_heads, model_group, max_tp):
-    """At TP p a rank serves contiguous stored heads, so a rank's query and KV heads stay aligned at every degree."""
+    """At every degree a rank serves contiguous stored heads, so its query heads find their KV heads there."""
     layout = HeadLayout.plan(num_kv_heads * model_group, num_kv_heads, max_tp)
     for tp in (degree for degree in (1, 2, 4) if degree <= max_tp):
         edges = range(0, layout.kv_heads + 1, layout.kv_heads // tp)

@@ -29,7 +29,9 @@ def test_sizes_are_read(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "1.GiB", "2 XiB", "1e9", "1 GiB x", "lots", -5])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1,5GiB", "1.GiB", "2 XiB", "1e9", "1 GiB x", "lots", -5]
+)
 def test_what_is_no_size_is_refused_with_its_value(text):
     with pytest.raises(MemoryBudgetError, match="is not a memory size: write bytes, or a number with MiB"):
         parse_bytes(text)
@@ -37,7 +39,14 @@ def test_what_is_no_size_is_refused_with_its_value(text):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * MIB, "5.0 MiB"), (5 * GIB // 2, "2.50 GiB"), (-2048, "-2.0 KiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 * MIB, "5.0 MiB"),
+        (5 * GIB // 2, "2.50 GiB"),
+        (-2048, "-2.0 KiB"),
+    ],
 )
 def test_sizes_are_written(size, text):
     assert format_bytes(size) == text
@@ -84,7 +93,9 @@ def test_reservation_that_does_not_fit_is_refused_and_changes_nothing():
     ledger = Ledger(100)
     ledger.add("embedding", 40)
     ledger.reserve("activations", 50)
-    with pytest.raises(MemoryBudgetError, match="activations need 70 B but only 60 B of the 100 B.*max_num_batched_tokens"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"activations need 70 B but only 60 B of the 100 B.*max_num_batched_tokens"
+    ):
         ledger.reserve("activations", 70)
     assert ledger.reserved == {"activations": 50}, "the old reservation stands"
     assert ledger.free_bytes == 10

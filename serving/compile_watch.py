@@ -1,0 +1,45 @@
+"""What JAX compiled, or loaded from its compilation cache, in a stretch of code."""
+
+from types import TracebackType
+from typing import Any
+
+from jax import monitoring
+
+# One event per program, whether XLA compiled it or the persistent cache had it.
+_PROGRAM = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class CompileWatch:
+    """Counts programs while it is entered: `with CompileWatch() as watch: ...; watch.programs`.
+
+    Attributes:
+        programs: programs that became ready.
+        cached: how many of them came from the persistent cache.
+        seconds: time XLA spent on all of them, tracing excluded; threads that compile at once add up.
+    """
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self.cached = 0
+        self.seconds = 0.0
+
+    def __enter__(self) -> "CompileWatch":
+        monitoring.register_event_duration_secs_listener(self._on_duration)
+        monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        monitoring.unregister_event_duration_listener(self._on_duration)
+        monitoring.unregister_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _PROGRAM:
+            self.programs += 1
+            self.seconds += duration_secs
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == _CACHE_HIT:
+            self.cached += 1

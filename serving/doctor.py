@@ -1,0 +1,100 @@
+"""`amoeba doctor`: what would not work on this machine, and what to do about it."""
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+from rich.table import Table
+
+DISTRIBUTION = "amoeba-jax"
+MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check. `fail`: something would not work; `warn`: might not, or runs worse."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Run all checks. Starts JAX if everything is installed; writes nothing."""
+    findings = _versions()
+    if any(finding.status == "fail" for finding in findings):
+        return findings
+    # Only now: with a dependency missing or too old the import would fail.
+    from serving.host_checks import HOST_CHECKS
+
+    return findings + [check() for check in HOST_CHECKS]
+
+
+def print_findings(findings: list[Finding], as_json: bool) -> None:
+    """The findings on stdout: a table, or one JSON object with `ok` and `checks`."""
+    failed = sum(finding.status == "fail" for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}, indent=2))
+        return
+    table = Table("check", "", "found", "what to do")
+    for finding in findings:
+        table.add_row(finding.name, MARKS[finding.status], finding.detail, finding.advice)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"{failed} of {len(findings)} checks failed." if failed else "Nothing found that would not work."
+    )
+
+
+def _versions() -> list[Finding]:
+    """Python and every dependency against the ranges that this package declares."""
+    try:
+        declared = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        advice = "run `pip install -e .` in the repository"
+        return [
+            Finding("package", "fail", f"{DISTRIBUTION} is not installed, so no ranges are known", advice)
+        ]
+    wanted = SpecifierSet(declared["Requires-Python"])
+    python = platform.python_version()
+    fits = wanted.contains(python, prereleases=True)
+    findings = [_ranged("Python", python, wanted, fits, f"use a Python {wanted}")]
+    for line in declared.get_all("Requires-Dist") or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            findings.append(_dependency(requirement))
+    return [*findings, _jaxlib()]
+
+
+def _dependency(requirement: Requirement) -> Finding:
+    advice = f'pip install "{requirement.name}{requirement.specifier}"'
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return Finding(requirement.name, "fail", "not installed", advice)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return _ranged(requirement.name, version, requirement.specifier, fits, advice)
+
+
+def _ranged(name: str, version: str, wanted: SpecifierSet, fits: bool, advice: str) -> Finding:
+    return Finding(name, "ok" if fits else "fail", f"{version} (supported: {wanted})", "" if fits else advice)
+
+
+def _jaxlib() -> Finding:
+    jax, jaxlib = (_version_or_none(name) for name in ("jax", "jaxlib"))
+    if jax == jaxlib:
+        return Finding("jaxlib", "ok", f"{jaxlib}, as jax")
+    return Finding("jaxlib", "warn", f"{jaxlib} with jax {jax}", f'pip install "jaxlib=={jax}"')
+
+
+def _version_or_none(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,58 @@
+"""`amoeba generate`: one completion on stdout."""
+
+import sys
+import time
+from dataclasses import fields
+
+import numpy as np
+
+from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams
+from amoeba_jax.errors import RequestError
+
+
+def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, chat: bool | None) -> None:
+    """Load the model and print the answer to `prompt` ("-": what stdin holds) as it grows; figures on stderr.
+
+    `chat` wraps the prompt as a user's message in the model's chat template; None does so where there is one.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise RequestError("the prompt is empty: give --prompt some text, or pipe it in with --prompt -")
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    start = time.perf_counter()
+    with LLM(**settings, progress=sys.stderr.isatty()) as llm:
+        loaded_s = time.perf_counter() - start
+        outputs, times = [], []
+        for output in llm.stream(as_prompt(llm, text, chat), params):
+            print(output.new_text, end="", flush=True)
+            outputs.append(output)
+            times.append(time.perf_counter())
+        print(flush=True)
+        print(_figures(outputs[-1], loaded_s, np.diff(times)), file=sys.stderr)
+
+
+def as_prompt(llm: LLM, text: str, chat: bool | None = None) -> str | list[int]:
+    """`text` itself, or its token ids as a user's message (`chat` None: if the model has a chat template)."""
+    tokenizer = llm.tokenizer
+    if chat is None:
+        chat = tokenizer is not None and tokenizer.has_chat_template
+    if not chat:
+        return text
+    if tokenizer is None:
+        raise RequestError("--chat needs a tokenizer, and the model has no tokenizer.json")
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
+def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
+    """One line; `gaps_s` are the times between tokens, whose median leaves out the one step that compiled."""
+    completion = output.outputs[0]
+    parts = [
+        f"{len(output.prompt_token_ids)} prompt tokens",
+        f"{len(completion.token_ids)} generated ({completion.finish_reason})",
+        f"load {loaded_s:.1f} s",
+    ]
+    if output.metrics.ttft_s is not None:
+        parts.append(f"first token after {output.metrics.ttft_s:.2f} s, compiling included")
+    if len(gaps_s):
+        parts.append(f"median step {1e3 * np.median(gaps_s):.0f} ms")
+    return f"[{', '.join(parts)}]"

@@ -1,0 +1,151 @@
+"""Checks of `amoeba doctor` that look at this machine: devices, memory, caches, the default model."""
+
+import os
+import socket
+import stat
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from amoeba_jax.checkpoint import default_model
+from amoeba_jax.checkpoint.cache import cache_root
+from amoeba_jax.engine.memory import DEFAULT_CPU_MEMORY
+from amoeba_jax.platform import CPU_THREADS, MAX_CPU_DEVICES, serving_devices
+from serving.doctor import Finding
+from sharding.ledger import format_bytes, parse_bytes
+
+GRPC_PORT = 50051
+# `amoeba demo`: 4 virtual devices of 1 GiB, and what Python, XLA and the programs take.
+DEMO_BYTES = 5 * 2**30
+
+
+def _cpu_threads() -> Finding:
+    value = os.environ.get("NPROC")
+    if value is None:
+        return Finding("CPU threads", "ok", f"NPROC is not set: amoeba sets {CPU_THREADS}")
+    if value.isdigit() and int(value) > MAX_CPU_DEVICES:
+        return Finding("CPU threads", "ok", f"NPROC={value}")
+    advice = f"unset NPROC, or set it to {CPU_THREADS}"
+    detail = f"NPROC={value}: programs on several virtual CPU devices may dead-lock"
+    return Finding("CPU threads", "warn", detail, advice)
+
+
+def _devices() -> Finding:
+    try:
+        serving_devices(1)  # starts JAX as an engine would
+    except Exception as error:  # whatever a driver or plug-in raises when it does not start
+        advice = "set JAX_PLATFORMS=cpu to go without the accelerator"
+        return Finding("devices", "fail", f"JAX does not start: {error}", advice)
+    devices = jax.local_devices()
+    first = devices[0]
+    if first.platform == "cpu":
+        detail = (
+            f"{len(devices)} virtual CPU devices, a budget of {DEFAULT_CPU_MEMORY} each unless told otherwise"
+        )
+        return Finding("devices", "ok", detail)
+    stats = first.memory_stats() or {}
+    size = format_bytes(stats["bytes_limit"]) if "bytes_limit" in stats else "unknown"
+    return Finding("devices", "ok", f"{len(devices)} x {first.device_kind}, memory {size} each")
+
+
+def _default_model() -> Finding:
+    name = f"model {default_model.DEFAULT_MODEL}"
+    converted = cache_root() / "models" / default_model.DEFAULT_MODEL
+    if (converted / default_model.WEIGHTS).is_file():
+        return Finding(name, "ok", f"converted ({format_bytes(_size(converted)[0])}) in {converted}")
+    spec = find_spec(default_model.PACKAGE)
+    source = Path(spec.origin).parent / default_model.SOURCE if spec and spec.origin else None
+    if source is None or not source.is_file():
+        return Finding(name, "fail", "its package is not installed", default_model.INSTALL)
+    if (size := source.stat().st_size) != default_model.SOURCE_BYTES:
+        advice = default_model.INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
+        return Finding(name, "fail", f"{source} is damaged: {size} bytes", advice)
+    return Finding(name, "ok", "installed, will be converted on first use (seconds)")
+
+
+def _cache() -> Finding:
+    directory = cache_root()
+    existing = next((path for path in (directory, *directory.parents) if path.exists()), Path("/"))
+    advice = "set AMOEBA_CACHE_DIR to a folder that can be written"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("cache", "fail", f"{directory} cannot be written", advice)
+    usage = os.statvfs(existing)
+    free = usage.f_bavail * usage.f_frsize
+    # The default model and its programs: 0.3 GB and a few tens of MB.
+    if free < 2 * default_model.CONVERTED_BYTES:
+        detail = f"{directory}: only {format_bytes(free)} free"
+        return Finding("cache", "warn", detail, f"free some space, or {advice}")
+    return Finding("cache", "ok", f"{directory}, {format_bytes(free)} free")
+
+
+def _compile_cache() -> Finding:
+    directory = Path(jax.config.jax_compilation_cache_dir or cache_root() / "executables")
+    if not directory.is_dir():
+        return Finding("compile cache", "ok", f"{directory} will be created")
+    if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # Loading an executable runs its code.
+        detail = f"{directory} is writable by other users"
+        return Finding("compile cache", "fail", detail, f"chmod 700 {directory}")
+    size, files = _size(directory)
+    return Finding("compile cache", "ok", f"{directory}: {format_bytes(size)} in {files} files")
+
+
+def _size(directory: Path) -> tuple[int, int]:
+    """Bytes and number of the files in a directory."""
+    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+    return sum(sizes), len(sizes)
+
+
+def _host_memory() -> Finding:
+    free = _free_memory()
+    if free is None:
+        return Finding("host memory", "warn", f"free memory is not known on {sys.platform}", "")
+    need = parse_bytes(DEFAULT_CPU_MEMORY)
+    detail = f"{format_bytes(free)} free; an engine on one CPU device takes {DEFAULT_CPU_MEMORY}"
+    if free < need:
+        return Finding("host memory", "fail", detail, "close programs, or pass a smaller --device-memory")
+    if free < DEMO_BYTES:
+        advice = "pass a smaller --num-devices or --device-memory"
+        return Finding("host memory", "warn", f"{detail}, the demo {format_bytes(DEMO_BYTES)}", advice)
+    return Finding("host memory", "ok", detail)
+
+
+def _free_memory() -> int | None:
+    """Bytes that this process may still take: the machine's, or fewer in a container with a limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def _grpc_port() -> Finding:
+    with socket.socket() as probe:
+        # As a server would: a port whose last connection has just closed is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", GRPC_PORT))
+        except OSError as error:
+            detail = f"port {GRPC_PORT} is not free: {error.strerror}"
+            return Finding("gRPC port", "warn", detail, "a server will have to use another port")
+    return Finding("gRPC port", "ok", f"port {GRPC_PORT} is free")
+
+
+# The thread setting first: starting JAX fills it in.
+HOST_CHECKS = (
+    _cpu_threads,
+    _devices,
+    _default_model,
+    _cache,
+    _compile_cache,
+    _host_memory,
+    _grpc_port,
+)

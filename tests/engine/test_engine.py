@@ -1,0 +1,162 @@
+"""Requests share instances without touching each other's results."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import tiny_model
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    directory = tiny_model("qwen3", tmp_path_factory.mktemp("models"))
+    with LLM(
+        directory,
+        num_devices=2,
+        device_memory="2MiB",
+        page_size=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        compile_cache=compile_cache,
+        progress=False,
+    ) as llm:
+        yield llm
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(1)
+    return [random.integers(0, 211, random.integers(1, 40)).tolist() for _ in range(count)]
+
+
+def tokens(outputs: list) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=9, ignore_eos=True),
+    ],
+    ids=["greedy", "seeded"],
+)
+def test_tokens_do_not_depend_on_batch_instance_or_degree(llm: LLM, params: SamplingParams):
+    """More requests than fit at once: neighbours, instance and degree differ from the runs one by one."""
+    requests = prompts(11)
+    llm.set_layout(1)
+    alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in requests]
+    assert tokens(llm.generate(requests, params)) == alone
+    llm.set_layout(2)
+    assert tokens(llm.generate(requests[::-1], params))[::-1] == alone
+    llm.set_layout(1)
+
+
+def test_unseeded_requests_differ_and_seeds_repeat(llm: LLM):
+    free = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    assert len(set(tokens(llm.generate([[1, 2, 3]] * 4, free)))) > 1
+    seeded = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True, seed=5)
+    assert len(set(tokens(llm.generate([[1, 2, 3]] * 4, seeded)))) == 1
+
+
+def test_all_pages_are_free_when_idle(llm: LLM):
+    llm.generate(prompts(9), SamplingParams(temperature=0, max_tokens=5))
+    for instance in llm.instances:
+        assert (instance.kv_used_pages, instance.running, instance.waiting) == (0, 0, 0)
+
+
+def test_stream_grows_token_by_token_and_ends_as_generate(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = list(llm.stream([4, 5, 6], params))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
+    assert [output.finished for output in outputs] == [False] * 5 + [True]
+    assert outputs[-1].outputs == llm.generate([[4, 5, 6]], params)[0].outputs
+
+
+def test_leaving_a_stream_frees_its_pages(llm: LLM):
+    for output in llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)):
+        if len(output.outputs[0].token_ids) == 3:
+            break
+    del output
+    assert all(instance.kv_used_pages == 0 and instance.running == 0 for instance in llm.instances)
+
+
+def test_stop_tokens_end_a_request(llm: LLM):
+    free = llm.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0]
+    stop = free.token_ids[3]
+    ended = llm.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,)))
+    expected = free.token_ids[: free.token_ids.index(stop) + 1]
+    assert ended[0].outputs[0].token_ids == expected
+    assert ended[0].outputs[0].finish_reason == "stop"
+
+
+def test_metrics_are_in_order(llm: LLM):
+    output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
+    metrics = output.metrics
+    assert metrics.queue_s is not None and metrics.ttft_s is not None and metrics.tpot_s is not None
+    assert 0 <= metrics.queue_s <= metrics.ttft_s
+    assert metrics.tpot_s > 0
+
+
+def test_layout_does_not_change_under_running_requests(llm: LLM):
+    stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    with pytest.raises(RequestError, match="1 running"):
+        llm.set_layout(2)
+    stream.close()
+    llm.set_layout(2)
+    llm.set_layout(1)
+
+
+def test_several_threads_may_call(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    requests = prompts(6)
+    expected = tokens(llm.generate(requests, params))
+    results: dict[int, tuple[int, ...]] = {}
+
+    def work(index: int) -> None:
+        results[index] = llm.generate([requests[index]], params)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[index] for index in range(len(requests))] == expected
+
+
+def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: str):
+    directory = tiny_model("llama2", tmp_path)
+    with LLM(
+        directory,
+        num_devices=2,
+        device_memory="2MiB",
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        compile_cache=compile_cache,
+        progress=False,
+    ) as llm:
+        assert llm.warmup([1, 2]) == 3 * 2 + 3  # prefill 16, decode 1 and 2: on two instances, then on one
+        programs = llm._engine.executables.programs
+        for tp in (1, 2):
+            llm.set_layout(tp)
+            llm.generate(prompts(5), SamplingParams(temperature=0, max_tokens=4))
+        assert llm._engine.executables.programs == programs
+
+
+def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
+    directory = tiny_model("mistral-window", tmp_path)
+    results = []
+    for segment_layers in (32, 1):
+        with LLM(
+            directory, device_memory="16MiB", segment_layers=segment_layers, compile_cache=compile_cache, progress=False
+        ) as llm:
+            results.append(llm.logits(list(range(40)), decode_from=30))
+            count = len(llm._engine.executables.programs)
+    np.testing.assert_allclose(results[0], results[1], atol=1e-6)
+    # Two layers of one executable, embedding and head beside it, each for prefill (two buckets) and decode.
+    assert count == 3 * len({program.key.batch for program in llm._engine.executables.programs})

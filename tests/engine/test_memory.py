@@ -1,0 +1,158 @@
+"""Weights exist once per device, views share their buffers, and every byte has an owner."""
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import tiny_config, tiny_model
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.program import is_sharded, leaf_variables
+from amoeba_jax.models.decoder import Segment
+from sharding.params import ParamSpec
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def live_bytes() -> dict[int, int]:
+    """Bytes of all live device buffers, each counted once however many arrays view it."""
+    gc.collect()
+    seen: dict[tuple[int, int], int] = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            seen[(shard.device.id, shard.data.unsafe_buffer_pointer())] = shard.data.nbytes
+    totals: dict[int, int] = defaultdict(int)
+    for (device, _), size in seen.items():
+        totals[device] += size
+    return dict(totals)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tiny_model("qwen2", tmp_path)
+
+
+@pytest.fixture
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    with LLM(
+        directory,
+        num_devices=4,
+        device_memory="16MiB",
+        page_size=8,
+        max_num_batched_tokens=16,
+        compile_cache=compile_cache,
+        progress=False,
+    ) as llm:
+        yield llm
+
+
+def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_cache: str):
+    before = live_bytes()
+    settings = {"device_memory": "16MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    with LLM(directory, num_devices=4, max_num_batched_tokens=16, **settings) as llm:
+        for tp in (1, 2, 4, 1):
+            llm.set_layout(tp)
+            llm.generate([PROMPT], GREEDY)
+            report, now = llm.memory(), live_bytes()
+            for device in range(4):
+                assert now[device] - before.get(device, 0) == report.device_bytes(device)
+    assert live_bytes() == before, "close() leaves device buffers behind"
+
+
+def test_weights_exist_once_per_device(llm: LLM):
+    """The bytes of weights are those of one padded model: no layout brings a second copy."""
+    owners = llm.memory().by_owner(0)
+    weights = sum(size for owner, size in owners.items() if owner != "kv cache")
+    config = tiny_config("qwen2")
+    hidden, ffn_chunk, vocab_chunk = 48, llm.dims.ffn_chunk, llm.dims.vocab_chunk
+    heads = llm.dims.heads
+    columns = heads.kv_heads * (heads.group + 2) * 12
+    attention = hidden * columns + columns + heads.kv_heads * heads.group * 12 * hidden
+    layer = attention + 3 * hidden * ffn_chunk * 4 + 2 * hidden
+    expected = config["num_hidden_layers"] * layer + hidden * vocab_chunk * 4 + hidden
+    assert weights == expected * 4
+
+
+def test_views_share_the_tp1_buffers(llm: LLM):
+    """Pointers of TP2 and TP4 arrays are those of the chunks on each device, at their places."""
+    store, pool = llm._engine.weights, llm._engine.sub_meshes
+    (plan,) = llm._engine.plans
+    for tp in (1, 2, 4):
+        for group in pool.groups(tp):
+            variables = leaf_variables(Segment(llm.dims, plan, tp))
+            for variable, array in zip(variables, store.view(group, plan), strict=True):
+                metadata = variable.get_metadata()
+                spec: ParamSpec = metadata["spec"]
+                for rank, device in enumerate(group.device_indices):
+                    shards = {shard.device: shard.data for shard in array.addressable_shards}
+                    chunk = metadata["chunk"]
+                    if is_sharded(variable):
+                        chunk += rank * (4 // tp)
+                    pointer = shards[group.devices[rank]].unsafe_buffer_pointer()
+                    assert pointer == store.chunk(device, spec.name, chunk).unsafe_buffer_pointer()
+
+
+def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
+    """Switching and stepping never move the cache: its memory is the same from start to end."""
+
+    def pointers() -> set[tuple[int, int]]:
+        return {
+            (shard.device.id, shard.data.unsafe_buffer_pointer())
+            for instance in llm._engine.instances
+            for extents in instance.kv
+            for extent in extents
+            for shard in extent.addressable_shards
+        }
+
+    before = pointers()
+    for tp in (2, 4, 1):
+        llm.set_layout(tp)
+        llm.generate([PROMPT, [7, 7]], GREEDY)
+        assert pointers() == before
+
+
+def test_ffn_chunks_are_extents_of_the_cache(llm: LLM):
+    """A releasable chunk has the row length and dtype of a KV extent."""
+    store, kv = llm._engine.weights, llm._engine.instances[0].kv
+    for name in ("layers.0.mlp.gate_up", "layers.1.mlp.down"):
+        for index in range(4):
+            chunk = store.chunk(0, name, index)
+            assert chunk.shape[1:] == kv[0][0].shape[1:]
+            assert chunk.dtype == kv[0][0].dtype
+
+
+def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: str):
+    settings = {"device_memory": "16MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    outputs = []
+    for transform_attention in (False, True):
+        with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:
+            chunk = llm._engine.weights.chunk(1, "layers.0.attention.qkv", 2)
+            assert (chunk.shape[1] == llm.dims.pages.page_elems) == transform_attention
+            outputs.append(llm.logits(PROMPT))
+            llm.set_layout(4)
+            np.testing.assert_allclose(llm.logits(PROMPT), outputs[0], atol=1e-5)
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str):
+    with LLM(directory, dtype="bfloat16", device_memory="16MiB", compile_cache=compile_cache, progress=False) as llm:
+        assert llm._engine.instances[0].kv[0][0].dtype == jnp.bfloat16
+        assert llm._engine.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
+        assert np.isfinite(llm.logits(PROMPT)).all()
+
+
+def test_saved_checkpoint_loads_in_the_same_and_in_other_layouts(directory: Path, tmp_path: Path, compile_cache: str):
+    settings = {"device_memory": "16MiB", "compile_cache": compile_cache, "progress": False}
+    with LLM(directory, num_devices=4, page_size=8, **settings) as llm:
+        llm.save(tmp_path / "saved")
+        expected = llm.logits(PROMPT)
+    with LLM(tmp_path / "saved", num_devices=4, page_size=8, **settings) as llm:
+        np.testing.assert_array_equal(llm.logits(PROMPT), expected)
+    with LLM(tmp_path / "saved", num_devices=1, page_size=16, **settings) as llm:
+        np.testing.assert_allclose(llm.logits(PROMPT), expected, atol=1e-5)

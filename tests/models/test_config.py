@@ -1,0 +1,300 @@
+"""Reading Hugging Face configs: real models' shapes, rotary frequencies, windows, and what is refused."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import TINY_CONFIGS, tensor_shapes, tiny_config
+
+from amoeba_jax.errors import CheckpointError
+from amoeba_jax.models.config import SUPPORTED_FAMILIES, ModelConfig, RopeConfig
+
+SUPPORTED = (
+    "Llama-2-7B",
+    "Llama-3-8B",
+    "Llama-3.1-8B",
+    "Llama-3.1-70B",
+    "Qwen2.5-32B",
+    "Qwen2.5-32B-Instruct",
+    "Qwen3-0.6B",
+    "Qwen3-8B",
+    "Qwen3-32B",
+)
+UNSUPPORTED = {
+    "Mixtral-8x7B-v0.1": "mixtral",
+    "Qwen3-30B-A3B": "qwen3_moe",
+    "gpt-oss-20b": "gpt_oss",
+    "gpt-oss-120b": "gpt_oss",
+}
+
+
+def load(shared_data: Path, model: str) -> dict:
+    return json.loads((shared_data / "configs" / model / "config.json").read_text())
+
+
+def published(shared_data: Path) -> dict[str, tuple[int, int]]:
+    """Parameters and bytes of KV per token (bf16) of each model, from the table beside the configs."""
+    rows = re.findall(
+        r"^\| (\S+) \| ([\d,]+) \| ([\d,]+) B \|",
+        (shared_data / "configs" / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    return {model: (int(count.replace(",", "")), int(kv.replace(",", ""))) for model, count, kv in rows}
+
+
+def test_every_real_config_is_covered_here(shared_data):
+    models = {path.parent.name for path in (shared_data / "configs").glob("*/config.json")}
+    assert models == {*SUPPORTED, *UNSUPPORTED} == set(published(shared_data))
+
+
+@pytest.mark.parametrize("model", SUPPORTED)
+def test_real_models_have_their_published_size(shared_data, model):
+    raw = load(shared_data, model)
+    config = ModelConfig.from_hf(raw)
+    parameters, kv_bytes = published(shared_data)[model]
+    assert config.num_parameters == parameters
+    assert config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2 == kv_bytes
+    assert config.family == raw["model_type"]
+    assert config.rope.theta == raw["rope_theta"]
+    assert config.max_position == raw["max_position_embeddings"]
+    assert config.norm_eps == raw["rms_norm_eps"]
+    assert config.tied_embeddings == raw["tie_word_embeddings"]
+    assert config.dtype == raw["torch_dtype"]
+    assert config.qkv_bias == model.startswith("Qwen2.5")
+    assert not config.output_bias
+    assert config.qk_norm == model.startswith("Qwen3")
+    assert config.sliding_windows == (None,) * config.num_layers
+    scaled = model.startswith("Llama-3.1")
+    assert config.rope == (
+        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+        if scaled
+        else RopeConfig(float(raw["rope_theta"]))
+    )
+
+
+@pytest.mark.parametrize("model", UNSUPPORTED)
+def test_unsupported_families_are_refused_by_name(shared_data, model):
+    with pytest.raises(
+        CheckpointError, match=f"model_type='{UNSUPPORTED[model]}' is not supported.*llama, mistral"
+    ):
+        ModelConfig.from_hf(load(shared_data, model))
+
+
+def test_config_without_a_family_is_refused():
+    with pytest.raises(CheckpointError, match="model_type=None is not supported"):
+        ModelConfig.from_hf({"hidden_size": 8})
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_parameters_are_those_of_the_checkpoint(name):
+    config = tiny_config(name)
+    assert ModelConfig.from_hf(config).num_parameters == sum(map(math.prod, tensor_shapes(config).values()))
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_reading_leaves_the_config_as_it_was(name):
+    """`transformers` completes nested dicts in place; a config is written out again with the weights."""
+    config = tiny_config(name)
+    before = copy.deepcopy(config)
+    ModelConfig.from_hf(config)
+    assert config == before
+
+
+# --- rotary embedding ---------------------------------------------------------------------------------------
+
+ROPES = {
+    "llama 3.1": (128, RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)),
+    "llama 3.2": (64, RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)),
+    "tiny llama3": (16, RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 64)),
+    "linear": (64, RopeConfig(10000.0, "linear", 2.5)),
+    "qwen": (128, RopeConfig(1000000.0)),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ROPES)
+def test_inverse_frequencies_are_those_of_transformers(name):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    head_dim, rope = ROPES[name]
+    parameters = {"rope_type": rope.rope_type, "rope_theta": rope.theta, "factor": rope.factor}
+    if rope.rope_type == "llama3":
+        parameters |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
+    if rope.rope_type == "default":
+        expected = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    else:
+        config = LlamaConfig(
+            head_dim=head_dim,
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            rope_parameters=parameters,
+            max_position_embeddings=131072,
+        )
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
+        assert attention_factor == 1.0
+    np.testing.assert_allclose(rope.inverse_frequencies(head_dim), expected.numpy(), rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_inverse_frequencies_one_by_one(name):
+    """Each pair's frequency in plain Python, after `apply_scaling` in Meta's llama-models."""
+    head_dim, rope = ROPES[name]
+    got = rope.inverse_frequencies(head_dim)
+    assert got.dtype == np.float32
+    assert got.shape == (head_dim // 2,)
+    for i in range(head_dim // 2):
+        frequency = rope.theta ** (-2 * i / head_dim)
+        if rope.rope_type == "linear":
+            frequency /= rope.factor
+        elif rope.rope_type == "llama3":
+            context = rope.original_max_position_embeddings
+            rotations = context * frequency / (2 * math.pi)
+            if rotations < rope.low_freq_factor:
+                frequency /= rope.factor
+            elif rotations < rope.high_freq_factor:
+                share = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+                frequency *= (1 - share) / rope.factor + share
+        assert got[i] == pytest.approx(frequency, rel=1e-6)
+
+
+def test_llama3_scaling_spares_fast_pairs_and_slows_slow_ones():
+    """By hand, for Llama 3.1: pairs that turn 4 times in 8,192 tokens stay, those under 1 are 8x slower."""
+    plain, scaled = (rope.inverse_frequencies(128) for rope in (RopeConfig(500000.0), ROPES["llama 3.1"][1]))
+    # 8192 * f / 2 pi = 4 at f = 0.003068, pair 28.2; = 1 at f = 0.000767, pair 35.0.
+    np.testing.assert_allclose(scaled[:29], plain[:29], rtol=1e-6)
+    np.testing.assert_allclose(scaled[35:], plain[35:] / 8, rtol=1e-6)
+    assert (np.diff(scaled) < 0).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 777.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}},
+    ],
+)
+def test_rotary_settings_are_read_in_old_and_new_form(fields):
+    config = {key: value for key, value in tiny_config("llama2").items() if key != "rope_theta"} | fields
+    assert ModelConfig.from_hf(config).rope == RopeConfig(777.0, "linear", 2.0)
+
+
+# --- sliding windows ----------------------------------------------------------------------------------------
+
+QWEN_WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "windows"),
+    [
+        ("mistral-window", {}, (13, 13)),
+        ("mistral-window", {"sliding_window": None}, (None, None)),
+        ("llama2", {"sliding_window": 13}, (None, None)),
+        ("qwen2", {**QWEN_WINDOW, "max_window_layers": 3}, (None, None, None, 6)),
+        ("qwen2", {**QWEN_WINDOW, "max_window_layers": 0}, (6, 6, 6, 6)),
+        ("qwen2", {**QWEN_WINDOW, "max_window_layers": 4}, (None,) * 4),
+        ("qwen2", {**QWEN_WINDOW, "max_window_layers": 1, "use_sliding_window": False}, (None,) * 4),
+        ("qwen3", {**QWEN_WINDOW, "max_window_layers": 2}, (None, None, 6, 6)),
+        (
+            "qwen3",
+            {**QWEN_WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (6, None, 6, None),
+        ),
+    ],
+)
+def test_sliding_window_of_each_layer(name, fields, windows):
+    assert ModelConfig.from_hf(tiny_config(name) | fields).sliding_windows == windows
+
+
+def test_mistral_without_the_field_has_the_window_of_its_first_release():
+    config = tiny_config("mistral-window")
+    del config["sliding_window"]
+    assert ModelConfig.from_hf(config).sliding_windows == (4096, 4096)
+
+
+# --- biases, heads, dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "qkv", "output"),
+    [
+        ("llama2", {}, False, False),
+        ("llama2", {"attention_bias": True}, True, True),
+        ("mistral-window", {}, False, False),
+        ("qwen2", {}, True, False),
+        ("qwen3", {}, False, False),
+        ("qwen3", {"attention_bias": True}, True, True),
+    ],
+)
+def test_biases_of_each_family(name, fields, qkv, output):
+    config = ModelConfig.from_hf(tiny_config(name) | fields)
+    assert (config.qkv_bias, config.output_bias) == (qkv, output)
+
+
+def test_defaults_of_absent_fields():
+    config = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    read = ModelConfig.from_hf(config)
+    assert (read.num_kv_heads, read.head_dim) == (4, 12)
+    assert (read.tied_embeddings, read.dtype, read.rope) == (False, "float32", RopeConfig(10000.0))
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtype_in_old_and_new_form(field, dtype):
+    config = tiny_config("llama2")
+    del config["torch_dtype"]
+    assert ModelConfig.from_hf(config | {field: dtype}).dtype == dtype
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("llama2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for llama: it must be 'silu'"),
+        ("llama2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("llama2", {"torch_dtype": "float64"}, "dtype='float64' is not supported"),
+        ("llama2", {"torch_dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is not supported"),
+        (
+            "llama2",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type='yarn' is not supported",
+        ),
+        ("llama2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama2", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ("llama2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ("llama2", {"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
+        ("llama2", {"hidden_size": "48"}, "hidden_size"),
+        ("llama2", {"hidden_size": 50, "head_dim": None}, "50"),
+        ("llama2", {"num_hidden_layers": 0}, "num_hidden_layers=0 must be a positive integer"),
+        ("llama2", {"num_attention_heads": -4}, "num_attention_heads=-4 must be a positive integer"),
+        ("llama2", {"num_key_value_heads": -2}, "num_key_value_heads=-2 must be a positive integer"),
+        ("llama2", {"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
+        ("llama2", {"head_dim": 13}, "head_dim"),
+        ("llama2", {"head_dim": -2}, "head_dim=-2 must be a positive integer"),
+        ("llama2", {"intermediate_size": 1.5}, "intermediate_size"),
+        ("llama2", {"vocab_size": -1}, "vocab_size=-1 must be a positive integer"),
+        ("llama2", {"max_position_embeddings": 0}, "max_position_embeddings=0 must be a positive integer"),
+        ("llama2", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("mistral-window", {"sliding_window": -3}, "sliding_window=-3 must be a positive integer"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(name, fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(tiny_config(name) | fields)
+
+
+def test_supported_families_all_have_a_tiny_model():
+    assert {config["model_type"] for config in TINY_CONFIGS.values()} == set(SUPPORTED_FAMILIES)

@@ -1,0 +1,157 @@
+"""Stored sizes after padding: real models' cost of it, and chunks that are whole pages."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amoeba_jax.engine.weights import WeightStore
+from amoeba_jax.models.config import ModelConfig, RopeConfig
+from amoeba_jax.models.decoder import model_specs
+from amoeba_jax.models.dims import VOCAB_ALIGNMENT, ModelDims
+
+
+def make_config(hidden, heads, kv_heads, head_dim, ffn, vocab, *, layers=1, tied=False) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn,
+        vocab_size=vocab,
+        max_position=8192,
+        norm_eps=1e-5,
+        rope=RopeConfig(10000.0),
+        tied_embeddings=tied,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * layers,
+        dtype="bfloat16",
+    )
+
+
+SMOLLM2 = make_config(576, 9, 3, 64, 1536, 49152, layers=30, tied=True)  # SmolLM2-135M
+
+
+def real(shared_data: Path, model: str) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((shared_data / "configs" / model / "config.json").read_text()))
+
+
+def padding(dims: ModelDims) -> dict[str, float]:
+    return {kind: padding.ratio for kind, padding in WeightStore(dims, ()).padding().items()}
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-70B", "Llama-3.1-8B", "Qwen3-32B"])
+@pytest.mark.parametrize("max_tp", [1, 2, 4])
+def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
+    dims = ModelDims(real(shared_data, model), max_tp, 16, "bfloat16", transform_attention=True)
+    config = dims.config
+    assert dims.heads.kv_padding == dims.heads.query_padding == 1
+    assert dims.ffn_chunk * max_tp == config.ffn_size
+    assert dims.output_rows * max_tp == config.num_heads * config.head_dim
+    assert dims.qkv_columns * max_tp == (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    assert dims.vocab_chunk * max_tp == config.vocab_size
+    ratios = padding(dims)
+    assert set(ratios.values()) == {1.0}
+    stored = sum(spec.num_elements for _, spec in model_specs(dims).values())
+    assert stored == config.num_parameters, "every parameter of the model, once"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "ffn_chunk"),
+    # A page has 2,048 elements per token, so 6,912 rows of 5,120 fill 17,280 tokens: 135 pages of 128.
+    [(16, 6912), (32, 6912), (64, 6912), (128, 6912), (256, 7168)],
+)
+def test_qwen25_32b_ffn_needs_no_padding_up_to_pages_of_128_tokens(shared_data, page_size, ffn_chunk):
+    dims = ModelDims(real(shared_data, "Qwen2.5-32B"), 4, page_size, "bfloat16")
+    assert dims.pages.page_elems == 2048 * page_size
+    assert dims.ffn_chunk == ffn_chunk
+    assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_padding) == (8, 5, 1)
+    assert dims.qkv_columns == (10 + 2 * 2) * 128
+    assert dims.vocab_chunk == 152064 // 4
+    ratios = padding(dims)
+    assert ratios.pop("mlp.gate_up") == ratios.pop("mlp.down") == ffn_chunk * 4 / 27648
+    assert set(ratios.values()) == {1.0}
+
+
+@pytest.mark.parametrize(("max_tp", "kv_heads"), [(1, 3), (2, 4), (4, 4)])
+def test_smollm2_gets_a_zero_head_where_ranks_do_not_divide_its_heads(max_tp, kv_heads):
+    dims = ModelDims(SMOLLM2, max_tp, 16, "bfloat16")
+    assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_copies) == (kv_heads, 3, 1)
+    assert dims.heads.kv_padding == dims.heads.query_padding == kv_heads / 3
+    assert dims.kv_chunk_heads == kv_heads // max_tp
+    assert dims.qkv_columns == kv_heads // max_tp * 5 * 64
+    assert dims.output_rows == kv_heads // max_tp * 3 * 64
+    ratios = padding(dims)
+    assert ratios["attention.qkv"] == ratios["attention.o"] == kv_heads / 3
+    # A page is 16 * 2 * 4 * 64 = 8,192 elements, so rows of 576 make whole pages every 128: 384 do.
+    assert dims.ffn_chunk == 1536 // max_tp
+    assert ratios["mlp.gate_up"] == ratios["mlp.down"] == 1
+    assert SMOLLM2.num_parameters == 134_515_008
+
+
+def test_tied_embedding_is_stored_once():
+    dims = ModelDims(SMOLLM2, 4, 16, "bfloat16")
+    specs = model_specs(dims)
+    assert "embedding" not in specs
+    assert specs["head"][1].model_elements == 49152 * 576
+    assert sum(spec.model_elements for _, spec in specs.values()) == SMOLLM2.num_parameters
+
+
+def test_vocabulary_is_dealt_evenly_and_aligned():
+    dims = ModelDims(make_config(64, 4, 4, 16, 128, 50257), 4, 16, "float32")
+    assert dims.vocab_share == 12565
+    assert dims.vocab_chunk == 12576
+    assert dims.vocab_chunk % VOCAB_ALIGNMENT == 0
+    alone = ModelDims(dims.config, 1, 16, "float32")
+    assert alone.vocab_chunk == alone.vocab_share == 50257, "nothing to align for with one rank"
+
+
+def test_only_what_is_transformable_is_laid_out_in_pages():
+    config = make_config(48, 6, 3, 12, 116, 211)
+    for max_tp, transform_attention in ((1, False), (1, True), (4, False), (4, True)):
+        dims = ModelDims(config, max_tp, 8, "float32", transform_attention)
+        paged = {name.split(".", 2)[2] for name, (_, spec) in model_specs(dims).items() if spec.page_elems}
+        ffn, attention = {"mlp.gate_up", "mlp.down"}, {"attention.qkv", "attention.o"}
+        assert paged == (set() if max_tp == 1 else ffn | attention if transform_attention else ffn)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    hidden=st.integers(1, 300),
+    kv_heads=st.integers(1, 9),
+    group=st.integers(1, 6),
+    head_dim=st.sampled_from([2, 6, 16, 80]),
+    ffn=st.integers(1, 3000),
+    max_tp=st.sampled_from([2, 4]),
+    page_size=st.sampled_from([1, 8, 16, 64]),
+)
+def test_chunks_are_the_fewest_whole_pages_that_hold_the_weights(
+    hidden, kv_heads, group, head_dim, ffn, max_tp, page_size
+):
+    config = make_config(hidden, kv_heads * group, kv_heads, head_dim, ffn, 7)
+    dims = ModelDims(config, max_tp, page_size, "float32", transform_attention=True)
+    page = dims.pages.page_elems
+    assert page == dims.heads.kv_heads * 2 * page_size * head_dim
+    assert dims.ffn_chunk * max_tp >= ffn
+    # (size, least size, elements of a row): both FFN matrices are whole pages exactly when `down` is.
+    heads = dims.kv_chunk_heads * head_dim
+    for size, least in (
+        (dims.ffn_chunk, -(-ffn // max_tp)),
+        (dims.qkv_columns, heads * (dims.heads.group + 2)),
+        (dims.output_rows, heads * dims.heads.group),
+    ):
+        step = page // math.gcd(page, hidden)
+        assert size % step == 0
+        assert least <= size < least + step
+    for name, (_, spec) in model_specs(dims).items():
+        if spec.page_elems:
+            pages, elems = spec.stored_shape
+            assert elems == page
+            assert pages * page == math.prod(spec.chunk_shape), name
