@@ -11,7 +11,7 @@ from rich.table import Table
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 from serving.compile_watch import CompileWatch
-from serving.generate import as_prompt
+from serving.generate import chat_prompt, uses_chat
 from sharding.ledger import format_bytes, parse_bytes
 
 QUESTIONS = (
@@ -79,8 +79,8 @@ def run_demo(model: str, num_devices: int, device_memory: str, max_tokens: int) 
         num_devices=num_devices,
         device_memory=device_memory,
         progress=sys.stderr.isatty(),
-        # Few and small programs, as every sub-mesh of a CPU needs its own: one bucket for all prompts, and five
-        # layers an executable: compiling takes a fifth of the time that all thirty would, decoding as long.
+        # Few and small programs, as every sub-mesh of a CPU needs its own: one bucket for all prompts, and
+        # five layers an executable, where compiling all 30 as one takes several times as long.
         max_num_seqs=len(QUESTIONS),
         max_num_batched_tokens=64,
         max_model_len=PROMPT_ROOM + max_tokens,
@@ -88,11 +88,9 @@ def run_demo(model: str, num_devices: int, device_memory: str, max_tokens: int) 
     )
     with llm:
         loaded_s = time.perf_counter() - start
-        device = jax.local_devices()[0]
-        devices = f"{num_devices} {_kind(device)} of {format_bytes(parse_bytes(device_memory))}"
+        devices = f"{num_devices} {_device_kind()} of {format_bytes(parse_bytes(device_memory))}"
         console.print(f"[bold]{llm.name}[/bold]: {devices} each, loaded in {loaded_s:.1f} s")
-        chat = llm.tokenizer is not None and llm.tokenizer.has_chat_template
-        texts = QUESTIONS if chat else OPENINGS
+        texts = QUESTIONS if uses_chat(llm) else OPENINGS
         runs = []
         for tp in [degree for degree in (1, 2, 4) if degree <= num_devices]:
             runs.append(_run_layout(llm, tp, texts, max_tokens))
@@ -103,16 +101,14 @@ def run_demo(model: str, num_devices: int, device_memory: str, max_tokens: int) 
         _print_agreement(console, runs)
         console.print()
         console.print(llm.memory().table())
-        console.print(
-            "Every device holds each weight once. All layouts use those buffers: changing the layout copies nothing."
-        )
+        console.print("Every device holds each weight once. All layouts share it: switching copies nothing.")
     console.print(f"\n{time.perf_counter() - start:.1f} s in all")
 
 
 def _run_layout(llm: LLM, tp: int, texts: tuple[str, ...], max_tokens: int) -> LayoutRun:
     """Change to `TP tp`, run every program once with short answers, then measure full-length ones."""
     switch_s = llm.set_layout(tp)
-    prompts = [as_prompt(llm, text) for text in texts]
+    prompts = [chat_prompt(llm, text) for text in texts] if uses_chat(llm) else list(texts)
     start = time.perf_counter()
     with CompileWatch() as warming:
         # Two tokens: the prompts' programs, and one decode step at the full batch.
@@ -147,11 +143,12 @@ def agreement(reference: LayoutRun, other: LayoutRun) -> tuple[int, int]:
     for expected, got in zip(reference.tokens, other.tokens, strict=True):
         equal = [a == b for a, b in zip(expected, got, strict=True)]
         answers += all(equal)
-        tokens += (equal + [False]).index(False)
+        tokens += [*equal, False].index(False)
     return answers, tokens
 
 
-def _kind(device: jax.Device) -> str:
+def _device_kind() -> str:
+    device = jax.local_devices()[0]
     return "virtual CPU devices" if device.platform == "cpu" else f"devices ({device.device_kind})"
 
 
@@ -202,10 +199,8 @@ def _layout_table(runs: list[LayoutRun]) -> Table:
 def _print_agreement(console: Console, runs: list[LayoutRun]) -> None:
     for run in runs[1:]:
         answers, tokens = agreement(runs[0], run)
-        name, of_tokens = (
-            f"The answers of TP{run.tensor_parallel_size}",
-            f"{tokens} of {run.num_tokens} tokens",
-        )
+        name = f"The answers of TP{run.tensor_parallel_size}"
+        of_tokens = f"{tokens} of {run.num_tokens} tokens"
         if answers == len(run.outputs):
             console.print(f"{name} are equal to TP1's, token for token ({of_tokens}).")
         else:

@@ -41,9 +41,7 @@ def _devices() -> Finding:
     devices = jax.local_devices()
     first = devices[0]
     if first.platform == "cpu":
-        detail = (
-            f"{len(devices)} virtual CPU devices, a budget of {DEFAULT_CPU_MEMORY} each unless told otherwise"
-        )
+        detail = f"{len(devices)} virtual CPU devices, {DEFAULT_CPU_MEMORY} each unless told otherwise"
         return Finding("devices", "ok", detail)
     stats = first.memory_stats() or {}
     size = format_bytes(stats["bytes_limit"]) if "bytes_limit" in stats else "unknown"
@@ -81,7 +79,7 @@ def _cache() -> Finding:
 
 
 def _compile_cache() -> Finding:
-    directory = Path(jax.config.jax_compilation_cache_dir or cache_root() / "executables")
+    directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "executables")
     if not directory.is_dir():
         return Finding("compile cache", "ok", f"{directory} will be created")
     if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
