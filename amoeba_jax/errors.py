@@ -1,4 +1,4 @@
-"""Errors that users see: each names the value, the limit, and what to do. Servers map them to status codes in one place."""
+"""Errors that users see: each names the value, the limit, and what to do."""
 
 from sharding.errors import LayoutError, MemoryBudgetError
 

@@ -3,7 +3,6 @@
 import itertools
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +86,7 @@ class LLM:
                 engine = Engine(self.config, self.dims, devices, load, source.release, lambda _: advance())
         finally:
             source.close()
-        self.tokenizer = Tokenizer.from_directory(self._directory) if self._has_tokenizer() else None
+        self.tokenizer = _load_tokenizer(self._directory)
         self._engine = engine
         self._dispatcher = Dispatcher(engine)
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
@@ -209,9 +208,7 @@ class LLM:
 
     def save(self, directory: str | Path) -> None:
         """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""
-        self._dispatcher.call(
-            save, Path(directory), self._engine.weights, self._hf_config, self._directory
-        ).result()
+        self._dispatcher.call(save, Path(directory), self._engine.weights, self._hf_config, self._directory).result()
 
     def close(self) -> None:
         """End running requests and free the device memory. May be called twice."""
@@ -287,9 +284,6 @@ class LLM:
         ledger = engine.ledgers[0]
         return MemoryReport(ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding)
 
-    def _has_tokenizer(self) -> bool:
-        return self._directory is not None and (self._directory / "tokenizer.json").exists()
-
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
@@ -364,6 +358,13 @@ class _Request:
             ttft_s=None if s.first_token_at is None else s.first_token_at - s.arrival,
             tpot_s=tpot,
         )
+
+
+def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """The model's tokenizer, or None where it has none: such a model takes token ids only."""
+    if directory is None or not (directory / "tokenizer.json").exists():
+        return None
+    return Tokenizer.from_directory(directory)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -1,5 +1,6 @@
 """Set up JAX for serving: devices and the compilation cache."""
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -19,11 +20,10 @@ CPU_THREADS = 16
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
     """The first `num_devices` devices, starting JAX if need be. Raises `ConfigError` if there are not enough."""
     os.environ.setdefault("NPROC", str(CPU_THREADS))
-    if jax.config.jax_num_cpu_devices < 0:
-        try:
+    if jax.config.values["jax_num_cpu_devices"] < 0:
+        # Refused if JAX has started already, with the devices that it has.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", MAX_CPU_DEVICES)
-        except RuntimeError:
-            pass  # JAX has started already, with the devices that it has
     devices = jax.local_devices()
     if len(devices) < num_devices:
         raise ConfigError(
@@ -48,8 +48,9 @@ def enable_compile_cache(directory: str | None) -> Path | None:
     """
     if directory == "":
         return None
-    if directory is None and jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    users_own = jax.config.values["jax_compilation_cache_dir"]
+    if directory is None and users_own:
+        return Path(users_own)
     path = Path(directory).expanduser() if directory else cache_root() / "executables"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

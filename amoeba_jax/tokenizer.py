@@ -75,9 +75,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
-            raise RequestError(
-                f"the text cannot be encoded, it must be a string of valid Unicode: {error}"
-            ) from error
+            raise RequestError(f"the text cannot be encoded, it must be a string of valid Unicode: {error}") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, unknown ids are left out."""
@@ -133,9 +131,7 @@ class DetokenizeStream:
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]):
         self._tokenizer = tokenizer
         self._skipped_ids = skipped_ids
-        self._context: list[
-            int
-        ] = []  # tokens of the last increment: what follows may need a space after them
+        self._context: list[int] = []  # tokens of the last increment: what follows may need a space after them
         self._context_text = ""
         self._held: list[int] = []  # tokens since then
 

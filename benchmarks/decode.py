@@ -109,7 +109,16 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{platform.machine()} {device.device_kind}, JAX {jax.__version__}, f32, context {options.context}")
     table = Table()
-    for column in ("model", "batch", "step ms", "tokens/s", "GB/s", "of read bandwidth", "GFLOP/s", "of peak"):
+    for column in (
+        "model",
+        "batch",
+        "step ms",
+        "tokens/s",
+        "GB/s",
+        "of read bandwidth",
+        "GFLOP/s",
+        "of peak",
+    ):
         table.add_column(column, justify="left" if column == "model" else "right")
     for r in results:
         rate, flops = r["bytes"] / r["step_s"], r["flops"] / r["step_s"]

@@ -130,9 +130,7 @@ class BuddyAllocator:
         """Live units in the extent that starts at unit `start`. O(units of the extent)."""
         num_units = dict(self._extents).get(start)
         if num_units is None:
-            raise ValueError(
-                f"no extent starts at unit {start}; they start at {[s for s, _ in self._extents]}"
-            )
+            raise ValueError(f"no extent starts at unit {start}; they start at {[s for s, _ in self._extents]}")
         return sum(1 << self._orders[u] for u in range(start, start + num_units) if u in self._orders)
 
     def allocate(self, order: int) -> int:

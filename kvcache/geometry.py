@@ -47,9 +47,7 @@ class PageGeometry:
     def sub_pages(self, tp: int) -> int:
         """Sub-pages of one page at degree `tp`: an extent of `n` pages holds `n * sub_pages(tp)`."""
         if tp not in TP_DEGREES or tp > self.max_tp:
-            raise LayoutError(
-                f"TP degree is {tp}; it must be one of {TP_DEGREES} and at most max_tp ({self.max_tp})"
-            )
+            raise LayoutError(f"TP degree is {tp}; it must be one of {TP_DEGREES} and at most max_tp ({self.max_tp})")
         return tp
 
     def sub_page_shape(self, tp: int) -> tuple[int, int, int, int]:

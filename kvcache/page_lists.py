@@ -5,6 +5,7 @@ it needs to know which pages to read and which tokens of the sequence they hold.
 """
 
 import itertools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -25,9 +26,7 @@ def split_by_extent(
     """
     rises = all(a < b for a, b in itertools.pairwise(extent_starts))
     if len(extent_starts) < 2 or extent_starts[0] != 0 or not rises:
-        raise LayoutError(
-            f"extent_starts is {extent_starts}; it must rise from 0 to the end of the last extent"
-        )
+        raise LayoutError(f"extent_starts is {extent_starts}; it must rise from 0 to the end of the last extent")
     num_extents = len(extent_starts) - 1
     column = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
     if num_extents == 1:

@@ -63,9 +63,7 @@ class PagePool:
         # Asking first leaves nothing to roll back: `num_free` is exact and no one else allocates meanwhile.
         if num_pages > self.num_free_pages:
             free = [allocator.num_free(self._order) for allocator in self._allocators]
-            raise OutOfPagesError(
-                f"{num_pages} pages at TP{self.tp} do not fit: the ranks have room for {free} pages"
-            )
+            raise OutOfPagesError(f"{num_pages} pages at TP{self.tp} do not fit: the ranks have room for {free} pages")
         units = [allocator.allocate_many(self._order, num_pages) for allocator in self._allocators]
         return np.asarray(units, np.int32) // self._units_per_page
 

@@ -19,9 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")
-]
+Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")]
 NumDevices = Annotated[int, typer.Option(help="Devices to use: 1, 2, 4 or 8 (on CPU they are virtual).")]
 
 
@@ -51,14 +49,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Makes drawing repeatable.")] = 0,
     chat: Annotated[
         bool | None,
-        typer.Option(
-            "--chat/--no-chat", help="Use the model's chat template.", show_default="if there is one"
-        ),
+        typer.Option("--chat/--no-chat", help="Use the model's chat template.", show_default="if there is one"),
     ] = None,
     num_devices: NumDevices = 1,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="1, 2 or 4.")
-    ] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="1, 2 or 4.")] = 1,
     device_memory: Annotated[
         str | None, typer.Option(help='Budget per device, such as "2GiB".', show_default="2GiB on CPU")
     ] = None,

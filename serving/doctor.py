@@ -47,9 +47,7 @@ def print_findings(findings: list[Finding], as_json: bool) -> None:
         table.add_row(finding.name, MARKS[finding.status], finding.detail, finding.advice)
     console = Console(highlight=False)
     console.print(table)
-    console.print(
-        f"{failed} of {len(findings)} checks failed." if failed else "Nothing found that would not work."
-    )
+    console.print(f"{failed} of {len(findings)} checks failed." if failed else "Nothing found that would not work.")
 
 
 def _versions() -> list[Finding]:
@@ -58,9 +56,7 @@ def _versions() -> list[Finding]:
         declared = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         advice = "run `pip install -e .` in the repository"
-        return [
-            Finding("package", "fail", f"{DISTRIBUTION} is not installed, so no ranges are known", advice)
-        ]
+        return [Finding("package", "fail", f"{DISTRIBUTION} is not installed, so no ranges are known", advice)]
     wanted = SpecifierSet(declared["Requires-Python"])
     python = platform.python_version()
     fits = wanted.contains(python, prereleases=True)

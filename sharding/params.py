@@ -1,5 +1,6 @@
 """One description per parameter, from which loading, initialization and every tensor-parallel layout derive."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,4 +159,4 @@ def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
     consecutive = (step == 1) & (rows[:-1] >= 0)
     breaks = np.nonzero(~(both_padding | consecutive))[0] + 1
     edges = [0, *breaks.tolist(), len(rows)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))

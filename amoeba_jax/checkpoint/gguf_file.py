@@ -139,9 +139,7 @@ class GGUFCheckpoint:
         if entry.kind in PLAIN_DTYPES:
             return self._file.view(PLAIN_DTYPES[entry.kind], entry.shape, entry.offset)
         try:
-            return dequantize(
-                self._file.view(np.dtype(np.uint8), entry.stored_shape, entry.offset), entry.kind
-            )
+            return dequantize(self._file.view(np.dtype(np.uint8), entry.stored_shape, entry.offset), entry.kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "
@@ -165,9 +163,7 @@ class GGUFCheckpoint:
         head_dim = self._number("attention.key_length", hidden // heads)
         context = self._number("context_length")
         if (rotary := self._number("rope.dimension_count", head_dim)) != head_dim:
-            raise CheckpointError(
-                f"{self._path} rotates {rotary} of {head_dim} head dimensions: all are required"
-            )
+            raise CheckpointError(f"{self._path} rotates {rotary} of {head_dim} head dimensions: all are required")
         window = self._number("attention.sliding_window", 0)
         if 0 < window < context:
             raise CheckpointError(
@@ -229,8 +225,7 @@ class GGUFCheckpoint:
             value = value[0]
         if not isinstance(value, int | float):
             raise CheckpointError(
-                f"{self._path} gives {self._architecture}.{key} as {value!r}: "
-                f"one number for all layers is required"
+                f"{self._path} gives {self._architecture}.{key} as {value!r}: one number for all layers is required"
             )
         return value
 
@@ -239,9 +234,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     """Open a GGUF file. Its tokenizer files go to the cache, keyed by its path, size and time of change."""
     checkpoint = GGUFCheckpoint(path)
     status = path.stat()
-    key = hashlib.sha256(
-        f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
-    ).hexdigest()
+    key = hashlib.sha256(f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()
     target = cache_root() / "tokenizers" / f"{path.stem}-{key[:16]}"
     # A tokenizer.json of 150,000 tokens takes 11 MB.
     checkpoint.directory = cached_directory(target, CONVERTER_VERSION, checkpoint.write_tokenizer, 20_000_000)

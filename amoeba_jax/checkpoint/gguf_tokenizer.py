@@ -38,9 +38,7 @@ def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Pat
         tokenizer = vocabulary.build()
     except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # the Rust library raises bare Exception, e.g. for merges outside the vocabulary
+    except Exception as error:  # the Rust library raises bare Exception, e.g. for merges outside the vocabulary
         raise CheckpointError(f"the GGUF file's vocabulary cannot be used: {error}") from error
     # Not `tokenizer.save`: it raises bare Exception for a full disk.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -180,13 +178,9 @@ class Vocabulary:
         )
         prefix_space = self._get("add_space_prefix", True)
         spaces = normalizers.Replace(" ", "▁")
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), spaces] if prefix_space else [spaces]
-        )
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix_space else [spaces])
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        tokenizer.decoder = decoders.Sequence(
-            [*steps, decoders.Strip(content=" ", left=1)] if prefix_space else steps
-        )
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix_space else steps)
         return tokenizer
 
     def _ids(self) -> dict[str, int]:
@@ -204,9 +198,7 @@ def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, 
     ranked: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in ids.items():
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = sorted(
-            (s for s in splits if s[0] in ids and s[1] in ids), key=lambda s: (ids[s[0]], ids[s[1]])
-        )
+        known = sorted((s for s in splits if s[0] in ids and s[1] in ids), key=lambda s: (ids[s[0]], ids[s[1]]))
         ranked += [(scores[token_id], len(left), len(right), left, right) for left, right in known]
     ranked.sort(key=lambda rule: rule[:3], reverse=True)
     return [(left, right) for *_, left, right in ranked]

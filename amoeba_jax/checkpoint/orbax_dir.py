@@ -28,9 +28,7 @@ _TOKENIZER_FILES = (
 _TOKENIZER_FILES += ("chat_template.jinja",)
 
 
-def save(
-    directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None
-) -> None:
+def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
     """Write the loaded form: chunks with orbax, the model's config, how it was chunked, and the tokenizer files.
 
     Raises `CheckpointError` if the directory exists and is not empty.
@@ -69,9 +67,7 @@ class OrbaxCheckpoint:
         self.saved_dims = ModelDims(ModelConfig.from_hf(self.config), **marker["layout"])
         self._specs = model_specs(self.saved_dims)
         self._checkpointer = ocp.PyTreeCheckpointer()
-        self._sources = {
-            source.name: (spec, source) for _, spec in self._specs.values() for source in spec.sources
-        }
+        self._sources = {source.name: (spec, source) for _, spec in self._specs.values() for source in spec.sources}
 
     def reader(self, dims: ModelDims) -> LoadChunks:
         """Chunks for an engine of these dims: read straight if saved in the same layout, else cut anew."""

@@ -65,9 +65,7 @@ def open_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint:
     """
     resolved = resolve_model(model, revision=revision)
     if resolved.kind == "orbax":
-        raise CheckpointError(
-            f"{resolved.path} was saved by amoeba: restore it as a whole, not tensor by tensor"
-        )
+        raise CheckpointError(f"{resolved.path} was saved by amoeba: restore it as a whole, not tensor by tensor")
     if resolved.kind == "gguf":
         return open_gguf(resolved.path)
     return SafetensorsCheckpoint(resolved.path)

@@ -104,9 +104,7 @@ def _wanted_shards(directory: Path) -> dict[str, set[str]]:
         for name, shard in weight_map.items():
             # An index names plain files; a path would read outside the model's directory.
             if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(
-                    f"{directory / INDEX} places {name!r} in {shard!r}, which is no file name"
-                )
+                raise CheckpointError(f"{directory / INDEX} places {name!r} in {shard!r}, which is no file name")
             shards.setdefault(shard, set()).add(name)
         if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
             raise CheckpointError(
@@ -175,7 +173,5 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(content).__name__}, not an object: download it again"
-        )
+        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object: download it again")
     return content

@@ -32,7 +32,7 @@ class Dispatcher:
         self._thread.start()
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """Run `function(*args)` in the dispatcher thread between two steps. Raises `EngineClosedError` if it is gone."""
+        """Run `function(*args)` in the dispatcher thread, between steps. Raises `EngineClosedError` if it is gone."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed is not None:

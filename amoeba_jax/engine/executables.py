@@ -39,7 +39,10 @@ class Executables:
         """The program that draws tokens from logits of this shape (`[R, V]`) on a device."""
         key = (device, shape)
         if key not in self._samplers:
-            logits, settings = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((6, shape[0]), jnp.int32)
+            logits, settings = (
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+                jax.ShapeDtypeStruct((6, shape[0]), jnp.int32),
+            )
             here = SingleDeviceSharding(device)
             jitted = jax.jit(sample_packed, in_shardings=here, out_shardings=here)
             self._samplers[key] = jitted.lower(logits, settings).compile()

@@ -57,7 +57,13 @@ class Instance:
         """Executables that a step of this shape needs, one per segment."""
         extents = tuple(extent.shape[0] // self.tp for extent in self.kv[0])
         return [
-            StepKey(self.group.device_indices, plan.shape, shape, extents, logits_of if plan.shape.head else "last")
+            StepKey(
+                self.group.device_indices,
+                plan.shape,
+                shape,
+                extents,
+                logits_of if plan.shape.head else "last",
+            )
             for plan in self.plans
         ]
 

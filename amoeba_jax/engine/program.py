@@ -39,7 +39,11 @@ class StepKey:
     logits_of: LogitsOf = "last"
 
     def __str__(self) -> str:
-        parts = [f"TP{len(self.devices)}{list(self.devices)}", str(self.batch), f"{self.segment.num_layers} layers"]
+        parts = [
+            f"TP{len(self.devices)}{list(self.devices)}",
+            str(self.batch),
+            f"{self.segment.num_layers} layers",
+        ]
         parts += ["embedding"] * self.segment.embedding + [f"head ({self.logits_of})"] * self.segment.head
         return " ".join(parts)
 
@@ -48,7 +52,7 @@ class StepKey:
 class Program:
     """A compiled step.
 
-    Call with `(weights, kv, inputs, packed)`: `weights` the segment's leaves as `leaf_specs` orders them, `kv` one
+    Call with `(weights, kv, inputs, packed)`: `weights` the segment's leaves as `leaf_variables` orders them, `kv` one
     list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states `[N, D]` or
     None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`.
     Returns `(kv, hidden states, head)`, where head is `(likeliest tokens [R], f32 logits [R, V])`; R is N if the
@@ -96,9 +100,9 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
         ]
         model = nnx.merge(graph, jax.tree.unflatten(treedef, matrices))
         fields = unpack(packed[0], shape)
-        x = inputs if model.embedding is None else model.embedding(fields["tokens"])
-        if model.layers:
-            context = _context(dims, shape, group.tp, key.extent_pages, fields)
+        x = model.embedding(fields["tokens"]) if model.embedding is not None else inputs
+        assert x is not None, "a segment starts with the embedding or with hidden states"
+        context = _context(dims, shape, group.tp, key.extent_pages, fields)
         new_kv = []
         for layer, extents in zip(model.layers, kv, strict=True):
             x, extents = layer(x, extents, context)
@@ -135,7 +139,12 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
             mapped,
             donate_argnums=(1,),
             keep_unused=True,
-            in_shardings=([sharding(s) for s in weight_specs], group.sharded, group.replicated, group.sharded),
+            in_shardings=(
+                [sharding(s) for s in weight_specs],
+                group.sharded,
+                group.replicated,
+                group.sharded,
+            ),
             out_shardings=(group.sharded, group.replicated, group.replicated),
         )
         .lower(weights_abstract, kv_abstract, inputs_abstract, packed_abstract)

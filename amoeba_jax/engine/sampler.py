@@ -47,7 +47,7 @@ def sample(
     """Next token of each row: the likeliest where temperature is 0, else drawn from the filtered distribution.
 
     The random key of a row is `fold_in(key(seed), position)`, so a request's tokens do not depend on its batch,
-    its instance or its tensor-parallel degree. Filters apply in vLLM's order: top-k, top-p over what is left,
+    its instance or its tensor-parallel degree. Filters apply in this order: top-k, top-p over what is left,
     then min-p.
     """
     # Less the peak, or a tiny temperature would take the likeliest tokens to infinity, all alike.

@@ -65,7 +65,9 @@ class Sequence:
         if not self.output:
             self.first_token_at = now
         self.output.append(token)
-        ends = self.params.stop_token_ids if self.params.ignore_eos else (*self.eos_token_ids, *self.params.stop_token_ids)
+        ends = (
+            self.params.stop_token_ids if self.params.ignore_eos else (*self.eos_token_ids, *self.params.stop_token_ids)
+        )
         if token in ends:
             self.finish_reason = "stop"
         elif len(self.output) >= self.params.max_tokens:

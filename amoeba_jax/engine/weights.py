@@ -1,6 +1,6 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -165,4 +165,3 @@ def _kind(name: str, layer: int | None) -> str:
     if layer is None:
         return name
     return {"mlp": "ffn weights", "attention": "attention weights"}.get(name.split(".")[2], "norm weights")
-

@@ -126,9 +126,7 @@ def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
 
     # A copy: `transformers` fills in fields of nested dicts in place.
     known = {
-        key: copy.deepcopy(value)
-        for key, value in config.items()
-        if key not in ("model_type", "transformers_version")
+        key: copy.deepcopy(value) for key, value in config.items() if key not in ("model_type", "transformers_version")
     }
     try:
         return AutoConfig.for_model(family, **known).to_dict()

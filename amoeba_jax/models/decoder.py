@@ -29,12 +29,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.eps = dims.config.norm_eps
         hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
-        self.attention_norm = norm_scale(
-            dims, f"layers.{layer}.attention_norm", f"{hf}.input_layernorm.weight", hidden
-        )
-        self.mlp_norm = norm_scale(
-            dims, f"layers.{layer}.mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden
-        )
+        self.attention_norm = norm_scale(dims, f"layers.{layer}.attention_norm", f"{hf}.input_layernorm.weight", hidden)
+        self.mlp_norm = norm_scale(dims, f"layers.{layer}.mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden)
         self.attention = Attention(dims, layer, tp)
         self.mlp = FeedForward(dims, layer, tp)
 
@@ -178,6 +174,6 @@ def model_specs(dims: ModelDims) -> dict[str, tuple[int | None, ParamSpec]]:
     specs: dict[str, tuple[int | None, ParamSpec]] = {}
     for path, variable in nnx.to_flat_state(nnx.split(whole)[1]):
         spec: ParamSpec = variable.get_metadata()["spec"]
-        layer = path[1] if path[0] == "layers" else None
+        layer = int(str(path[1])) if path[0] == "layers" else None
         specs.setdefault(spec.name, (layer, spec))
     return specs

@@ -81,9 +81,7 @@ def matmul(x: Float[Array, "N I"], kernel: Float[Array, "I O"]) -> Float[Array, 
             preferred_element_type=jnp.float32,
         )
         return parts.sum(axis=0)
-    return lax.dot_general(
-        x, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def rank_sum(x: jax.Array, tp: int) -> jax.Array:
@@ -128,14 +126,14 @@ class Attention(nnx.Module):
 
         self.qkv = chunks(
             dims,
-            ParamSpec(
-                f"{prefix}.qkv", sources("weight"), (hidden, dims.qkv_columns), transposed=True, **sharded
-            ),
+            ParamSpec(f"{prefix}.qkv", sources("weight"), (hidden, dims.qkv_columns), transposed=True, **sharded),
             tp,
         )
         o_source = Source(f"{hf}.o_proj.weight", (hidden, config.num_heads * head_dim), q_rows, axis=1)
         self.o = chunks(
-            dims, ParamSpec(f"{prefix}.o", (o_source,), (dims.output_rows, hidden), transposed=True, **sharded), tp
+            dims,
+            ParamSpec(f"{prefix}.o", (o_source,), (dims.output_rows, hidden), transposed=True, **sharded),
+            tp,
         )
         used = q_rows.shape[1] + 2 * kv_rows.shape[1]
         bias_spec = ParamSpec(f"{prefix}.qkv_bias", sources("bias"), (used,), max_tp, "sharded")
@@ -227,7 +225,9 @@ class FeedForward(nnx.Module):
             tp,
         )
         self.down = chunks(
-            dims, ParamSpec(f"{prefix}.down", (down,), (chunk, config.hidden_size), transposed=True, **common), tp
+            dims,
+            ParamSpec(f"{prefix}.down", (down,), (chunk, config.hidden_size), transposed=True, **common),
+            tp,
         )
 
     def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:

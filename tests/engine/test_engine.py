@@ -97,9 +97,10 @@ def test_stop_tokens_end_a_request(llm: LLM):
 def test_metrics_are_in_order(llm: LLM):
     output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
     metrics = output.metrics
-    assert metrics.queue_s is not None and metrics.ttft_s is not None and metrics.tpot_s is not None
-    assert 0 <= metrics.queue_s <= metrics.ttft_s
-    assert metrics.tpot_s > 0
+    times = (metrics.queue_s, metrics.ttft_s, metrics.tpot_s)
+    queue_s, ttft_s, tpot_s = (time for time in times if time is not None)
+    assert 0 <= queue_s <= ttft_s
+    assert tpot_s > 0
 
 
 def test_layout_does_not_change_under_running_requests(llm: LLM):
@@ -153,7 +154,11 @@ def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
     results = []
     for segment_layers in (32, 1):
         with LLM(
-            directory, device_memory="16MiB", segment_layers=segment_layers, compile_cache=compile_cache, progress=False
+            directory,
+            device_memory="16MiB",
+            segment_layers=segment_layers,
+            compile_cache=compile_cache,
+            progress=False,
         ) as llm:
             results.append(llm.logits(list(range(40)), decode_from=30))
             count = len(llm._engine.executables.programs)

@@ -76,7 +76,10 @@ def test_log_probabilities_equal_recorded_ones(shared_data: Path, compile_cache:
     golden = json.loads((shared_data / "models" / "stories260K" / "golden.json").read_text())
     case = golden["cases"][0]
     with LLM(
-        shared_data / "models" / "stories260K", num_devices=4, device_memory="64MiB", compile_cache=compile_cache,
+        shared_data / "models" / "stories260K",
+        num_devices=4,
+        device_memory="64MiB",
+        compile_cache=compile_cache,
         progress=False,
     ) as llm:
         llm.set_layout(4)

@@ -11,9 +11,7 @@ from amoeba_jax.sampling_params import SamplingParams
 sampler = jax.jit(sample)
 
 
-def draw(
-    logits: np.ndarray, seeds=0, positions=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
-) -> np.ndarray:
+def draw(logits: np.ndarray, seeds=0, positions=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """Sample rows of `[R, V]` logits; settings are one for all rows or one each."""
     rows = len(logits)
 
@@ -162,9 +160,7 @@ def test_filtered_tokens_follow_the_filtered_distribution(setting, seed):
 def test_filters_of_different_rows_do_not_mix():
     logits, count = flat_logits(seed=6), len(FILTERS)
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    settings = {
-        name: np.array([(defaults | FILTERS[row % count])[name] for row in range(DRAWS)]) for name in defaults
-    }
+    settings = {name: np.array([(defaults | FILTERS[row % count])[name] for row in range(DRAWS)]) for name in defaults}
     tokens = draw_many(logits, **settings)
     for index, setting in enumerate(FILTERS):
         assert_follows(tokens[index::count], exact(logits, **setting))

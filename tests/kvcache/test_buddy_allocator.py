@@ -122,9 +122,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def agrees_with_model(self):
         live = [Block(unit, order, references) for unit, (order, references) in sorted(self.live.items())]
         assert self.allocator.live_blocks() == live
-        assert all(
-            (self.allocator.order_of(b.unit), self.allocator.references(b.unit)) == b[1:] for b in live
-        )
+        assert all((self.allocator.order_of(b.unit), self.allocator.references(b.unit)) == b[1:] for b in live)
         assert self.allocator.extents == tuple((u.start, len(u)) for _, u in sorted(self.extents.items()))
 
     @invariant()

@@ -31,9 +31,7 @@ def reference(row: list[int], extent_starts: tuple[int, ...], e: int) -> list[tu
 @settings(max_examples=150, deadline=None)
 @given(
     extent_starts=st.sampled_from(EXTENT_STARTS),
-    table=st.lists(
-        st.lists(st.integers(0, 11), min_size=WIDTH, max_size=WIDTH), min_size=BATCH, max_size=BATCH
-    ),
+    table=st.lists(st.lists(st.integers(0, 11), min_size=WIDTH, max_size=WIDTH), min_size=BATCH, max_size=BATCH),
     num_pages=st.lists(st.integers(0, WIDTH), min_size=BATCH, max_size=BATCH),
 )
 def test_lists_hold_each_extents_pages_in_logical_order(extent_starts, table, num_pages):

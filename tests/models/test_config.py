@@ -70,17 +70,13 @@ def test_real_models_have_their_published_size(shared_data, model):
     assert config.sliding_windows == (None,) * config.num_layers
     scaled = model.startswith("Llama-3.1")
     assert config.rope == (
-        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-        if scaled
-        else RopeConfig(float(raw["rope_theta"]))
+        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192) if scaled else RopeConfig(float(raw["rope_theta"]))
     )
 
 
 @pytest.mark.parametrize("model", UNSUPPORTED)
 def test_unsupported_families_are_refused_by_name(shared_data, model):
-    with pytest.raises(
-        CheckpointError, match=f"model_type='{UNSUPPORTED[model]}' is not supported.*llama, mistral"
-    ):
+    with pytest.raises(CheckpointError, match=f"model_type='{UNSUPPORTED[model]}' is not supported.*llama, mistral"):
         ModelConfig.from_hf(load(shared_data, model))
 
 

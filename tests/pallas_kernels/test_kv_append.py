@@ -41,12 +41,8 @@ def test_tokens_land_in_their_slots_and_nothing_else_changes(shape, data, seed):
     # Slots are distinct, as a sequence's are; a token may be padding, whose slot is arbitrary.
     slots_in_all = st.integers(0, starts[-1] * page_size - 1)
     targets = data.draw(st.lists(slots_in_all, min_size=tokens, max_size=tokens, unique=True), "targets")
-    padding = data.draw(
-        st.lists(st.sampled_from([None, None, -1, -7]), min_size=tokens, max_size=tokens), "padding"
-    )
-    page_ids = np.array(
-        [t // page_size if p is None else p for t, p in zip(targets, padding, strict=True)], np.int32
-    )
+    padding = data.draw(st.lists(st.sampled_from([None, None, -1, -7]), min_size=tokens, max_size=tokens), "padding")
+    page_ids = np.array([t // page_size if p is None else p for t, p in zip(targets, padding, strict=True)], np.int32)
     slots = np.array([t % page_size for t in targets], np.int32)
     # Any bit pattern may lie in the cache.
     raw = [random.integers(0, 256, (p, kv_heads, 2, page_size, head_dim, 4), np.uint8) for p in extent_pages]
@@ -80,9 +76,7 @@ def test_keys_and_values_are_stored_in_the_dtype_of_the_cache():
 # XLA's CPU backend of JAX 0.10 computes scatters of bf16 in f32: it converts the whole extent and back.
 BFLOAT16 = pytest.param(
     "bfloat16",
-    marks=pytest.mark.xfail(
-        jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False
-    ),
+    marks=pytest.mark.xfail(jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False),
 )
 
 
@@ -117,7 +111,5 @@ def test_extent_of_more_than_two_giga_elements_can_be_addressed(pages):
     """A layer's cache on a large GPU: 4 GiB in bfloat16 are 2**31 elements, one more than int32 counts."""
     extent = jax.ShapeDtypeStruct((pages, 8, 2, 16, 128), jnp.bfloat16)
     new, ids = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
-    (after,) = jax.eval_shape(
-        lambda e, k, v, p, s: append_kv([e], (0, pages), k, v, p, s), extent, new, new, ids, ids
-    )
+    (after,) = jax.eval_shape(lambda e, k, v, p, s: append_kv([e], (0, pages), k, v, p, s), extent, new, new, ids, ids)
     assert after.shape == extent.shape

@@ -80,11 +80,7 @@ def query_positions(random: np.random.Generator, length: int, count: int) -> np.
     """Up to `count` of the positions below `length`, in order, at random places among padding."""
     out = np.full(count, -1, np.int32)
     used = random.integers(0, min(length, count) + 1) if random.random() < 0.3 else min(length, count)
-    chosen = (
-        np.arange(length - used, length)
-        if random.random() < 0.7
-        else random.choice(length, used, replace=False)
-    )
+    chosen = np.arange(length - used, length) if random.random() < 0.7 else random.choice(length, used, replace=False)
     places = np.arange(used) if random.random() < 0.5 else random.choice(count, used, replace=False)
     out[np.sort(places)] = np.sort(chosen)
     return out
@@ -128,9 +124,7 @@ def make_case(shape: Shape, lengths: list[int], seed: int) -> Case:
 
 @cache
 def compiled(implementation: str, window: int | None, head_dim: int):
-    return jax.jit(
-        partial(paged_attention, scale=head_dim**-0.5, sliding_window=window, implementation=implementation)
-    )
+    return jax.jit(partial(paged_attention, scale=head_dim**-0.5, sliding_window=window, implementation=implementation))
 
 
 def check(shape: Shape, case: Case, implementation: str) -> None:
@@ -199,9 +193,7 @@ def abstract(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 # Fixed in 0.12 (0.11 not tried). Integer views do not help: they turn the conversion into a copy.
 BFLOAT16 = pytest.param(
     "bfloat16",
-    marks=pytest.mark.xfail(
-        jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False
-    ),
+    marks=pytest.mark.xfail(jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False),
 )
 
 
@@ -214,9 +206,7 @@ def test_attention_never_copies_an_extent(kv_heads, length, dtype):
     page_elems = kv_heads * 2 * page_size * head_dim
     pages = 2**24 // page_elems  # 16 Mi elements an extent
 
-    def attend(
-        queries: jax.Array, flat: list[jax.Array], tables: list[PageTable], positions: jax.Array
-    ) -> jax.Array:
+    def attend(queries: jax.Array, flat: list[jax.Array], tables: list[PageTable], positions: jax.Array) -> jax.Array:
         extents = [extent.reshape(-1, kv_heads, 2, page_size, head_dim) for extent in flat]
         return paged_attention(queries, extents, tables, positions, scale=0.125, implementation="xla")
 
@@ -248,10 +238,7 @@ def arguments(**changes) -> dict:
     good = {
         "queries": jnp.zeros((2, 3, 4, 8)),
         "extents": [jnp.zeros((5, 2, 2, 4, 8))] * 2,
-        "tables": [
-            PageTable(jnp.zeros((2, 6), jnp.int32), jnp.zeros((2, 6), jnp.int32), jnp.zeros(2, jnp.int32))
-        ]
-        * 2,
+        "tables": [PageTable(jnp.zeros((2, 6), jnp.int32), jnp.zeros((2, 6), jnp.int32), jnp.zeros(2, jnp.int32))] * 2,
         "query_positions": jnp.zeros((2, 3), jnp.int32),
     }
     return good | changes

@@ -47,9 +47,7 @@ def test_stored_kv_heads_divide_by_every_degree_with_least_padding(num_kv_heads,
         np.testing.assert_array_equal(layout.q_rows(), np.arange(num_heads))
     if max_tp % num_kv_heads == 0:
         assert (layout.kv_rows() >= 0).all(), "replicas instead of zero heads: no rank idles"
-        assert layout.kv_heads * layout.group < num_heads + layout.kv_heads, (
-            "less than one padded head per copy"
-        )
+        assert layout.kv_heads * layout.group < num_heads + layout.kv_heads, "less than one padded head per copy"
 
 
 @settings(deadline=None)

@@ -73,9 +73,7 @@ class Weights:
             name: random.uniform(0.5, 1.5, source.shape) * random.choice([-1, 1], source.shape)
             for name, source in sources.items()
         }
-        self.chunks = {
-            n: s.build_chunks(self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()
-        }
+        self.chunks = {n: s.build_chunks(self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()}
 
     def matrix(self, name: str, chunk: int) -> np.ndarray:
         """A chunk in the shape that the model computes with."""
@@ -247,9 +245,7 @@ def test_padding_is_accounted_for(sizes):
         sizes = {source.name: math.prod(source.shape) for source in spec.sources}
         assert spec.model_elements == sum(sizes.values())
         replicas = sum(
-            size * (copies - 1)
-            for tensor, size in sizes.items()
-            if ".k_proj" in tensor or ".v_proj" in tensor
+            size * (copies - 1) for tensor, size in sizes.items() if ".k_proj" in tensor or ".v_proj" in tensor
         )
         assert nonzero == spec.model_elements + replicas
 

@@ -100,9 +100,7 @@ def test_replicated_view_is_each_ranks_own_buffer(pool, start, tp):
 
 def test_one_buffer_can_stand_in_views_of_several_groups(pool):
     """Switching the degree and back is free: the same buffers, viewed anew."""
-    buffers = [
-        jnp.full((2, 3), index, jnp.float32, device=device) for index, device in enumerate(pool.devices[:4])
-    ]
+    buffers = [jnp.full((2, 3), index, jnp.float32, device=device) for index, device in enumerate(pool.devices[:4])]
     merged = assemble(pool.group(0, 4), buffers)
     singles = [assemble(pool.group(index, 1), [buffer]) for index, buffer in enumerate(buffers)]
     addresses = [buffer.unsafe_buffer_pointer() for buffer in buffers]
