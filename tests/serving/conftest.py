@@ -36,7 +36,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _byte_model(directory: Path, chat_template: str | None) -> Path:
-    config = tiny_config("smollm2") | {"vocab_size": 256, "max_position_embeddings": 4096}
+    size = {"vocab_size": 256, "max_position_embeddings": 4096, "num_hidden_layers": 1}
+    config = tiny_config("smollm2") | size
     write_model(config, directory)
     write_byte_tokenizer(directory, chat_template)
     return directory
