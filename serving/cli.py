@@ -1,5 +1,6 @@
 """The `amoeba` command."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -34,7 +35,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
-) -> None: ...
+) -> None:
+    # It is not missing: transformers' models, which need torch, are not used.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 @app.command()

@@ -71,12 +71,11 @@ class WeightStore:
                 previous = layer
             chunks = load_chunks(spec)
             for index, chunk in enumerate(chunks):
-                for device, buffers, ledger in zip(self.devices, self._chunks, ledgers, strict=True):
+                for ledger in ledgers:
                     ledger.add(_kind(name, layer), chunk.nbytes, layer)
-                    # A private copy: `device_put` may alias the host array, and donating an alias copies.
-                    buffers[(name, index)] = jnp.array(chunk, copy=True, device=device)
-            for buffers in self._chunks:
-                jax.block_until_ready([buffers[(name, index)] for index in range(len(chunks))])
+                copies = put_copies(chunk, self.devices)
+                for buffers, copy in zip(self._chunks, copies, strict=True):
+                    buffers[(name, index)] = copy
             yield name
         after_layer()
 
@@ -115,6 +114,20 @@ class WeightStore:
         self._views.clear()
         for buffers in self._chunks:
             buffers.clear()
+
+
+def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
+    """A buffer of its own on each device, holding `array`; waits until all are written.
+
+    On CPU `device_put` adopts the memory of a NumPy array that happens to be aligned, `may_alias=False` or not (JAX
+    0.10 to 0.12), and donating such a buffer copies it. Misaligned memory is always copied, and only once, where
+    `jnp.array(copy=True)` may copy twice.
+    """
+    memory = np.empty(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + array.itemsize
+    misaligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    misaligned[...] = array
+    return jax.block_until_ready([jax.device_put(misaligned, device) for device in devices])
 
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:

@@ -14,6 +14,7 @@ from tiny_models import tiny_config, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.program import is_sharded, leaf_variables
+from amoeba_jax.engine.weights import put_copies
 from amoeba_jax.models.decoder import Segment
 from sharding.params import ParamSpec
 
@@ -126,6 +127,21 @@ def test_ffn_chunks_are_extents_of_the_cache(llm: LLM):
             chunk = store.chunk(0, name, index)
             assert chunk.shape[1:] == kv[0][0].shape[1:]
             assert chunk.dtype == kv[0][0].dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weight_buffers_belong_to_the_device(dtype: str):
+    """A buffer that aliases host memory could not be donated in place; an aligned array is what JAX would adopt."""
+    overwrite = jax.jit(lambda buffer: buffer.at[0, 0].set(1), donate_argnums=0)
+    for rows in range(1, 40):
+        memory = np.zeros(rows * 1024 * 4 + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        chunk = memory[start : start + rows * 1024 * 4].view(jnp.dtype(dtype)).reshape(rows, -1)
+        for buffer in put_copies(chunk, tuple(jax.devices()[:2])):
+            pointer = buffer.unsafe_buffer_pointer()
+            assert pointer != chunk.ctypes.data
+            assert overwrite(buffer).unsafe_buffer_pointer() == pointer
+        assert not chunk.any()
 
 
 def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: str):
