@@ -40,8 +40,8 @@ class EngineConfig:
     """Sequences that one instance decodes at once."""
     max_num_batched_tokens: int = 256
     """Tokens of a prompt that one step of an instance computes; longer prompts take several steps."""
-    segment_layers: int = 32
-    """Layers compiled into one executable. Deeper models run as several launches of one such executable."""
+    segment_layers: int = 8
+    """Most layers compiled into one executable. Deeper models run as several launches of one such executable."""
     transform_attention: bool = False
     """Also store the attention projections as extents that a transformation may release."""
     compile_cache: str | None = None

@@ -37,7 +37,6 @@ def test_default_model_answers_as_recorded(compile_cache: str):
         num_devices=4,
         device_memory="768MiB",
         max_num_batched_tokens=64,
-        segment_layers=10,
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
