@@ -45,7 +45,8 @@ class EngineConfig:
     transform_attention: bool = False
     """Also store the attention projections as extents that a transformation may release."""
     compile_cache: str | None = None
-    """Directory of the persistent compilation cache. Default: in the user cache directory; "" turns it off."""
+    """Directory of the persistent compilation cache. Default: JAX's own setting if there is one, else in
+    the user cache directory. "" leaves JAX's setting alone. It holds for the whole process."""
     seed: int = 0
     """Seed for requests that set none."""
 

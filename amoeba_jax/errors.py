@@ -19,9 +19,14 @@ class RequestError(ValueError):
     """One request cannot be served as asked; other requests are not affected."""
 
 
+class EngineClosedError(RuntimeError):
+    """The engine was closed, or died of an earlier error, which is then its cause."""
+
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "EngineClosedError",
     "LayoutError",
     "MemoryBudgetError",
     "ModelNotFoundError",

@@ -1,11 +1,11 @@
 """The offline API: a model on this machine's devices, ready to generate."""
 
+import contextlib
 import itertools
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from amoeba_jax.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint, save
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.reports import instance_views, memory_report
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
@@ -29,7 +30,7 @@ from amoeba_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from amoeba_jax.platform import enable_compile_cache, resolve_dtype, serving_devices
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
-from amoeba_jax.views import InstanceView, MemoryEntry, MemoryReport
+from amoeba_jax.views import InstanceView, MemoryReport
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -60,7 +61,7 @@ class LLM:
         elif resolved.kind == "orbax":
             source = OrbaxCheckpoint(resolved.path)
         else:
-            source = open_checkpoint(self.config.model)
+            source = open_resolved(resolved)
         try:
             self._hf_config = source.config
             self._directory = source.directory
@@ -74,6 +75,7 @@ class LLM:
                 dtype=resolve_dtype(self.config.dtype, model_config.dtype, devices[0].platform),
                 transform_attention=self.config.transform_attention,
             )
+            self.tokenizer = _load_tokenizer(self._directory)
             load: LoadChunks
             if isinstance(source, OrbaxCheckpoint):
                 load = source.reader(self.dims)
@@ -86,7 +88,6 @@ class LLM:
                 engine = Engine(self.config, self.dims, devices, load, source.release, lambda _: advance())
         finally:
             source.close()
-        self.tokenizer = _load_tokenizer(self._directory)
         self._engine = engine
         self._dispatcher = Dispatcher(engine)
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
@@ -109,11 +110,10 @@ class LLM:
             try:
                 # All in one call: steps would run between several, with batches of chance sizes (and compile those).
                 sequences = [request.sequence for request in requests]
-                self._dispatcher.call(lambda: [self._engine.submit(sequence) for sequence in sequences]).result()
+                self._dispatcher.call(self._engine.submit, sequences).result()
                 outputs = []
                 for request in requests:
-                    *_, last = request.updates()
-                    outputs.append(last)
+                    outputs.append(request.wait())
                     advance()
             except BaseException:
                 self._abort(requests)
@@ -123,14 +123,13 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Outputs as they grow: each holds everything so far and, in `new_text`, what was added.
 
-        Leaving the loop early ends the request.
+        A bad prompt raises `RequestError` here; the request starts with the loop, and leaving the loop early ends it.
         """
-        request = self._request(prompt, params or SamplingParams())
-        self._dispatcher.call(self._engine.submit, request.sequence).result()
-        return self._stream(request)
+        return self._stream(self._request(prompt, params or SamplingParams()))
 
     def _stream(self, request: "_Request") -> Iterator[RequestOutput]:
         try:
+            self._dispatcher.call(self._engine.submit, [request.sequence]).result()
             yield from request.updates()
         finally:
             self._abort([request])
@@ -152,7 +151,6 @@ class LLM:
                 computed as chunks of prefill.
         """
         tokens = self._check_tokens(token_ids)
-        self._engine.check_request(len(tokens), 0)
         start = len(tokens) if decode_from is None else decode_from
         if not 0 <= start <= len(tokens):
             raise RequestError(f"decode_from={decode_from} must be between 0 and the {len(tokens)} tokens given")
@@ -163,11 +161,11 @@ class LLM:
     @property
     def instances(self) -> tuple[InstanceView, ...]:
         """The serving replicas as they are now."""
-        return self._dispatcher.call(self._instance_views).result()
+        return self._dispatcher.call(instance_views, self._engine).result()
 
     def memory(self) -> MemoryReport:
         """Who owns which bytes on each device."""
-        return self._dispatcher.call(self._memory_report).result()
+        return self._dispatcher.call(memory_report, self._engine).result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
         """Regroup the devices into instances of another degree; returns the seconds it took.
@@ -180,31 +178,14 @@ class LLM:
     def warmup(self, tensor_parallel_sizes: list[int] | None = None) -> int:
         """Compile every executable that serving at the given degrees (default: the present one) can need.
 
-        Returns how many programs were compiled or loaded from the compile cache. Raises `RequestError` if
-        requests are running.
+        Returns how many programs were compiled or loaded from the compile cache. The layout is the same afterwards.
+        Raises `RequestError` if requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
+        do not fit the budget.
         """
-        present = self._engine.tensor_parallel_size
-        degrees = tensor_parallel_sizes or [present]
-        count = 0
-        try:
-            for tp in degrees:
-                if tp != self._engine.tensor_parallel_size:
-                    self.set_layout(tp)
-                shapes = self._engine.buckets()
-                instances, segments = len(self._engine.instances), len({p.shape for p in self._engine.plans})
-                with self._bar(f"compiling TP{tp}", len(shapes) * instances * segments) as advance:
-                    programs: list[Any] = []
-
-                    def done(program: Any, programs: list[Any] = programs, advance: Callable[[], None] = advance):
-                        programs.append(program)
-                        advance()
-
-                    self._dispatcher.call(self._engine.compile, shapes, done).result()
-                count += len(programs)
-        finally:
-            if self._engine.tensor_parallel_size != present:
-                self.set_layout(present)
-        return count
+        engine = self._engine
+        degrees = tensor_parallel_sizes or [engine.tensor_parallel_size]
+        with self._bar("compiling", engine.count_programs(degrees)) as advance:
+            return self._dispatcher.call(engine.warmup, degrees, advance).result()
 
     def save(self, directory: str | Path) -> None:
         """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""
@@ -223,13 +204,9 @@ class LLM:
     # Internals
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> "_Request":
-        if isinstance(prompt, str):
-            tokens = tuple(self._need_tokenizer("a text prompt").encode(prompt))
-            text: str | None = prompt
-        else:
-            tokens, text = self._check_tokens(prompt), None
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = self._check_tokens(token_ids)
         self._engine.check_request(len(tokens), params.max_tokens)
         with self._ids_lock:
             request_id = next(self._ids)
@@ -240,10 +217,13 @@ class LLM:
 
     def _check_tokens(self, token_ids: list[int]) -> tuple[int, ...]:
         vocabulary = self.dims.config.vocab_size
-        if not token_ids:
+        if not isinstance(token_ids, list | tuple | np.ndarray):
+            raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
+        if len(token_ids) == 0:
             raise RequestError("the prompt is empty: give at least one token")
         for position, token in enumerate(token_ids):
-            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+            is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_integer or not 0 <= token < vocabulary:
                 raise RequestError(
                     f"token id {token!r} at position {position} is outside the vocabulary: it must be an "
                     f"integer in [0, {vocabulary})"
@@ -252,44 +232,18 @@ class LLM:
 
     def _abort(self, requests: "list[_Request]") -> None:
         unfinished = {request.sequence.request_id for request in requests if not request.sequence.finished}
-        if unfinished and self._finalizer.alive:
-            self._dispatcher.call(self._engine.abort, unfinished).result()
-
-    def _instance_views(self) -> tuple[InstanceView, ...]:
-        waiting = len(self._engine.waiting)
-        return tuple(
-            InstanceView(
-                id=instance.id,
-                devices=instance.group.device_indices,
-                tensor_parallel_size=instance.tp,
-                running=len(instance.running),
-                waiting=waiting,
-                kv_used_pages=instance.pages.num_total_pages - instance.pages.num_free_pages,
-                kv_total_pages=instance.pages.num_total_pages,
-            )
-            for instance in self._engine.instances
-        )
-
-    def _memory_report(self) -> MemoryReport:
-        engine = self._engine
-        entries = tuple(
-            MemoryEntry(device, layer, owner, size)
-            for device, ledger in enumerate(engine.ledgers)
-            for (layer, owner), size in ledger.entries.items()
-        )
-        unit_bytes = engine.memory_plan.page_bytes // self.dims.max_tp * self.dims.config.num_layers
-        used = tuple((a.total_units - a.free_units) * unit_bytes for a in engine.allocators)
-        padding = {kind: padding.ratio for kind, padding in engine.weights.padding().items()}
-        padding["kv cache"] = self.dims.heads.kv_padding
-        ledger = engine.ledgers[0]
-        return MemoryReport(ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding)
+        if unfinished:
+            # Not waited for: the garbage collector may run this in any thread, the dispatcher's own included. Calls
+            # are served in order, so whatever is asked next sees the pages free.
+            with contextlib.suppress(EngineClosedError):
+                self._dispatcher.call(self._engine.abort, unfinished)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
         return self.tokenizer
 
-    @contextmanager
+    @contextlib.contextmanager
     def _bar(self, description: str, total: int) -> Iterator[Callable[[], None]]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
@@ -321,14 +275,24 @@ class _Request:
     def _on_token(self, sequence: Sequence) -> None:
         self._news.put((len(sequence.output), sequence.finished))
 
+    def wait(self) -> RequestOutput:
+        """The finished output."""
+        while True:
+            count, finished = self._news.get()
+            if finished:
+                return self._finish(count)
+
+    def _finish(self, count: int) -> RequestOutput:
+        if self.sequence.error is not None:
+            raise EngineClosedError(f"the engine failed: {self.sequence.error}") from self.sequence.error
+        return self._output(count, True)
+
     def updates(self) -> Iterator[RequestOutput]:
         """Outputs as tokens arrive; the last one is finished. Raises what ended the request, if it failed."""
         finished = False
         while not finished:
             count, finished = self._news.get()
-            if self.sequence.error is not None:
-                raise self.sequence.error
-            yield self._output(count, finished)
+            yield self._finish(count) if finished else self._output(count, False)
 
     def _output(self, count: int, finished: bool) -> RequestOutput:
         sequence = self.sequence

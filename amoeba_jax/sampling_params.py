@@ -1,9 +1,12 @@
 """How a request's tokens are chosen and when it ends."""
 
-import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from amoeba_jax.errors import RequestError
+
+_LARGEST_F32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,27 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
-            raise RequestError(f"temperature must be finite and at least 0, got {self.temperature!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
+            raise RequestError(f"temperature must be finite, in f32, and at least 0, got {self.temperature!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if not isinstance(self.top_k, int) or self.top_k < -1:
-            raise RequestError(f"top_k must be an integer of at least 1, or 0 or -1 for all, got {self.top_k!r}")
+        if not (_is_integer(self.top_k) and -1 <= self.top_k < 2**31):
+            raise RequestError(f"top_k must be an integer from 1 to 2**31 - 1, or 0 or -1 for all, got {self.top_k!r}")
         if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise RequestError(f"min_p must be in [0, 1], got {self.min_p!r}")
-        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**32):
+        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise RequestError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
             raise RequestError(f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}")
-        if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):
+        if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
             raise RequestError(f"stop_token_ids must be non-negative integers, got {self.stop_token_ids!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """A real number, NumPy's included; comparisons with NaN are false, so ranges refuse it."""
+    return isinstance(value, Real) and not isinstance(value, bool)

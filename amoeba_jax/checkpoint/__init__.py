@@ -3,7 +3,7 @@
 from amoeba_jax.checkpoint.base import Checkpoint
 from amoeba_jax.checkpoint.default_model import DEFAULT_MODEL, ensure_default_model
 from amoeba_jax.checkpoint.gguf_file import GGUFCheckpoint, open_gguf
-from amoeba_jax.checkpoint.resolve import ResolvedModel, open_checkpoint, resolve_model
+from amoeba_jax.checkpoint.resolve import ResolvedModel, open_checkpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.safetensors_file import SafetensorsCheckpoint
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "ensure_default_model",
     "open_checkpoint",
     "open_gguf",
+    "open_resolved",
     "resolve_model",
 ]

@@ -48,7 +48,7 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
         if tokenizer_directory is not None and (tokenizer_directory / name).exists():
             shutil.copy(tokenizer_directory / name, directory / name)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    layout = {key: value for key, value in dataclasses.asdict(store.dims).items() if key != "config"}
+    layout = dataclasses.asdict(store.dims)
     # Last: its presence says that everything before it is complete.
     (directory / ORBAX_MARKER).write_text(json.dumps({"format": _FORMAT, "layout": layout}, indent=2))
 
@@ -58,13 +58,23 @@ class OrbaxCheckpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        marker = json.loads((directory / ORBAX_MARKER).read_text())
+        marker, self.config = _read_json(directory / ORBAX_MARKER), _read_json(directory / "config.json")
         if marker.get("format") != _FORMAT:
             raise CheckpointError(
                 f"{directory} has checkpoint format {marker.get('format')!r}; this version reads {_FORMAT}"
             )
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        self.saved_dims = ModelDims(ModelConfig.from_hf(self.config), **marker["layout"])
+        config, layout = ModelConfig.from_hf(self.config), dict(marker.get("layout") or {})
+        saved, now = layout.pop("config", {}), json.loads(json.dumps(dataclasses.asdict(config)))
+        differing = [key for key in now if saved.get(key) != now[key]]
+        if differing:
+            raise CheckpointError(
+                f"{directory}: config.json is not the one that the chunks were saved with: {', '.join(differing)} "
+                "differ, so config and weights disagree"
+            )
+        try:
+            self.saved_dims = ModelDims(config, **layout)
+        except TypeError as error:
+            raise CheckpointError(f"{directory / ORBAX_MARKER} is damaged: {error}") from error
         self._specs = model_specs(self.saved_dims)
         self._checkpointer = ocp.PyTreeCheckpointer()
         self._sources = {source.name: (spec, source) for _, spec in self._specs.values() for source in spec.sources}
@@ -95,7 +105,23 @@ class OrbaxCheckpoint:
             restored = self._checkpointer.restore(self.directory / "chunks", args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds for missing and damaged files
             raise CheckpointError(f"{self.directory}: {spec.name} cannot be read: {error}") from error
-        return [np.asarray(restored[leaf]) for leaf in wanted]
+        chunks = [np.asarray(restored[leaf]) for leaf in wanted]
+        for chunk in chunks:
+            if chunk.shape != spec.stored_shape:
+                raise CheckpointError(
+                    f"{self.directory}: a chunk of {spec.name} has shape {chunk.shape}, expected {spec.stored_shape}"
+                )
+        return chunks
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it must hold a JSON object")
+    return content
 
 
 def _leaf(name: str, index: int) -> str:

@@ -63,7 +63,11 @@ def open_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint:
     Raises `ModelNotFoundError` if it is not found, `CheckpointError` if it is damaged or is a checkpoint that
     amoeba saved, which is restored as a whole from `ResolvedModel.path` instead.
     """
-    resolved = resolve_model(model, revision=revision)
+    return open_resolved(resolve_model(model, revision=revision))
+
+
+def open_resolved(resolved: ResolvedModel) -> Checkpoint:
+    """`open_checkpoint` for a model that `resolve_model` has found."""
     if resolved.kind == "orbax":
         raise CheckpointError(f"{resolved.path} was saved by amoeba: restore it as a whole, not tensor by tensor")
     if resolved.kind == "gguf":

@@ -7,17 +7,15 @@ calls and get futures.
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.errors import EngineClosedError
 
 T = TypeVar("T")
-
-
-class EngineClosedError(RuntimeError):
-    """The engine was closed, or died of an earlier error."""
 
 
 class Dispatcher:
@@ -26,7 +24,8 @@ class Dispatcher:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
+        self._lock = threading.RLock()
         self._closed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
@@ -58,6 +57,7 @@ class Dispatcher:
             with self._lock:
                 self._closed = error
             self._engine.fail(error)
+            traceback.clear_frames(error.__traceback__)  # they hold device buffers for as long as the error lives
         else:
             self._engine.fail(EngineClosedError("the engine was closed"))
         finally:
@@ -79,6 +79,8 @@ class Dispatcher:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that nobody else does.
+            item = function = future = None
             block = not self._engine.has_work
 
     def _fail_pending_calls(self) -> None:
@@ -88,4 +90,6 @@ class Dispatcher:
             except queue.Empty:
                 return
             if item is not None:
-                item[1].set_exception(EngineClosedError("the engine was closed"))
+                error = EngineClosedError(f"the engine is closed: {self._closed}")
+                error.__cause__ = self._closed
+                item[1].set_exception(error)

@@ -13,7 +13,6 @@ from amoeba_jax.engine.batch import BatchShape
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.memory import plan_memory
-from amoeba_jax.engine.program import Program
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import LoadChunks, WeightStore
 from amoeba_jax.errors import RequestError
@@ -142,19 +141,44 @@ class Engine:
         decode = {self.decode_shape(1 << power) for power in range(self.config.max_num_seqs.bit_length())}
         return sorted(prefill | decode, key=lambda shape: shape.groups)
 
-    def compile(self, shapes: list[BatchShape], on_compiled: Callable[[Program], None]) -> None:
-        """Compile the executables of the present instances for these buckets, ahead of time.
+    def count_programs(self, degrees: list[int]) -> int:
+        """Programs that `warmup` of these degrees goes through."""
+        segments = len({plan.shape for plan in self.plans})
+        groups = sum(len(self.sub_meshes.groups(tp)) for tp in degrees)
+        return groups * (len(self.buckets()) * segments + len(self._sampler_rows()))
 
-        Raises `MemoryBudgetError` if their temporaries do not fit the device's budget.
+    def warmup(self, degrees: list[int], on_program: Callable[[], None]) -> int:
+        """Compile what serving at these degrees can need, ahead of time; returns how many programs were missing.
+
+        Raises `RequestError` while requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
+        do not fit the device's budget.
         """
+        present, before = self.tensor_parallel_size, len(self.executables)
+        try:
+            for tp in degrees:
+                self.set_layout(tp)
+                self._compile_layout(on_program)
+        finally:
+            if self.tensor_parallel_size != present:
+                self.set_layout(present)
+        return len(self.executables) - before
+
+    def _compile_layout(self, on_program: Callable[[], None]) -> None:
         requests = [
             (key, plan, instance.group)
             for instance in self.instances
-            for shape in shapes
+            for shape in self.buckets()
             for key, plan in zip(instance.step_keys(shape), self.plans, strict=True)
         ]
-        self.executables.prepare(requests, on_compiled)
+        self.executables.prepare(requests, on_program)
+        for instance in self.instances:
+            for rows in self._sampler_rows():
+                self.executables.sampler(instance.group.devices[0], (rows, self.dims.config.vocab_size))
+                on_program()
         self._reserve_activations()
+
+    def _sampler_rows(self) -> list[int]:
+        return sorted({shape.num_rows for shape in self.buckets()})
 
     def _reserve_activations(self) -> None:
         measured = max((program.temp_bytes for program in self.executables.programs), default=0)
@@ -174,9 +198,11 @@ class Engine:
                 f"TP{self.tensor_parallel_size} instance holds {self.capacity_tokens(self.tensor_parallel_size)}"
             )
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a request."""
-        self.waiting.append(sequence)
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue requests, all or none: raises `RequestError` as `check_request` does."""
+        for sequence in sequences:
+            self.check_request(len(sequence.prompt), sequence.params.max_tokens)
+        self.waiting.extend(sequences)
 
     def abort(self, request_ids: set[int]) -> None:
         """End requests early; their pages are free afterwards. Unknown or finished ids are ignored."""
@@ -255,8 +281,17 @@ class Engine:
             sequence.on_token(sequence)
 
     def logits(self, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
-        """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token."""
-        instance = self.instances[0]
+        """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token.
+
+        Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
+        """
+        self.check_request(len(tokens), 0)
+        instance = max(self.instances, key=lambda i: (i.pages.num_free_pages, -i.id))
+        if (need := self.dims.pages.pages_for(len(tokens))) > instance.pages.num_free_pages:
+            raise RequestError(
+                f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
+                f"{instance.pages.num_free_pages}: wait for them to finish"
+            )
         sequence = Sequence(-1, tokens, SamplingParams(max_tokens=1), 0, lambda _: None)
         sequence.pages = SequencePages(instance.pages)
         sequence.pages.reserve(len(tokens))
@@ -276,7 +311,7 @@ class Engine:
     def close(self) -> None:
         """Drop every device buffer."""
         for instance in self.instances:
-            instance.kv.clear()
+            instance.release()
         self.instances = ()
         self.weights.release()
 

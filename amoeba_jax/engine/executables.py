@@ -48,9 +48,15 @@ class Executables:
             self._samplers[key] = jitted.lower(logits, settings).compile()
         return self._samplers[key]
 
-    def prepare(self, requests: Iterable[Request], on_compiled: Callable[[Program], None], jobs: int = 2) -> None:
+    def __len__(self) -> int:
+        return len(self._programs) + len(self._samplers)
+
+    def prepare(self, requests: Iterable[Request], on_program: Callable[[], None], jobs: int = 2) -> None:
         """Compile what is missing, `jobs` at a time (XLA releases the GIL). Reports each program when it is done."""
-        missing = {key: (key, plan, group) for key, plan, group in requests if key not in self._programs}
+        wanted = {key: (key, plan, group) for key, plan, group in requests}
+        missing = {key: request for key, request in wanted.items() if key not in self._programs}
+        for _ in range(len(wanted) - len(missing)):
+            on_program()
 
         def build(request: Request) -> Program:
             key, plan, group = request
@@ -59,4 +65,4 @@ class Executables:
         with ThreadPoolExecutor(jobs, thread_name_prefix="amoeba-compile") as threads:
             for program in threads.map(build, missing.values()):
                 self._programs[program.key] = program
-                on_compiled(program)
+                on_program()

@@ -73,8 +73,9 @@ class Instance:
         hidden: jax.Array | None = None
         head: tuple[jax.Array, jax.Array] | None = None
         keys = self.step_keys(batch.shape, logits_of)
-        for plan, key, weights in zip(self.plans, keys, self._weights, strict=True):
-            program = self.executables.step(key, plan, self.group)
+        # All of them before the first runs: the cache is donated from then on.
+        programs = [self.executables.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]
+        for plan, program, weights in zip(self.plans, programs, self._weights, strict=True):
             layers = plan.layers
             kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed)
             self.kv[layers.start : layers.stop] = kv
@@ -93,6 +94,11 @@ class Instance:
         (logits, *_) = disassemble(self.group, result.logits)
         program = self.executables.sampler(self.group.devices[0], logits.shape)
         return program(logits, pack_sampling(rows, logits.shape[0]))
+
+    def release(self) -> None:
+        """Drop all device buffers."""
+        self.kv.clear()
+        self._weights.clear()
 
     def prefill_batch(self, shape: BatchShape, sequence: Sequence, length: int) -> StepBatch:
         """Inputs that compute the next `length` tokens of one sequence."""

@@ -39,7 +39,7 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
     """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
 
-    Programs report their real figure once compiled, which is then held against this reservation.
+    `Engine.warmup` replaces it by the programs' real figure where that is larger.
     """
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     heads, model = dims.heads, dims.config

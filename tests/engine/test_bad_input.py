@@ -191,6 +191,10 @@ def test_layout_that_cannot_be(llm: LLM, tp: int):
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -2},
+        {"top_k": 2**31},
+        {"temperature": 10**400},
+        {"temperature": "warm"},
+        {"max_tokens": 2.0},
         {"min_p": -0.1},
         {"min_p": 2},
         {"seed": -1},
@@ -230,3 +234,43 @@ def test_numpy_token_ids_are_tokens(llm: LLM):
     greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     as_list = llm.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids
     assert llm.generate([list(np.array([5, 6, 7]))], greedy)[0].outputs[0].token_ids == as_list
+
+
+@pytest.mark.parametrize("prompt", [None, {"prompt": "x"}, 1.5])
+def test_prompt_of_a_wrong_kind_is_named(llm: LLM, prompt: object):
+    with pytest.raises(RequestError, match=type(prompt).__name__):
+        llm.generate([prompt])
+
+
+def test_numpy_scalars_are_sampling_settings():
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), seed=np.uint32(7), stop_token_ids=None)
+
+
+@pytest.fixture
+def saved(directory: Path, tmp_path: Path) -> Path:
+    with LLM(directory, **SETTINGS) as llm:
+        llm.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 200}, {"hidden_size": 96}, {"num_hidden_layers": 1}])
+def test_saved_checkpoint_whose_config_was_edited(saved: Path, change: dict):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match="disagree"):
+        LLM(saved, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("amoeba.json", "{"), ("amoeba.json", '{"format": 1}'), ("amoeba.json", '{"format": 9}'), ("config.json", "[]")],
+)
+def test_damaged_saved_checkpoint(saved: Path, file: str, content: str):
+    (saved / file).write_text(content)
+    with pytest.raises(CheckpointError, match="saved"):
+        LLM(saved, **SETTINGS)
+
+
+def test_saving_over_something_is_refused(saved: Path):
+    with LLM(saved, **SETTINGS) as llm, pytest.raises(CheckpointError, match="not empty"):
+        llm.save(saved)

@@ -1,15 +1,17 @@
 """Requests share instances without touching each other's results."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import tiny_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import EngineClosedError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,68 @@ def test_layout_does_not_change_under_running_requests(llm: LLM):
     llm.set_layout(1)
 
 
+def test_request_checked_in_one_layout_is_not_stuck_in_another(tmp_path: Path, compile_cache: str):
+    """The layout may change between a caller's check and the engine taking the request."""
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "600KiB", "progress": False}
+    directory = tiny_model("llama2", tmp_path)
+    with LLM(directory, num_devices=2, tensor_parallel_size=2, compile_cache=compile_cache, **settings) as llm:
+        stream = llm.stream([1] * llm._engine.capacity_tokens(1), SamplingParams(max_tokens=1))
+        llm.set_layout(1)
+        with pytest.raises(RequestError, match="KV cache of a TP1 instance"):
+            next(stream)
+        assert all(instance.waiting == 0 for instance in llm.instances)
+        llm.set_layout(2)
+
+
+def test_abandoned_stream_may_be_collected_in_any_thread(llm: LLM):
+    """Its finalizer must not wait for the dispatcher: it may be the dispatcher that runs it."""
+    holder: dict = {}
+    stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    holder["self"], holder["stream"] = holder, stream
+    del stream, holder
+    llm._dispatcher.call(gc.collect).result(timeout=60)
+    assert all(instance.running == 0 and instance.kv_used_pages == 0 for instance in llm.instances)
+
+
+def test_stream_that_never_starts_takes_nothing(llm: LLM):
+    stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100))
+    assert all(instance.running == 0 and instance.waiting == 0 for instance in llm.instances)
+    del stream
+
+
+def test_failed_step_ends_requests_with_its_cause_and_frees_the_memory(tmp_path: Path, compile_cache: str):
+    directory = tiny_model("llama2", tmp_path)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    llm = LLM(directory, device_memory="16MiB", compile_cache=compile_cache, progress=False)
+
+    def broken(*_: object) -> None:
+        raise OSError("the device is gone")
+
+    llm._engine.instances[0].decode_batch = broken  # a fault that no bad request can cause
+    with pytest.raises(EngineClosedError, match="the device is gone") as failure:
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert isinstance(failure.value.__cause__, OSError)
+    with pytest.raises(EngineClosedError):
+        llm.generate([[1]])
+    llm.close()
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) == before
+
+
+def test_dropped_engine_frees_its_memory(tmp_path: Path, compile_cache: str):
+    directory = tiny_model("llama2", tmp_path)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    llm = LLM(directory, device_memory="16MiB", compile_cache=compile_cache, progress=False)
+    llm.memory()
+    assert llm.instances
+    del llm
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) == before
+
+
 def test_several_threads_may_call(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     requests = prompts(6)
@@ -141,12 +205,17 @@ def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: s
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
-        assert llm.warmup([1, 2]) == 3 * 2 + 3  # prefill 16, decode 1 and 2: on two instances, then on one
+        # Steps of prefill 16 and decode 1 and 2, on two instances and on one; samplers of 1 and 2 rows on each device.
+        assert llm.warmup([1, 2]) == 3 * 2 + 3 + 2 * 2
+        assert llm.warmup([1, 2]) == 0
+        assert llm.instances[0].tensor_parallel_size == 1
         programs = llm._engine.executables.programs
         for tp in (1, 2):
             llm.set_layout(tp)
             llm.generate(prompts(5), SamplingParams(temperature=0, max_tokens=4))
+            llm.generate(prompts(5), SamplingParams(temperature=1, max_tokens=4))
         assert llm._engine.executables.programs == programs
+        assert len(llm._engine.executables) == 13
 
 
 def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
