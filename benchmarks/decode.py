@@ -71,11 +71,11 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
         instance.pages.free(table)
     itemsize = np.dtype(engine.dims.dtype).itemsize
     config = engine.dims.config
-    # An untied embedding is looked up, not read through.
-    table_bytes = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size * itemsize
-    read = engine.weights.num_bytes - table_bytes + batch * pages * engine.memory_plan.page_bytes * config.num_layers
-    matrices = (engine.weights.num_bytes - table_bytes) // itemsize
-    return {"step_s": step_s, "bytes": read, "flops": 2 * matrices * batch}
+    # The model's own elements: what is read for padding is no use. An untied embedding is looked up, not read through.
+    table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    matrices = config.num_parameters - table
+    kv_elements = 2 * batch * context * config.num_kv_heads * config.head_dim * config.num_layers
+    return {"step_s": step_s, "bytes": (matrices + kv_elements) * itemsize, "flops": 2 * matrices * batch}
 
 
 def main() -> None:
