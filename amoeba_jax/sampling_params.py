@@ -35,7 +35,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
-            raise RequestError(f"temperature must be finite, in f32, and at least 0, got {self.temperature!r}")
+            raise RequestError(f"temperature must be finite and at least 0, got {self.temperature!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
         if not (_is_integer(self.top_k) and -1 <= self.top_k < 2**31):
