@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from amoeba_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from amoeba_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from amoeba_jax.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

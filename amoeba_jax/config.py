@@ -39,7 +39,9 @@ class EngineConfig:
     max_num_seqs: int = 32
     """Sequences that one instance decodes at once."""
     max_num_batched_tokens: int = 256
-    """Tokens of a prompt that one step of an instance computes; longer prompts take several steps."""
+    """Prompt tokens that one step of an instance computes, beside its decodes; longer prompts take several steps."""
+    prefix_caching: bool = True
+    """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""
     segment_layers: int = 8
     """Most layers compiled into one executable. Deeper models run as several launches of one such executable."""
     transform_attention: bool = False

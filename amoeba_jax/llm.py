@@ -1,11 +1,17 @@
 """The offline API: a model on this machine's devices, ready to generate."""
 
+import asyncio
 import contextlib
 import itertools
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +26,19 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.reports import instance_views, memory_report
-from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
+from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
 from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from amoeba_jax.outputs import RequestMetrics, RequestOutput
 from amoeba_jax.platform import enable_compile_cache, resolve_dtype, serving_devices
+from amoeba_jax.request import Delivery, OutputThread, Request, wait_for, wait_for_all
 from amoeba_jax.sampling_params import SamplingParams
-from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
+from amoeba_jax.stats import EngineStats
+from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.views import InstanceView, MemoryReport
 
 Prompt = str | list[int]
@@ -90,57 +99,150 @@ class LLM:
             source.close()
         self._engine = engine
         self._dispatcher = Dispatcher(engine)
-        self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        self._outputs = OutputThread(partial(_end_sequence, self._dispatcher, engine))
+        self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
         self._ids = itertools.count()
-        self._ids_lock = threading.Lock()
+        self._requests: dict[str, Request] = {}
+        self._lock = threading.Lock()
 
     # Generation
 
     def generate(
-        self, prompts: Prompt | list[str] | list[list[int]], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        request_ids: list[str] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (texts or token ids), and return when all are done, in the same order.
 
-        Raises `RequestError` before anything runs if a prompt cannot be served; `KeyboardInterrupt` ends the
-        requests and leaves the engine usable.
+        Args:
+            prompts: one prompt, or a list of them.
+            params: settings of all prompts, or a list with those of each.
+            request_ids: names for `cancel`, one for each prompt; by default they are numbered.
+            cache_salt: prompts share cached prefixes only with requests of the same salt.
+
+        Raises `RequestError` if a single prompt cannot be served. One of several fails alone: its output has the
+        message in `error`, and the others are served. `KeyboardInterrupt` ends the requests and leaves the engine
+        usable.
         """
-        params = params or SamplingParams()
-        requests = [self._request(prompt, params) for prompt in _as_prompts(prompts)]
-        with self._bar("generating", len(requests)) as advance:
-            try:
-                # All in one call: steps would run between several, with batches of chance sizes (and compile those).
-                sequences = [request.sequence for request in requests]
-                self._dispatcher.call(self._engine.submit, sequences).result()
+        prompt_list, alone = _as_prompts(prompts)
+        settings = _one_each("params", params, SamplingParams, len(prompt_list))
+        ids = _one_each("request_ids", request_ids, str, len(prompt_list))
+        deliveries: list[queue.SimpleQueue[Delivery] | RequestOutput] = []
+        requests = []
+        try:
+            for prompt, prompt_params, request_id in zip(prompt_list, settings, ids, strict=True):
+                arrived: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+                try:
+                    requests.append(
+                        self._request(prompt, prompt_params, arrived.put, request_id, cache_salt, every_token=False)
+                    )
+                    deliveries.append(arrived)
+                except RequestError as error:
+                    if alone:
+                        raise
+                    deliveries.append(_failed_output(prompt, request_id, error))
+            with self._bar("generating", len(prompt_list)) as advance:
+                self._submit(requests)
                 outputs = []
-                for request in requests:
-                    outputs.append(request.wait())
+                for delivery in deliveries:
+                    outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(delivery))
                     advance()
-            except BaseException:
-                self._abort(requests)
-                raise
+        finally:
+            self._end(requests)
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
         """Outputs as they grow: each holds everything so far and, in `new_text`, what was added.
 
         A bad prompt raises `RequestError` here; the request starts with the loop, and leaving the loop early ends it.
         """
-        return self._stream(self._request(prompt, params or SamplingParams()))
+        deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        request = self._request(prompt, params, deliveries.put, request_id, cache_salt)
+        return self._stream(request, deliveries)
 
-    def _stream(self, request: "_Request") -> Iterator[RequestOutput]:
+    def _stream(self, request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
         try:
-            self._dispatcher.call(self._engine.submit, [request.sequence]).result()
-            yield from request.updates()
+            self._submit([request])
+            yield from wait_for_all(deliveries)
         finally:
-            self._abort([request])
+            self._end([request])
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`stream` for `async for`. Leaving the loop, or cancelling the task, ends the request."""
+        loop = asyncio.get_running_loop()
+        deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+
+        def deliver(delivery: Delivery) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(deliveries.put_nowait, delivery)
+
+        request = self._request(prompt, params, deliver, request_id, cache_salt)
+        try:
+            await asyncio.wrap_future(self._submit_soon([request]))
+            finished = False
+            while not finished:
+                delivery = await deliveries.get()
+                if isinstance(delivery, BaseException):
+                    raise delivery
+                finished = delivery.finished
+                yield delivery
+        finally:
+            self._end([request])
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Complete one prompt; many at once by `asyncio.gather`. Cancelling the task ends the request."""
+        stream = self.astream(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                if output.finished:
+                    return output
+        raise AssertionError("a stream ends with a finished output")
 
     def chat(
-        self, messages: list[Message] | list[list[Message]], params: SamplingParams | None = None
+        self,
+        messages: list[Message] | list[list[Message]],
+        params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's own chat template."""
         tokenizer = self._need_tokenizer("chat")
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         return self.generate([tokenizer.apply_chat_template(c) for c in conversations], params)  # type: ignore[arg-type]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request of any thread; what it has generated is returned to its caller, with reason `abort`.
+
+        Returns False if no such request is waiting or running.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._dispatcher.call(self._engine.finish, request.sequences, "abort").result()
+        return True
 
     def logits(self, token_ids: list[int], decode_from: int | None = None) -> np.ndarray:
         """f32 logits `[len, vocabulary]` at every position, computed through the paged cache.
@@ -157,6 +259,11 @@ class LLM:
         return self._dispatcher.call(self._engine.logits, tokens, start).result()
 
     # Layout, memory, life cycle
+
+    @property
+    def stats(self) -> EngineStats:
+        """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions."""
+        return self._dispatcher.call(replace, self._engine.stats).result()
 
     @property
     def instances(self) -> tuple[InstanceView, ...]:
@@ -203,19 +310,79 @@ class LLM:
 
     # Internals
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> "_Request":
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        deliver: Callable[[Delivery], None],
+        request_id: str | None,
+        cache_salt: str | None,
+        every_token: bool = True,
+    ) -> Request:
+        """A request that is checked and known by its id, to be submitted and ended by the caller."""
+        params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
-        tokens = self._check_tokens(token_ids)
+        tokens = self._check_tokens(
+            self._need_tokenizer("a text prompt").encode(prompt) if text is not None else prompt
+        )
         self._engine.check_request(len(tokens), params.max_tokens)
-        with self._ids_lock:
-            request_id = next(self._ids)
-        detokenizer = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
+        vocabulary = self.dims.config.vocab_size
+        params.check_vocabulary(vocabulary)
+        bad_words = bad_word_ids(params.bad_words, self._need_tokenizer("bad_words")) if params.bad_words else ()
+        if params.stop:
+            self._need_tokenizer("stop")
         eos = self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
-        seed = params.seed if params.seed is not None else (self.config.seed + request_id) % 2**32
-        return _Request(request_id, tokens, text, params, seed, eos, detokenizer)
+        number = next(self._ids)
+        seed = params.seed if params.seed is not None else self.config.seed + number
 
-    def _check_tokens(self, token_ids: list[int]) -> tuple[int, ...]:
+        def sink(update: Update) -> None:
+            self_outputs.put(request, update)
+
+        self_outputs = self._outputs  # not `self`: a sequence must not keep an `LLM` alive
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sampling = sampling_row(params, (seed + index) % 2**32, vocabulary, eos, bad_words)
+            sequences.append(
+                Sequence(
+                    request_id if request_id is not None else str(number),
+                    tokens,
+                    params,
+                    sampling,
+                    sink,
+                    index=index,
+                    eos_token_ids=eos,
+                    cache_salt=cache_salt,
+                    leader=sequences[0] if sequences else None,
+                )
+            )
+        sequences[0].siblings = sequences[1:]
+        request = Request(text, sequences, self.tokenizer, deliver, every_token)
+        with self._lock:
+            if request.id in self._requests:
+                raise RequestError(f"request_id {request.id!r} is taken by a request that is not finished yet")
+            self._requests[request.id] = request
+        return request
+
+    def _submit_soon(self, requests: list[Request]) -> "Future[None]":
+        # All in one call: steps would run between several, with batches of chance sizes (and compile those).
+        return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])
+
+    def _submit(self, requests: list[Request]) -> None:
+        self._submit_soon(requests).result()
+
+    def _end(self, requests: list[Request]) -> None:
+        """Forget requests; what has not finished is aborted."""
+        with self._lock:
+            for request in requests:
+                self._requests.pop(request.id, None)
+        unfinished = [s for request in requests for s in request.sequences if not s.finished]
+        if unfinished:
+            # Not waited for: the garbage collector may run this in any thread, the dispatcher's own included. Calls
+            # are served in order, so whatever is asked next sees the pages free.
+            with contextlib.suppress(EngineClosedError):
+                self._dispatcher.call(self._engine.finish, unfinished, "abort")
+
+    def _check_tokens(self, token_ids: Any) -> tuple[int, ...]:
         vocabulary = self.dims.config.vocab_size
         if not isinstance(token_ids, list | tuple | np.ndarray):
             raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
@@ -230,14 +397,6 @@ class LLM:
                 )
         return tuple(int(token) for token in token_ids)
 
-    def _abort(self, requests: "list[_Request]") -> None:
-        unfinished = {request.sequence.request_id for request in requests if not request.sequence.finished}
-        if unfinished:
-            # Not waited for: the garbage collector may run this in any thread, the dispatcher's own included. Calls
-            # are served in order, so whatever is asked next sees the pages free.
-            with contextlib.suppress(EngineClosedError):
-                self._dispatcher.call(self._engine.abort, unfinished)
-
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
@@ -246,82 +405,22 @@ class LLM:
     @contextlib.contextmanager
     def _bar(self, description: str, total: int) -> Iterator[Callable[[], None]]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)
+        # Without ipywidgets rich can only warn in a notebook: plain text works there too.
+        console = Console(stderr=True, force_jupyter=None if find_spec("ipywidgets") else False)
         with Progress(*columns, console=console, disable=not self._progress, transient=True) as bar:
             task = bar.add_task(description, total=total)
             yield lambda: bar.advance(task)
 
 
-class _Request:
-    """The caller's side of a request: turns what the dispatcher thread reports into outputs."""
+def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str) -> None:
+    """A stop string has come: the engine need not go on. Not waited for."""
+    with contextlib.suppress(EngineClosedError):
+        dispatcher.call(engine.finish, [sequence], "stop", stop)
 
-    def __init__(
-        self,
-        request_id: int,
-        tokens: tuple[int, ...],
-        text: str | None,
-        params: SamplingParams,
-        seed: int,
-        eos_token_ids: frozenset[int],
-        detokenizer: DetokenizeStream | None,
-    ):
-        self._news: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
-        self._prompt = text
-        self._detokenizer = detokenizer
-        self._text = ""
-        self._taken = 0
-        self.sequence = Sequence(request_id, tokens, params, seed, self._on_token, eos_token_ids)
 
-    def _on_token(self, sequence: Sequence) -> None:
-        self._news.put((len(sequence.output), sequence.finished))
-
-    def wait(self) -> RequestOutput:
-        """The finished output."""
-        while True:
-            count, finished = self._news.get()
-            if finished:
-                return self._finish(count)
-
-    def _finish(self, count: int) -> RequestOutput:
-        if self.sequence.error is not None:
-            raise EngineClosedError(f"the engine failed: {self.sequence.error}") from self.sequence.error
-        return self._output(count, True)
-
-    def updates(self) -> Iterator[RequestOutput]:
-        """Outputs as tokens arrive; the last one is finished. Raises what ended the request, if it failed."""
-        finished = False
-        while not finished:
-            count, finished = self._news.get()
-            yield self._finish(count) if finished else self._output(count, False)
-
-    def _output(self, count: int, finished: bool) -> RequestOutput:
-        sequence = self.sequence
-        token_ids = tuple(sequence.output[:count])
-        new_text = ""
-        if self._detokenizer is not None:
-            stopped = finished and sequence.finish_reason == "stop"
-            shown = token_ids[self._taken : count - 1 if stopped else count]  # the stop token is not text
-            new_text = "".join(self._detokenizer.push(token) for token in shown)
-            self._taken = count
-            if finished:
-                new_text += self._detokenizer.flush()
-            self._text += new_text
-        completion = CompletionOutput(self._text, token_ids, sequence.finish_reason if finished else None)
-        return RequestOutput(
-            sequence.request_id, self._prompt, sequence.prompt, (completion,), self._metrics(), new_text
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        s = self.sequence
-        tpot = None
-        if s.finished_at is not None and s.first_token_at is not None and len(s.output) > 1:
-            tpot = (s.finished_at - s.first_token_at) / (len(s.output) - 1)
-        return RequestMetrics(
-            arrival=s.arrival,
-            queue_s=None if s.started_at is None else s.started_at - s.arrival,
-            ttft_s=None if s.first_token_at is None else s.first_token_at - s.arrival,
-            tpot_s=tpot,
-        )
+def _close(dispatcher: Dispatcher, outputs: OutputThread) -> None:
+    dispatcher.close()
+    outputs.close()
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
@@ -331,12 +430,29 @@ def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
     return Tokenizer.from_directory(directory)
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list."""
+def _as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """One prompt or many as a list, and whether it was one."""
     if isinstance(prompts, str):
-        return [prompts]
+        return [prompts], True
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int | np.integer):
-        return [list(prompts)]
-    return list(prompts)
+        return [list(prompts)], True
+    return list(prompts), len(prompts) == 1
+
+
+def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
+    """A list of `count` values, from one for all or a list with one for each."""
+    if values is None or isinstance(values, kind):
+        return [values] * count
+    if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
+        raise RequestError(f"{name} must be one for each of the {count} prompts, got {values!r}")
+    return list(values)
+
+
+def _failed_output(prompt: Any, request_id: str | None, error: RequestError) -> RequestOutput:
+    """What a prompt that cannot be served gets among others that can."""
+    tokens = () if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
+    metrics = RequestMetrics(arrival=time.monotonic())
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(request_id or "", text, tokens, (), metrics, error=str(error))

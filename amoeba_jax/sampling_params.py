@@ -1,18 +1,39 @@
 """How a request's tokens are chosen and when it ends."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from amoeba_jax.errors import RequestError
 
+MAX_LOGPROBS = 20
+"""Most top logprobs that a request can have for a token."""
+
+_SMALLEST_F32 = 1.1754943508222875e-38
 _LARGEST_F32 = 3.4028234663852886e38
+
+# Smallest and largest value, None: no limit of its own.
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "n": (1, 128),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "priority": (-(2**31), 2**31 - 1),
+}
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one request. Raises `RequestError` for a value out of range, naming it and the range."""
+    """Sampling settings of one request. Raises `RequestError` for a value out of range, naming it and the range.
 
+    Values are kept as Python's own numbers, and sequences as tuples, so that settings can be hashed and compared.
+    """
+
+    n: int = 1
+    """Continuations of the prompt. 1 where temperature is 0, which would give the same one again; at most 128."""
     temperature: float = 1.0
     """0 takes the likeliest token; otherwise logits are divided by it."""
     top_p: float = 1.0
@@ -21,19 +42,42 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest. In [0, 1]."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated already. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that it was generated. In [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output. Above 0."""
     seed: int | None = None
     """Makes sampling repeatable, whatever else is in the batch."""
-    max_tokens: int = 16
-    """Most tokens to generate."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    """Text that ends the request, one string or several. A tuple once constructed."""
+    stop_token_ids: Sequence[int] = ()
     """Ends the request, besides the model's own end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ended the request in its text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
+    max_tokens: int = 16
+    """Most tokens to generate."""
+    min_tokens: int = 0
+    """Stop tokens and end-of-sequence tokens cannot come before this many others. At most `max_tokens`."""
+    logprobs: int | None = None
+    """Log-probabilities of each generated token and of this many likeliest ones, 0 to 20. None: of no token."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    """Token id to what is added to its logit, in [-100, 100]. Pairs sorted by id once constructed."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens can be generated. None: all."""
+    bad_words: Sequence[str] = ()
+    """Words, with or without a space before them, whose last token cannot follow the others."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    priority: int = 0
+    """Requests with a lower value are served first."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
             raise RequestError(f"temperature must be finite and at least 0, got {self.temperature!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
@@ -42,12 +86,68 @@ class SamplingParams:
             raise RequestError(f"top_k must be an integer from 1 to 2**31 - 1, or 0 or -1 for all, got {self.top_k!r}")
         if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise RequestError(f"min_p must be in [0, 1], got {self.min_p!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not (_is_number(value) and -2 <= value <= 2):
+                raise RequestError(f"{name} must be in [-2, 2], got {value!r}")
+        # What float32 rounds to 0 would turn masked logits into NaN.
+        if not (_is_number(self.repetition_penalty) and _SMALLEST_F32 <= self.repetition_penalty <= _LARGEST_F32):
+            raise RequestError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty!r}")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise RequestError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
-        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}")
-        if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
-            raise RequestError(f"stop_token_ids must be non-negative integers, got {self.stop_token_ids!r}")
+        for name, (smallest, largest) in _INTEGERS.items():
+            value = getattr(self, name)
+            if not (_is_integer(value) and smallest <= value and (largest is None or value <= largest)):
+                limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+                raise RequestError(f"{name} must be an integer {limits}, got {value!r}")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens!r}")
+        if self.temperature == 0 and self.n > 1:
+            raise RequestError(
+                f"n must be 1 where temperature is 0, which always takes the likeliest token, got {self.n!r}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not (_is_integer(value) and 0 <= value <= MAX_LOGPROBS):
+                raise RequestError(f"{name} must be None or an integer from 0 to {MAX_LOGPROBS}, got {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._normalize()
+
+    def _normalize(self) -> None:
+        """Python's numbers and tuples; checks what is in the sequences."""
+        values: dict[str, Any] = {
+            "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
+            "bad_words": _strings("bad_words", self.bad_words),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "logit_bias": _biases(self.logit_bias),
+        }
+        if self.allowed_token_ids is not None:
+            values["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not values["allowed_token_ids"]:
+                raise RequestError(f"allowed_token_ids must name a token, or be None, got {self.allowed_token_ids!r}")
+        for name, value in vars(self).items():
+            if isinstance(value, bool | np.bool_):
+                values[name] = bool(value)
+            elif _is_integer(value):
+                values[name] = int(value)
+            elif _is_number(value):
+                values[name] = float(value)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises `RequestError` if a setting names a token id outside `[0, vocab_size)`."""
+        named = {
+            "logit_bias": dict(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise RequestError(f"{name} names token id {token}, outside the vocabulary [0, {vocab_size})")
 
 
 def _is_integer(value: Any) -> bool:
@@ -57,3 +157,39 @@ def _is_integer(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """A real number, NumPy's included; comparisons with NaN are false, so ranges refuse it."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    """`values` as a tuple of strings, none of them blank where they are words, or empty. None: no strings."""
+    strings = () if values is None else tuple(values) if _is_collection(values) else None
+    if strings is None or not all(isinstance(text, str) for text in strings):
+        raise RequestError(f"{name} must be a sequence of strings, got {values!r}")
+    if not all(text.strip() if name == "bad_words" else text for text in strings):
+        raise RequestError(f"{name} must not have an empty string, got {values!r}")
+    return strings
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    tokens = () if values is None else tuple(values) if _is_collection(values) else None
+    if tokens is None or not all(_is_integer(token) and token >= 0 for token in tokens):
+        raise RequestError(f"{name} must be non-negative integers, got {values!r}")
+    return tuple(int(token) for token in tokens)
+
+
+def _biases(values: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, sorted by id, from a mapping or from such pairs."""
+    try:
+        biases = dict(values or ())
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"logit_bias must map token ids to numbers, got {values!r}") from error
+    for token, bias in biases.items():
+        if not (_is_integer(token) and token >= 0):
+            raise RequestError(f"logit_bias must have non-negative integers for token ids, got {token!r}")
+        if not (_is_number(bias) and -100 <= bias <= 100):
+            raise RequestError(f"logit_bias must be in [-100, 100], got {bias!r} for token id {token}")
+    return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
+
+
+def _is_collection(values: Any) -> bool:
+    """Whether it has elements to take in: a string's characters are not meant."""
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)

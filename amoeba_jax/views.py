@@ -1,5 +1,6 @@
 """Read-only pictures of an engine, for notebooks and the command line."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -7,6 +8,26 @@ from rich.console import Console
 from rich.table import Table
 
 from sharding.ledger import format_bytes
+
+# What a layer's bytes can serve, from the top of its column down.
+_LAYER_PARTS: tuple[str, ...] = (
+    "weights",
+    "kv cache in use",
+    "kv cache kept",
+    "kv cache free",
+    "padding",
+)
+# Colors that stand out on light and on dark pages, and for color-blind eyes, and how opaque: what is free is faint.
+_COLORS = {
+    "weights": ("#5b8fd9", 1.0),
+    "kv cache in use": ("#e8890c", 1.0),
+    "kv cache kept": ("#e8890c", 0.6),
+    "kv cache free": ("#e8890c", 0.25),
+    "padding": ("#8c8c8c", 1.0),
+    "temporaries (reserved)": ("#b07cc6", 1.0),
+    "unused": ("#8c8c8c", 0.15),
+}
+_PICTURE_WIDTH = 920
 
 
 @dataclass(frozen=True)
@@ -21,6 +42,8 @@ class InstanceView:
     """Requests in the queue that all instances share."""
     kv_used_pages: int
     kv_total_pages: int
+    num_cached_pages: int = 0
+    """Pages that hold prompts of earlier requests for later ones, and are free for others when needed."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +54,13 @@ class MemoryEntry:
     layer: int | None
     owner: str
     num_bytes: int
+    padding_bytes: int = 0
+    """Of these: zeros, and copies of heads, that are stored so that sizes divide."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Who owns which bytes on each device. Prints as a table; draws itself in a notebook."""
+    """Who owns which bytes on each device. Shows itself as a table; draws itself in a notebook."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
@@ -45,6 +70,9 @@ class MemoryReport:
     """Per device: kept free for the temporaries of running programs."""
     padding: dict[str, float]
     """Stored over model elements, by kind of parameter, and `kv cache`: 1.0 means no padding."""
+    kv_kept_bytes: tuple[int, ...] = ()
+    """Per device: the part of `kv cache` that holds prompts of earlier requests for later ones, and is free for
+    others when needed."""
 
     def device_bytes(self, device: int) -> int:
         """Bytes of live buffers on a device."""
@@ -58,6 +86,35 @@ class MemoryReport:
                 totals[entry.owner] = totals.get(entry.owner, 0) + entry.num_bytes
         return totals
 
+    def parts(self, device: int) -> dict[int | None, dict[str, int]]:
+        """Bytes of each layer (None: of what belongs to no layer) on a device, by what they serve.
+
+        The parts do not overlap: `padding` is that of weights and cache, and the others are without theirs. All
+        layers have the same pages in use and kept.
+        """
+        cache_bytes = self.by_owner(device).get("kv cache", 0)
+        layers: dict[int | None, dict[str, int]] = {}
+        for entry in self.entries:
+            if entry.device != device:
+                continue
+            parts = layers.setdefault(entry.layer, dict.fromkeys(_LAYER_PARTS, 0))
+            parts["padding"] += entry.padding_bytes
+            if entry.owner != "kv cache":
+                parts["weights"] += entry.num_bytes - entry.padding_bytes
+            elif entry.num_bytes:
+                free, free_padding = entry.num_bytes, entry.padding_bytes
+                for part, of_device in (("kv cache in use", self.kv_used_bytes), ("kv cache kept", self.kv_kept_bytes)):
+                    size = of_device[device] * entry.num_bytes // cache_bytes if of_device else 0
+                    padding = entry.padding_bytes * size // entry.num_bytes
+                    parts[part] += size - padding
+                    free, free_padding = free - size, free_padding - padding
+                parts["kv cache free"] += free - free_padding
+        return layers
+
+    def unused_bytes(self, device: int) -> int:
+        """What is left of a device's budget."""
+        return self.budget_bytes - self.reserved_bytes - self.device_bytes(device)
+
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({entry.device for entry in self.entries}))
@@ -70,9 +127,12 @@ class MemoryReport:
         rows = [["owner", *(f"device {device}" for device in devices)]]
         rows += [[owner, *(format_bytes(totals[device].get(owner, 0)) for device in devices)] for owner in owners]
         rows.append(["  of it in use (kv)", *(format_bytes(self.kv_used_bytes[device]) for device in devices)])
+        if self.kv_kept_bytes:
+            rows.append(["  of it kept (prefixes)", *(format_bytes(self.kv_kept_bytes[device]) for device in devices)])
+        padding = [sum(e.padding_bytes for e in self.entries if e.device == device) for device in devices]
+        rows.append(["  of all padding", *(format_bytes(size) for size in padding)])
         rows.append(["temporaries (reserved)", *(format_bytes(self.reserved_bytes) for _ in devices)])
-        free = [self.budget_bytes - self.reserved_bytes - self.device_bytes(device) for device in devices]
-        rows.append(["unused", *(format_bytes(size) for size in free)])
+        rows.append(["unused", *(format_bytes(self.unused_bytes(device)) for device in devices)])
         rows.append(["budget", *(format_bytes(self.budget_bytes) for _ in devices)])
         return rows
 
@@ -87,8 +147,9 @@ class MemoryReport:
             table.add_row(*row)
         return table
 
-    def __str__(self) -> str:
-        console = Console(width=100, color_system=None)
+    def __repr__(self) -> str:
+        # Wide enough that no figure is cut short; in a notebook too it is text.
+        console = Console(width=max(100, 30 + 14 * len(self.devices)), color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
@@ -97,4 +158,102 @@ class MemoryReport:
         header, *rows = self.rows()
         head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"{_picture(self)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column of a device's row: a layer, or something that belongs to none."""
+
+    layer: int | None
+    parts: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def _picture(report: MemoryReport) -> str:
+    """A legend and an SVG: a row for each device, as long as its budget, with its layers as columns, all to scale.
+
+    No script, no style sheet and no file beside it, so that it is drawn wherever a notebook is shown.
+    """
+    rows = {device: _columns(report, device) for device in report.devices}
+    longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
+    scale = _PICTURE_WIDTH / longest
+    height = 96 if len(rows) <= 4 else 56
+    pitch = height + 48
+    drawn = "".join(
+        f'<g transform="translate(0 {index * pitch})">{_row(report, device, columns, scale, height)}</g>'
+        for index, (device, columns) in enumerate(rows.items())
+    )
+    return (
+        f'<div style="font-size:12px">{_legend(rows.values())}<br>'
+        "A row is a device with its whole budget: a column for each layer, then what belongs to no layer. "
+        "Areas are to scale; point at one for its bytes."
+        f'<svg viewBox="0 0 {_PICTURE_WIDTH} {pitch * len(rows)}" role="img" aria-label="device memory" '
+        'style="display:block;width:100%;max-width:1200px" font-family="sans-serif" font-size="11" '
+        f'fill="currentColor">{drawn}</svg></div>'
+    )
+
+
+def _columns(report: MemoryReport, device: int) -> list[_Column]:
+    """Columns that together are the device's budget."""
+    parts = report.parts(device)
+    layers = sorted(layer for layer in parts if layer is not None)
+    columns = [_Column(layer, parts[layer]) for layer in layers]
+    columns.append(_Column(None, parts.get(None, {})))
+    columns.append(_Column(None, {"temporaries (reserved)": report.reserved_bytes}))
+    # Nothing, rather than a negative width, where programs were found to need more than was set aside.
+    columns.append(_Column(None, {"unused": max(report.unused_bytes(device), 0)}))
+    return columns
+
+
+def _row(report: MemoryReport, device: int, columns: list[_Column], scale: float, height: int) -> str:
+    """One device: what it holds, its columns, and the layers' numbers below."""
+    held = f"device {device}: {format_bytes(report.device_bytes(device))} of {format_bytes(report.budget_bytes)}"
+    shapes, numbers, x = [], [], 0.0
+    narrowest = min((c.num_bytes for c in columns if c.layer is not None and c.num_bytes), default=1) * scale
+    # Every layer has its number, or every 2nd, 5th, ... where they would touch.
+    step = next((step for step in (1, 2, 5, 10, 20, 50) if step * narrowest >= 20), 100)
+    for column in columns:
+        width = column.num_bytes * scale
+        name = "of no layer" if column.layer is None else f"layer {column.layer}"
+        shapes.append(_stack(f"device {device}, {name}", column.parts, x, width, height))
+        if column.layer is not None and column.layer % step == 0:
+            numbers.append(f'<text x="{x + width / 2:.2f}" y="{height + 31}">{column.layer}</text>')
+        x += width
+    return (
+        f'<text y="12">{escape(held)}</text>'
+        f'<g stroke="currentColor" stroke-width=".5" stroke-opacity=".3">{"".join(shapes)}</g>'
+        f'<g text-anchor="middle">{"".join(numbers)}</g>'
+    )
+
+
+def _stack(title: str, parts: dict[str, int], x: float, width: float, height: int) -> str:
+    """A column with its parts on top of each other, and their bytes as what appears when one points at it."""
+    present = {part: size for part, size in parts.items() if size}
+    if not present:
+        return ""
+    lines = "\n".join([title, *(f"{part}: {format_bytes(size)}" for part, size in present.items())])
+    y, rectangles = 18.0, []
+    for part, size in present.items():
+        color, opacity = _COLORS[part]
+        part_height = height * size / sum(present.values())
+        rectangles.append(
+            f'<rect x="{x:.3f}" y="{y:.3f}" width="{width:.3f}" height="{part_height:.3f}" '
+            f'fill="{color}" fill-opacity="{opacity}"/>'
+        )
+        y += part_height
+    return f"<g><title>{escape(lines)}</title>{''.join(rectangles)}</g>"
+
+
+def _legend(rows: Iterable[list[_Column]]) -> str:
+    """The colors that occur, with their meaning."""
+    present = {part for columns in rows for column in columns for part, size in column.parts.items() if size}
+    swatch = '<span style="display:inline-block;width:.9em;height:.9em;background:{};opacity:{}"></span>'
+    return "".join(
+        f'<span style="white-space:nowrap;margin-right:1.2em">{swatch.format(*color)} {escape(part)}</span>'
+        for part, color in _COLORS.items()
+        if part in present
+    )

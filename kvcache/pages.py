@@ -79,6 +79,14 @@ class PagePool:
             for unit in units:
                 allocator.free(unit)
 
+    def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
+        """References to each page, those on the rank that has most. Raises `ValueError` as `free` does."""
+        ranks = [
+            [allocator.references(unit) for unit in units]
+            for allocator, units in zip(self._allocators, self._live_units(table), strict=True)
+        ]
+        return np.max(np.array(ranks, np.int32), axis=0)
+
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
         """First units of the pages of each rank, checked before anything is changed."""
         if table.ndim != 2 or len(table) != self.tp:
@@ -140,10 +148,33 @@ class SequencePages:
     def fork(self) -> "SequencePages":
         """A sequence that shares all pages of this one.
 
-        Neither may write to a shared page, so fork at a page boundary or copy the last page.
+        Neither may write to a shared page, so fork at a page boundary or `copy_on_write` the last page.
         """
         self.pool.share(self.table)
         return SequencePages(self.pool, self.table)
+
+    def is_shared(self, index: int) -> bool:
+        """Whether page `index` has other references too, on any rank. Raises `IndexError` beyond the table."""
+        return bool(self.pool.references(self.table[:, index, None])[0] > 1)
+
+    def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
+        """Makes page `index` this sequence's own. Returns (source, target) columns to copy on the device, if any.
+
+        None where the page is not shared. Otherwise a new page takes its place in the table, and the caller copies
+        its contents (`page_copy.copy_pages`). This sequence's reference to the source is gone on return, yet its
+        contents stay until a program launched later overwrites them: programs run in the order of their launch. So
+        launch the copy before any other program that writes to pages allocated since.
+
+        Raises `OutOfPagesError`, with nothing changed, where no page is free, and `IndexError` beyond the table.
+        """
+        if not self.is_shared(index):
+            return None
+        new = self.pool.allocate(1)
+        entry = self._buffer[:, : self._num_pages][:, index]
+        source = entry.copy()
+        entry[:] = new[:, 0]
+        self.pool.free(source[:, None])
+        return source, new[:, 0]
 
     def release(self) -> None:
         """Drops all pages. The sequence is empty then and may `reserve` anew."""

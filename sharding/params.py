@@ -58,10 +58,9 @@ class ParamSpec:
     Attributes:
         name: unique name, e.g. `layers.3.mlp.gate_up`.
         sources: checkpoint tensors, laid side by side along the chunked axis.
-        chunk_shape: shape of one chunk as computed with: matrices are input-major, `[in, out]`.
+        chunk_shape: shape of one chunk as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
         num_chunks: `max_tp` for chunked parameters, 1 for replicated ones.
         placement: `sharded`: rank r takes its own chunks. `replicated`: every rank takes all chunks.
-        transposed: chunks are `[in, out]` where the checkpoint has `[out, in]`; vectors and lookup tables are not.
         page_elems: if set, a chunk is stored as an extent `[pages, page_elems]`, which a transformation may
             release to the KV cache.
         init: distribution for random initialization.
@@ -72,7 +71,6 @@ class ParamSpec:
     chunk_shape: tuple[int, ...]
     num_chunks: int = 1
     placement: Literal["sharded", "replicated"] = "replicated"
-    transposed: bool = False
     page_elems: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
 
@@ -131,17 +129,15 @@ class ParamSpec:
         out = np.zeros(source.shape, chunks[0].dtype)
         for index, stored in enumerate(chunks):
             local = stored.reshape(self.chunk_shape)
-            view = local.T if self.transposed else local
             rows = np.arange(source.shape[source.axis]) if source.rows is None else source.rows[index]
             valid = rows >= 0
-            part = np.take(view, position + np.nonzero(valid)[0], axis=source.axis)
+            part = np.take(local, position + np.nonzero(valid)[0], axis=source.axis)
             out[(slice(None),) * source.axis + (rows[valid],)] = part
         return out
 
     def _fill(self, source: Source, tensor: np.ndarray, chunk: int, out: np.ndarray, position: int) -> None:
-        view = out.T if self.transposed else out
         if source.rows is None:
-            view[(slice(None),) * source.axis + (slice(position, position + tensor.shape[source.axis]),)] = tensor
+            out[(slice(None),) * source.axis + (slice(position, position + tensor.shape[source.axis]),)] = tensor
             return
         rows = source.rows[chunk]
         for start, stop in _runs(rows):
@@ -149,7 +145,7 @@ class ParamSpec:
                 continue
             window = (slice(None),) * source.axis
             target = (*window, slice(position + start, position + stop))
-            view[target] = tensor[(*window, slice(rows[start], rows[start] + stop - start))]
+            out[target] = tensor[(*window, slice(rows[start], rows[start] + stop - start))]
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:

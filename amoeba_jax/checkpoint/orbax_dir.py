@@ -18,7 +18,7 @@ from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
 
-_FORMAT = 1
+_FORMAT = 2
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -37,8 +37,10 @@ class BatchShape:
         rows, tokens = (self.num_rows,), (self.num_tokens,)
         shapes = {
             "tokens": tokens,
+            "sources": tokens,
             "positions": tokens,
             "last_token": rows,
+            "slots": rows,
             "tables": (self.num_rows, self.table_width),
             "num_pages": rows,
         }
@@ -58,16 +60,24 @@ class BatchShape:
 
 
 class StepBatch:
-    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`.
+    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`, the same for all ranks but
+    `tables`.
 
-    Fields (the same for all ranks but `tables`): `tokens`, `positions` `[N]` (-1: padding), `last_token` `[R]`
-    index of each row's last token among the N, `tables` `[tp, R, W]` local page ids, `num_pages` `[R]`.
+    Fields, with N tokens and R rows (sequences):
+        tokens: `[N]` token ids that the host knows.
+        sources: `[N]` slot whose last sampled token stands in for `tokens`, as the host has not read it yet; -1: none.
+        positions: `[N]` place in the sequence; -1: padding.
+        last_token: `[R]` index among the N of each row's last token, whose logits are wanted.
+        slots: `[R]` slot that records the row's next token; -1: none, as the row ends in mid-prompt.
+        tables: `[tp, R, W]` local page ids, in logical order.
+        num_pages: `[R]` valid entries of a row's table.
     """
 
     def __init__(self, shape: BatchShape, tp: int):
         self.shape = shape
         self.packed: Int32[np.ndarray, "tp size"] = np.zeros((tp, shape.packed_size), np.int32)
-        self.set("positions", np.full(shape.num_tokens, -1))
+        for name in ("sources", "positions", "slots"):
+            self.set(name, np.full(shape.fields[name][1], -1))
 
     def set(self, name: str, values: np.ndarray) -> None:
         """Fill a field, on every rank alike."""
@@ -77,6 +87,8 @@ class StepBatch:
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
         """Fill the block table of one row, each rank's own."""
         offset, (_, width) = self.shape.fields["tables"]
+        if table.shape[1] > width:
+            raise ValueError(f"a table of {table.shape[1]} pages does not fit the {width} of step {self.shape}")
         start = offset + row * width
         self.packed[:, start : start + table.shape[1]] = table
 

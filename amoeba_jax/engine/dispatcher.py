@@ -10,12 +10,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
 
 T = TypeVar("T")
+_RESULT = object()  # in the queue of calls: a result has arrived
 
 
 class Dispatcher:
@@ -23,10 +25,12 @@ class Dispatcher:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _RESULT, or None to stop
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
+        # Waiting for the device happens in threads that launch nothing.
+        engine.on_result = partial(self._calls.put, _RESULT)
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 
@@ -50,9 +54,9 @@ class Dispatcher:
 
     def _run(self) -> None:
         try:
-            while self._serve_calls():
-                if self._engine.has_work:
-                    self._engine.step()
+            while self._serve():
+                self._engine.collect()
+                self._engine.advance()
         except BaseException as error:  # donated buffers are lost with the step: nothing can go on
             with self._lock:
                 self._closed = error
@@ -64,16 +68,19 @@ class Dispatcher:
             self._fail_pending_calls()
             self._engine.close()
 
-    def _serve_calls(self) -> bool:
-        """Serve what is queued; wait for something if there is nothing else to do. False: stop."""
-        block = not self._engine.has_work
+    def _serve(self) -> bool:
+        """Wait for a call or a result, and serve all calls that are queued. False: stop."""
+        block = True
         while True:
             try:
                 item = self._calls.get(block=block)
             except queue.Empty:
                 return True
+            block = False
             if item is None:
                 return False
+            if item is _RESULT:
+                continue
             function, future = item
             try:
                 future.set_result(function())
@@ -81,7 +88,6 @@ class Dispatcher:
                 future.set_exception(error)
             # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that nobody else does.
             item = function = future = None
-            block = not self._engine.has_work
 
     def _fail_pending_calls(self) -> None:
         while True:
@@ -89,7 +95,7 @@ class Dispatcher:
                 item = self._calls.get(block=False)
             except queue.Empty:
                 return
-            if item is not None:
+            if item is not None and item is not _RESULT:
                 error = EngineClosedError(f"the engine is closed: {self._closed}")
                 error.__cause__ = self._closed
                 item[1].set_exception(error)

@@ -1,7 +1,8 @@
 """Instances, their requests, and the step that moves all of them forward."""
 
+import bisect
+import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 
 import jax
@@ -9,29 +10,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.batch import BatchShape
+from amoeba_jax.engine.batch import BatchShape, StepBatch
+from amoeba_jax.engine.batcher import plan_step
+from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.instance import Instance, PendingStep, Row
 from amoeba_jax.engine.memory import plan_memory
-from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.sampling import logprob_entry, pack, unpack_logprobs, unpack_result
+from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.weights import LoadChunks, WeightStore
 from amoeba_jax.errors import RequestError
 from amoeba_jax.models.decoder import plan_segments
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.sampling_params import SamplingParams
-from kvcache.allocator import BuddyAllocator
+from amoeba_jax.outputs import FinishReason
+from amoeba_jax.stats import EngineStats
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
+from kvcache.prefix_cache import PageKeys, PrefixCache
 from sharding.ledger import Ledger
 from sharding.mesh import SubMeshPool, assemble, disassemble
 
-# Prompts shorter than this are padded up to it: fewer executables, and a step this small costs the same anyway.
-MIN_PREFILL_BUCKET = 16
+# The step that computes, and one behind it so that the device need not wait for the host.
+MAX_PENDING_STEPS = 2
+# What a running sequence weighs, in prompt tokens to compute, when an instance is chosen for the next one.
+_DECODE_COST = 16
 
 
 class Engine:
-    """Everything behind the API, driven by one thread: `step` and all other methods run in the dispatcher thread.
+    """Everything behind the API, driven by one thread: all methods run in the dispatcher thread.
+
+    The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
+    to two steps launched: the device computes one while the host takes in the results of the one before it.
 
     Construction loads the weights. `on_load(name)` is called after each parameter.
+
+    Attributes:
+        on_result: called from other threads whenever `collect` has something to take; must not block.
     """
 
     def __init__(
@@ -54,13 +68,17 @@ class Engine:
         self.allocators = [BuddyAllocator(dims.max_tp) for _ in devices]
         self.plans = plan_segments(dims, config.segment_layers)
         self.executables = Executables(dims)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.instances: tuple[Instance, ...] = ()
+        self.stats = EngineStats()
+        self._numbers = itertools.count()
+        self.on_result: Callable[[], None] = lambda: None
         kv = self._allocate_kv()
         self._build_instances(config.tensor_parallel_size, kv)
         capacity = max(self.capacity_tokens(tp) for tp in self.sub_meshes.degrees())
         self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
-        self.table_width = dims.pages.pages_for(self.max_model_len)
+        table_width = dims.pages.pages_for(self.max_model_len)
+        self.buckets = Buckets(config.max_num_seqs, config.max_num_batched_tokens, table_width)
         for ledger in self.ledgers:
             ledger.reserve("activations", self.memory_plan.activation_bytes)
 
@@ -88,7 +106,20 @@ class Engine:
                 for per_rank in zip(*buffers, strict=True)
             ]
             pool = PagePool(self.dims.pages, [self.allocators[device] for device in group.device_indices], tp)
-            instances.append(Instance(group, pool, layers, self.plans, self.weights, self.executables))
+            cache = PrefixCache(pool, self.config.prefix_caching)
+            instances.append(
+                Instance(
+                    group,
+                    pool,
+                    cache,
+                    layers,
+                    self.plans,
+                    self.weights,
+                    self.executables,
+                    self.config.max_num_seqs,
+                    lambda: self.on_result(),
+                )
+            )
         self.instances = tuple(instances)
         self.tensor_parallel_size = tp
 
@@ -98,6 +129,7 @@ class Engine:
         Nothing is copied or loaded. Raises `RequestError` while requests are waiting or running.
         """
         self.sub_meshes.check_degree(tp)
+        self.drain()
         if self.has_work:
             running = sum(len(instance.running) for instance in self.instances)
             raise RequestError(
@@ -107,10 +139,12 @@ class Engine:
         start = time.perf_counter()
         kv: list[list[list[jax.Array]]] = [[] for _ in self.sub_meshes.devices]
         for instance in self.instances:
+            instance.cache.clear()
             for extents in instance.kv:
                 split = [disassemble(instance.group, extent) for extent in extents]
                 for rank, device in enumerate(instance.group.device_indices):
                     kv[device].append([buffers[rank] for buffers in split])
+            instance.close()
         self._build_instances(tp, kv)
         return time.perf_counter() - start
 
@@ -120,32 +154,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Requests are waiting or running. (Siblings wait for one that is.)"""
         return bool(self.waiting) or any(instance.running for instance in self.instances)
 
     # Executables
-
-    def prefill_shape(self, length: int) -> BatchShape:
-        """Bucket for the next chunk of a prompt with `length` tokens left."""
-        length = min(length, self.config.max_num_batched_tokens)
-        minimum = min(MIN_PREFILL_BUCKET, self.config.max_num_batched_tokens)
-        return BatchShape(((1, max(_next_power_of_two(length), minimum)),), self.table_width)
-
-    def decode_shape(self, num_sequences: int) -> BatchShape:
-        """Bucket for a decode step of so many sequences."""
-        return BatchShape(((_next_power_of_two(num_sequences), 1),), self.table_width)
-
-    def buckets(self) -> list[BatchShape]:
-        """Every step shape that serving can need."""
-        top = self.config.max_num_batched_tokens
-        prefill = {self.prefill_shape(1 << power) for power in range(top.bit_length())}
-        decode = {self.decode_shape(1 << power) for power in range(self.config.max_num_seqs.bit_length())}
-        return sorted(prefill | decode, key=lambda shape: shape.groups)
 
     def count_programs(self, degrees: list[int]) -> int:
         """Programs that `warmup` of these degrees goes through."""
         segments = len({plan.shape for plan in self.plans})
         groups = sum(len(self.sub_meshes.groups(tp)) for tp in degrees)
-        return groups * (len(self.buckets()) * segments + len(self._sampler_rows()))
+        return groups * (len(self.buckets.all()) * segments + len(self._sampler_rows()))
 
     def warmup(self, degrees: list[int], on_program: Callable[[], None]) -> int:
         """Compile what serving at these degrees can need, ahead of time; returns how many programs were missing.
@@ -167,18 +185,23 @@ class Engine:
         requests = [
             (key, plan, instance.group)
             for instance in self.instances
-            for shape in self.buckets()
+            for shape in self.buckets.all()
             for key, plan in zip(instance.step_keys(shape), self.plans, strict=True)
         ]
         self.executables.prepare(requests, on_program)
         for instance in self.instances:
             for rows in self._sampler_rows():
-                self.executables.sampler(instance.group.devices[0], (rows, self.dims.config.vocab_size))
+                self._prepare_draw(instance, rows)
                 on_program()
         self._reserve_activations()
 
+    def _prepare_draw(self, instance: Instance, rows: int) -> None:
+        """The sampler of plain requests; the one for penalties, masks and log-probabilities comes with the first."""
+        logits = (self.dims.config.vocab_size, rows)
+        self.executables.draw(instance.group.devices[0], logits, instance.num_slots, pack([], rows).size)
+
     def _sampler_rows(self) -> list[int]:
-        return sorted({shape.num_rows for shape in self.buckets()})
+        return sorted({shape.num_rows for shape in self.buckets.all()})
 
     def _reserve_activations(self) -> None:
         measured = max((program.temp_bytes for program in self.executables.programs), default=0)
@@ -202,83 +225,258 @@ class Engine:
         """Queue requests, all or none: raises `RequestError` as `check_request` does."""
         for sequence in sequences:
             self.check_request(len(sequence.prompt), sequence.params.max_tokens)
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            number = next(self._numbers)
+            for s in (sequence, *sequence.siblings):
+                s.number = number
+            self._enqueue(sequence)
 
-    def abort(self, request_ids: set[int]) -> None:
-        """End requests early; their pages are free afterwards. Unknown or finished ids are ignored."""
-        for sequence in [s for s in self.waiting if s.request_id in request_ids]:
+    def _enqueue(self, sequence: Sequence) -> None:
+        if sequence.page_keys is None:
+            sequence.page_keys = PageKeys(self.dims.page_size, sequence.cache_salt or "")
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
+        """End sequences early; their pages are free afterwards. Those that have ended already are left as they are."""
+        for sequence in sequences:
+            if sequence.finished:
+                continue
+            sequence.finish(reason, stop_reason)
+            self._take_out(sequence)
+            sequence.sink(Update(sequence, finished=True))
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Remove a finished sequence from wherever it is, and let its siblings go on without it."""
+        if sequence.slot >= 0:
+            self._retire(self._home(sequence), sequence)
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            self._finish_early(sequence)
-        for instance in self.instances:
-            for sequence in [s for s in instance.running if s.request_id in request_ids]:
-                self._finish_early(sequence)
-                self._retire(instance, sequence)
+        self._release_siblings(sequence)
 
-    def _finish_early(self, sequence: Sequence) -> None:
-        sequence.finish_reason = "abort"
-        sequence.finished_at = time.monotonic()
-        sequence.on_token(sequence)
+    def _release_siblings(self, leader: Sequence) -> None:
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            if not sibling.finished:
+                self._enqueue(sibling)
 
-    def step(self) -> None:
-        """Admit what fits, launch one step on every instance that has work, then take in the tokens."""
+    def _home(self, sequence: Sequence) -> Instance:
+        return next(instance for instance in self.instances if sequence in instance.running)
+
+    # Steps
+
+    def advance(self) -> bool:
+        """Admit what fits and launch steps, as far ahead as results may lag. Returns whether anything was launched.
+
+        Raises `RuntimeError` if there is work and nothing can ever move it.
+        """
         self._admit()
-        launched = [(instance, *self._launch(instance)) for instance in self.instances if instance.running]
-        for instance, sequences, tokens in launched:
-            for sequence, token in zip(sequences, np.asarray(tokens)[: len(sequences)].tolist(), strict=True):
-                if sequence.in_prefill:
-                    continue  # a chunk in mid-prompt: what its last position predicts is known already
-                sequence.append(token)
-                sequence.on_token(sequence)
-                if sequence.finished:
-                    self._retire(instance, sequence)
+        launched = False
+        for instance in self.instances:
+            while len(instance.pending) < MAX_PENDING_STEPS and self._launch(instance):
+                launched = True
+                self._admit()
+        if not launched and self.has_work and not any(instance.pending for instance in self.instances):
+            raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
+        return launched
+
+    def collect(self) -> None:
+        """Take in the results that have arrived, in the order of their steps."""
+        for instance in self.instances:
+            while instance.pending and instance.pending[0].done:
+                self._take(instance, instance.pending.popleft())
+
+    def drain(self) -> None:
+        """Wait for all launched steps and take in their results."""
+        for instance in self.instances:
+            while instance.pending:
+                self._take(instance, instance.pending.popleft())
 
     def _admit(self) -> None:
-        """Give waiting requests, in order, to the instance with most free pages; all their pages at once."""
+        """Place waiting sequences, in order: nobody overtakes within a priority, so nobody starves."""
         while self.waiting:
             sequence = self.waiting[0]
-            need = self.dims.pages.pages_for(sequence.max_tokens)
-            open_instances = [i for i in self.instances if len(i.running) < self.config.max_num_seqs]
-            best = max(open_instances, key=lambda i: (i.pages.num_free_pages, -i.id), default=None)
-            if best is None or best.pages.num_free_pages < need:
+            if sequence.num_in_flight:
+                return  # preempted a moment ago: its last token is not known yet
+            instance = self._choose_instance(sequence)
+            if instance is not None:
+                self.waiting.pop(0)
+                self._place(instance, sequence)
+            elif not self._preempt_lower_priority(sequence):
                 return
-            self.waiting.popleft()
-            sequence.pages = SequencePages(best.pages)
-            sequence.pages.reserve(sequence.max_tokens)
-            sequence.started_at = time.monotonic()
-            best.running.append(sequence)
 
-    def _launch(self, instance: Instance) -> tuple[list[Sequence], jax.Array]:
-        """A chunk of the first unfinished prompt if there is one, else a decode step of all running sequences."""
-        for sequence in instance.running:
-            if sequence.in_prefill:
-                left = len(sequence.prompt) - sequence.num_computed
-                shape = self.prefill_shape(left)
-                length = min(left, shape.num_tokens)
-                result = instance.launch(instance.prefill_batch(shape, sequence, length))
-                sequence.num_computed += length
-                return [sequence], instance.next_tokens(result, [sequence])
-        sequences = list(instance.running)
-        result = instance.launch(instance.decode_batch(self.decode_shape(len(sequences)), sequences))
-        for sequence in sequences:
-            sequence.num_computed += 1
-        return sequences, instance.next_tokens(result, sequences)
+    def _choose_instance(self, sequence: Sequence) -> Instance | None:
+        """The instance that can take a sequence and has the least to compute before and beside it, if any."""
+        if (home := self._leader_home(sequence)) is not None:
+            return home
+        keys = self._reusable_keys(sequence)
+        candidates = []
+        for instance in self.instances:
+            # A page more for everyone who runs: so that it isn't preempted for their next token.
+            page_size = self.dims.page_size
+            total = min(sequence.num_known + page_size, len(sequence.prompt) + sequence.params.max_tokens)
+            total += page_size * len(instance.running)
+            if instance.has_free_slot and instance.cache.fits(keys, total):
+                new = sequence.num_known - instance.cache.num_cached(keys) * self.dims.page_size
+                backlog = sum(s.num_left for s in instance.running)
+                candidates.append((new + backlog + _DECODE_COST * len(instance.running), instance.id, instance))
+        return min(candidates)[2] if candidates else None
+
+    def _leader_home(self, sequence: Sequence) -> Instance | None:
+        """Where a sibling can share the pages of its leader's prompt: one page more, a copy of the last, is enough."""
+        leader = sequence.leader
+        if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
+            return None
+        home = self._home(leader)
+        return home if home.has_free_slot and home.cache.num_available_pages > 0 else None
+
+    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the pages that a sequence may take from the cache: all but the last token, which is computed."""
+        if sequence.needs_prompt_logits:
+            return []
+        assert sequence.page_keys is not None
+        sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
+        return sequence.page_keys.keys[: (sequence.num_known - 1) // self.dims.page_size]
+
+    def _place(self, instance: Instance, sequence: Sequence) -> None:
+        """Give a sequence its pages and a slot."""
+        if self._leader_home(sequence) is instance:
+            self._fork(instance, sequence)
+        else:
+            sequence.pages = instance.cache.match(self._reusable_keys(sequence))
+            sequence.num_computed = sequence.pages.num_pages * self.dims.page_size
+            instance.cache.reserve(sequence.pages, sequence.num_known)
+        if sequence.started_at is None:
+            sequence.started_at = time.monotonic()
+            sequence.num_cached = sequence.num_computed
+            self.stats.cached_tokens += sequence.num_computed
+        instance.add(sequence)
+
+    def _fork(self, instance: Instance, sequence: Sequence) -> None:
+        """Share the pages of the leader's prompt. The last token is computed again, in a copy of its page."""
+        leader = sequence.leader
+        assert leader is not None, "only a sibling forks"
+        assert leader.pages is not None, "it runs here"
+        last = len(sequence.prompt) - 1
+        table = leader.pages.table[:, : self.dims.pages.pages_for(len(sequence.prompt))]
+        instance.pages.share(table)
+        sequence.pages = SequencePages(instance.pages, table)
+        sequence.num_computed = last
+        copied = instance.cache.make_private(sequence.pages, last // self.dims.page_size)
+        assert copied is not None, "the leader has it too"
+        instance.copy_page(*copied)
+
+    def _preempt_lower_priority(self, sequence: Sequence) -> bool:
+        """Preempt the last in order of all running sequences, if it has a lower priority than this one."""
+        running = [(s.order, instance) for instance in self.instances for s in instance.running if not s.finished]
+        if not running:
+            return False
+        order, instance = max(running, key=lambda item: item[0])
+        if order[0] <= sequence.params.priority:
+            return False
+        self._preempt(instance, max(instance.running, key=lambda s: s.order))
+        return True
+
+    def _preempt(self, instance: Instance, sequence: Sequence) -> None:
+        """Take a sequence's pages; it waits, first of its priority, and is computed again from its tokens.
+
+        A token of it that is in flight arrives all the same.
+        """
+        self._retire(instance, sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        if len(sequence.prompt_logprobs) < len(sequence.prompt):
+            del sequence.prompt_logprobs[1:]
+        self.stats.preemptions += 1
+        self._release_siblings(sequence)
+        self._enqueue(sequence)
 
     def _retire(self, instance: Instance, sequence: Sequence) -> None:
-        instance.running.remove(sequence)
-        if sequence.pages is not None:
-            sequence.pages.release()
-            sequence.pages = None
+        """Take a sequence off its instance. What it computed stays in the cache while there is room."""
+        self._cache_pages(instance, sequence)
+        instance.remove(sequence)
+
+    def _cache_pages(self, instance: Instance, sequence: Sequence) -> None:
+        """Let others find the full pages whose tokens are known and computed, or about to be by a launched step."""
+        if sequence.needs_prompt_logits or not instance.cache.enabled:
+            return
+        assert sequence.page_keys is not None, "made when it was queued"
+        assert sequence.pages is not None, "it runs here"
+        sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
+        full = min(sequence.num_computed, sequence.num_known) // self.dims.page_size
+        instance.cache.insert(sequence.page_keys.keys[:full], sequence.pages)
+
+    def _launch(self, instance: Instance) -> bool:
+        """Launch an instance's next step, if it has anything to compute."""
+        self._reserve_next_tokens(instance)
+        plan = plan_step(instance.running, self.buckets, instance.num_launched % 2 == 0)
+        if plan is None:
+            return False
+        instance.launch_plan(plan)
+        self.stats.steps += 1
+        for row in plan.rows:
+            sequence = row.sequence
+            if row.start < len(sequence.prompt) or row.length > 1:
+                self.stats.prompt_tokens += row.length
+            else:
+                self.stats.decode_tokens += 1
+            if row.start < len(sequence.prompt) <= row.start + row.length:
+                self._cache_pages(instance, sequence)
+                self._release_siblings(sequence)
+        return True
+
+    def _reserve_next_tokens(self, instance: Instance) -> None:
+        """Give every sequence that decodes a page for its next token, the last in order going without if need be."""
+        for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
+            while sequence.slot >= 0:
+                assert sequence.pages is not None
+                try:
+                    instance.cache.reserve(sequence.pages, sequence.num_tokens)
+                    break
+                except OutOfPagesError:
+                    self._preempt(instance, max(instance.running, key=lambda s: s.order))
+
+    def _take(self, instance: Instance, step: PendingStep) -> None:
+        """Hand out the tokens of a step, and end the sequences that are done."""
+        if step.prompt_result is not None and step.prompt_row is not None:
+            self._take_prompt_logprobs(step.prompt_row, step.prompt_result.result())
+        result = unpack_result(step.result.result())
+        for row in step.sampled:
+            sequence = row.sequence
+            if sequence.finished:
+                continue  # ended while this step was on its way
+            token = int(result.tokens[row.place])
+            entry = None
+            if sequence.params.logprobs is not None:
+                assert result.logprobs is not None, "the step was sampled with them"
+                entry = logprob_entry(result.logprobs, row.place, token, sequence.params.logprobs)
+            sequence.append(token)
+            if sequence.finished:
+                self._take_out(sequence)
+            sequence.sink(Update(sequence, (token,), entry, sequence.finished))
+
+    def _take_prompt_logprobs(self, row: Row, packed: np.ndarray) -> None:
+        sequence = row.sequence
+        missing = len(sequence.prompt_logprobs)
+        if sequence.finished or missing != row.start + 1:
+            return  # of a run that was preempted: they are computed again
+        logprobs = unpack_logprobs(packed)
+        targets = sequence.prompt[row.start + 1 : row.start + row.length + 1]
+        for index, token in enumerate(targets):
+            entry = logprob_entry(logprobs, index, token, sequence.params.prompt_logprobs or 0)
+            sequence.prompt_logprobs.append(entry)
 
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""
         sequences = [*self.waiting, *(s for instance in self.instances for s in instance.running)]
+        sequences += [sibling for sequence in sequences for sibling in sequence.siblings]
         self.waiting.clear()
         for instance in self.instances:
             instance.running.clear()
+            instance.pending.clear()
         for sequence in sequences:
             sequence.error = error
             sequence.finished_at = time.monotonic()
-            sequence.on_token(sequence)
+            sequence.sink(Update(sequence, finished=True))
 
     def logits(self, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
         """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token.
@@ -286,35 +484,44 @@ class Engine:
         Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
         """
         self.check_request(len(tokens), 0)
-        instance = max(self.instances, key=lambda i: (i.pages.num_free_pages, -i.id))
-        if (need := self.dims.pages.pages_for(len(tokens))) > instance.pages.num_free_pages:
+        instance = max(self.instances, key=lambda i: (i.cache.num_available_pages, -i.id))
+        if (need := self.dims.pages.pages_for(len(tokens))) > instance.cache.num_available_pages:
             raise RequestError(
                 f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
-                f"{instance.pages.num_free_pages}: wait for them to finish"
+                f"{instance.cache.num_available_pages}: wait for them to finish"
             )
-        sequence = Sequence(-1, tokens, SamplingParams(max_tokens=1), 0, lambda _: None)
-        sequence.pages = SequencePages(instance.pages)
-        sequence.pages.reserve(len(tokens))
-        rows = []
+        pages = SequencePages(instance.pages)
+        instance.cache.reserve(pages, len(tokens))
+        rows, start = [], 0
         try:
-            while sequence.num_computed < len(tokens):
-                start = sequence.num_computed
-                shape = self.prefill_shape(decode_from - start) if start < decode_from else self.decode_shape(1)
-                length = min(shape.num_tokens, decode_from - start) if start < decode_from else 1
-                batch = instance.prefill_batch(shape, sequence, length)
-                rows.append(np.asarray(instance.launch(batch, "all").logits)[:length])
-                sequence.num_computed += length
+            while start < len(tokens):
+                chunk = self.buckets.chunk_size(decode_from - start) if start < decode_from else 1
+                stop = min(start + chunk, decode_from) if start < decode_from else start + 1
+                shape = self.buckets.step(0, 1, chunk) if start < decode_from else self.buckets.step(1)
+                head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
+                rows.append(np.asarray(head.logits)[:, : stop - start].T)
+                start = stop
         finally:
-            sequence.pages.release()
+            instance.cache.release(pages)
         return np.concatenate(rows)
 
     def close(self) -> None:
         """Drop every device buffer."""
         for instance in self.instances:
-            instance.release()
+            instance.close()
         self.instances = ()
         self.weights.release()
 
 
-def _next_power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
+def _sequence_batch(
+    shape: BatchShape, instance: Instance, tokens: tuple[int, ...], start: int, pages: SequencePages
+) -> StepBatch:
+    """Inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
+    batch = StepBatch(shape, instance.tp)
+    padding = shape.num_tokens - len(tokens)
+    batch.set("tokens", np.pad(tokens, (0, padding)))
+    batch.set("positions", np.pad(np.arange(start, start + len(tokens)), (0, padding), constant_values=-1))
+    used = instance.pages.geometry.pages_for(start + len(tokens))
+    batch.set_table(0, pages.table[:, :used])
+    batch.set("num_pages", np.array([used]))
+    return batch

@@ -1,55 +1,119 @@
-"""The registry of compiled steps."""
+"""The registry of compiled programs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from amoeba_jax.engine import sampling
+from amoeba_jax.engine.page_copy import compile_page_copy
 from amoeba_jax.engine.program import Program, StepKey, compile_step
-from amoeba_jax.engine.sampler import sample_packed
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.models.dims import ModelDims
 from sharding.mesh import SubMesh
 
 Request = tuple[StepKey, SegmentPlan, SubMesh]
+_I32, _F32 = jnp.int32, jnp.float32
 
 
 class Executables:
-    """Holds one program for each key. Segments of equal shape share it, whatever layers they are."""
+    """Holds one program for each key, compiled on first use or ahead of time by `prepare`.
+
+    Segments of equal shape share a program, whatever layers they are. Logits are `[V, R]` everywhere here.
+    """
 
     def __init__(self, dims: ModelDims):
         self._dims = dims
         self._programs: dict[StepKey, Program] = {}
-        self._samplers: dict[tuple[jax.Device, tuple[int, ...]], jax.stages.Compiled] = {}
+        self._others: dict[Hashable, jax.stages.Compiled] = {}
 
     @property
     def programs(self) -> tuple[Program, ...]:
+        """Compiled steps."""
         return tuple(self._programs.values())
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> Program:
-        """The program of `key`, compiled on first use if `prepare` did not."""
+        """The program of `key`."""
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = compile_step(self._dims, plan, key, group)
         return program
 
-    def sampler(self, device: jax.Device, shape: tuple[int, ...]) -> jax.stages.Compiled:
-        """The program that draws tokens from logits of this shape (`[R, V]`) on a device."""
-        key = (device, shape)
-        if key not in self._samplers:
-            logits, settings = (
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct((6, shape[0]), jnp.int32),
-            )
+    def draw(self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int) -> jax.stages.Compiled:
+        """`sampling.draw` for logits of this shape and settings of this size."""
+
+        def draw(logits: jax.Array, last_tokens: jax.Array, packed: jax.Array):
+            return sampling.draw(logits.T, last_tokens, packed)
+
+        return self._get(
+            ("draw", device, logits, packed), device, draw, [(logits, _F32), ((num_slots,), _I32), ((packed,), _I32)]
+        )
+
+    def draw_full(
+        self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int
+    ) -> jax.stages.Compiled:
+        """`sampling.draw_full` for logits of this shape and settings of this size. Donates `flags`."""
+
+        def draw_full(logits: jax.Array, last_tokens: jax.Array, flags: jax.Array, bias: jax.Array, packed: jax.Array):
+            return sampling.draw_full(logits.T, last_tokens, flags, bias, packed)
+
+        state = (num_slots, logits[0])
+        shapes = [(logits, _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
+        return self._get(("draw_full", device, logits, packed), device, draw_full, shapes, donate=(2,))
+
+    def set_state(self, device: jax.Device, state: tuple[int, ...]) -> jax.stages.Compiled:
+        """`sampling.set_state` for `flags` and `bias` of this shape. Donates both."""
+        row = state[1:]
+        shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
+        return self._get(("set_state", device, state), device, sampling.set_state, shapes, donate=(0, 1))
+
+    def token_logprobs(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
+        """`sampling.token_logprobs` for logits of this shape and as many targets."""
+
+        def token_logprobs(logits: jax.Array, targets: jax.Array):
+            return sampling.token_logprobs(logits.T, targets)
+
+        return self._get(
+            ("token_logprobs", device, logits), device, token_logprobs, [(logits, _F32), (logits[1:], _I32)]
+        )
+
+    def take_column(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
+        """`(logits, index) -> logits[:, index]`, as one column."""
+
+        def take_column(logits: jax.Array, index: jax.Array):
+            return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
+
+        return self._get(("take_column", device, logits), device, take_column, [(logits, _F32), ((), _I32)])
+
+    def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...], num_layers: int) -> jax.stages.Compiled:
+        """`compile_page_copy` for extents of so many pages in each layer."""
+        key = ("page_copy", group.device_indices, extent_pages, num_layers)
+        if key not in self._others:
+            self._others[key] = compile_page_copy(self._dims, group, extent_pages, num_layers)
+        return self._others[key]
+
+    def _get(
+        self,
+        key: Hashable,
+        device: jax.Device,
+        function: Callable[..., Any],
+        arguments: list[tuple[tuple[int, ...], Any]],
+        donate: tuple[int, ...] = (),
+    ) -> jax.stages.Compiled:
+        """A program on one device, compiled if there is none of this key yet."""
+        if key not in self._others:
             here = SingleDeviceSharding(device)
-            jitted = jax.jit(sample_packed, in_shardings=here, out_shardings=here)
-            self._samplers[key] = jitted.lower(logits, settings).compile()
-        return self._samplers[key]
+            jitted = jax.jit(function, in_shardings=here, out_shardings=here, donate_argnums=donate, keep_unused=True)
+            abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
+            self._others[key] = jitted.lower(*abstract).compile()
+        return self._others[key]
 
     def __len__(self) -> int:
-        return len(self._programs) + len(self._samplers)
+        return len(self._programs) + len(self._others)
 
     def prepare(self, requests: Iterable[Request], on_program: Callable[[], None], jobs: int = 2) -> None:
         """Compile what is missing, `jobs` at a time (XLA releases the GIL). Reports each program when it is done."""

@@ -1,137 +1,300 @@
 """One serving replica: a sub-mesh with its weights view, its share of the KV cache, and its running sequences."""
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.program import LogitsOf, StepKey
-from amoeba_jax.engine.sampler import pack_sampling
+from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey
+from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, pair_bucket, sampling_row, state_rows
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.sampling_params import SamplingParams
 from kvcache.pages import PagePool
-from sharding.mesh import SubMesh, disassemble
+from kvcache.prefix_cache import PrefixCache
+from sharding.mesh import SubMesh, assemble, disassemble
+
+# A row that samples nothing: padding, or a chunk in mid-prompt.
+_NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
 
 
-class StepResult(NamedTuple):
-    """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for `"all"`."""
+class Row(NamedTuple):
+    """A sequence's part in a step: its tokens `start .. start + length` in row `place` of the bucket."""
 
-    likeliest: Int32[Array, " R"]
-    logits: Float[Array, "R V"]
+    place: int
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last token is the sequence's last, so that the next one follows from it."""
+        return self.start + self.length == self.sequence.num_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What an instance computes next."""
+
+    shape: BatchShape
+    rows: tuple[Row, ...]
+    logits_of: LogitsOf = "last"
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A launched step whose results the host has not taken yet.
+
+    Attributes:
+        sampled: rows whose next token the step chooses.
+        result: what the sampler returned, on its way to the host; read after all else.
+        prompt_rows: a row whose prompt log-probabilities it computes, with those on their way.
+    """
+
+    sampled: list[Row]
+    result: "Future[np.ndarray]"
+    prompt_row: Row | None = None
+    prompt_result: "Future[np.ndarray] | None" = None
+
+    @property
+    def done(self) -> bool:
+        return self.result.done()  # the last thing that the step's reader reads
 
 
 class Instance:
     """Launches steps on one sub-mesh. Used by the dispatcher thread only.
 
     `kv[layer]` is that layer's list of extents, each `[tp * pages, page_elems]` sharded over the ranks. Every step
-    donates them and puts the returned arrays (the same memory) in their place.
+    donates them and puts the returned arrays (the same memory) in their place. So whatever is launched later sees
+    what was launched before, and a page may change hands before the steps that use it have run.
     """
 
     def __init__(
         self,
         group: SubMesh,
         pages: PagePool,
+        cache: PrefixCache,
         kv: list[list[jax.Array]],
         plans: tuple[SegmentPlan, ...],
         weights: WeightStore,
         executables: Executables,
+        num_slots: int,
+        on_result: Callable[[], None],
     ):
         self.id = group.start
         self.group = group
         self.pages = pages
+        self.cache = cache
         self.kv = kv
         self.plans = plans
         self.executables = executables
+        self.num_slots = num_slots
+        self.vocab_size = weights.dims.config.vocab_size
         self.running: list[Sequence] = []
+        self.pending: deque[PendingStep] = deque()
+        self.num_launched = 0
         self._weights = [weights.view(group, plan) for plan in plans]
+        self._free_slots = list(range(num_slots))[::-1]
+        self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
+        self._state: tuple[jax.Array, jax.Array] | None = None  # flags, bias: see engine/sampling.py
+        self._on_result = on_result
+        # Waiting for the device happens here, in a thread that launches nothing.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{group.start}")
 
     @property
     def tp(self) -> int:
         return self.group.tp
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the sampling state on the first rank's device."""
+        return 0 if self._state is None else sum(array.nbytes for array in self._state)
+
+    @property
+    def _extent_pages(self) -> tuple[int, ...]:
+        """Pages of each extent of a layer, the same for all layers."""
+        return tuple(extent.shape[0] // self.tp for extent in self.kv[0])
+
+    # Sequences
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence that has its pages."""
+        sequence.slot = self._free_slots.pop()
+        self.running.append(sequence)
+        if sequence.sampling.kind == "full" and self._state is None:
+            shape, device = (self.num_slots, self.vocab_size), self.group.devices[0]
+            self._state = (jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
+        if sequence.sampling.uses_state:
+            assert self._state is not None
+            flags, bias = state_rows(sequence.sampling, sequence.prompt, sequence.output)
+            program = self.executables.set_state(self.group.devices[0], self._state[0].shape)
+            self._state = program(*self._state, np.int32(sequence.slot), flags, bias)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        assert sequence.pages is not None
+        self.cache.release(sequence.pages)
+        sequence.pages = None
+
+    # Steps
+
     def step_keys(self, shape: BatchShape, logits_of: LogitsOf = "last") -> list[StepKey]:
         """Executables that a step of this shape needs, one per segment."""
-        extents = tuple(extent.shape[0] // self.tp for extent in self.kv[0])
         return [
             StepKey(
                 self.group.device_indices,
                 plan.shape,
                 shape,
-                extents,
+                self._extent_pages,
+                self.num_slots,
                 logits_of if plan.shape.head else "last",
             )
             for plan in self.plans
         ]
 
-    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> StepResult:
-        """Dispatch one step without waiting."""
+    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
+        """Dispatch one step without waiting. The tokens it samples as the likeliest are recorded in their slots."""
         packed = jax.device_put(batch.packed, self.group.sharded)
         hidden: jax.Array | None = None
-        head: tuple[jax.Array, jax.Array] | None = None
+        head: tuple[jax.Array, jax.Array, jax.Array] | None = None
         keys = self.step_keys(batch.shape, logits_of)
         # All of them before the first runs: the cache is donated from then on.
         programs = [self.executables.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]
         for plan, program, weights in zip(self.plans, programs, self._weights, strict=True):
             layers = plan.layers
-            kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed)
+            tokens = self._last_tokens if plan.shape.embedding or plan.shape.head else None
+            kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed, tokens)
             self.kv[layers.start : layers.stop] = kv
         assert head is not None, "the last segment has the head"
-        return StepResult(*head)
+        return HeadOutput(*head)
 
-    def next_tokens(self, result: StepResult, sequences: list[Sequence]) -> jax.Array:
-        """Tokens `[R]` that follow the rows of a step, dispatched without waiting.
+    def launch_plan(self, plan: StepPlan) -> None:
+        """Dispatch a step and what samples its tokens, and have the results read in the background."""
+        head = self.launch(self._batch(plan), plan.logits_of)
+        sampled = [row for row in plan.rows if row.samples]
+        prompt_row = prompt_result = None
+        if plan.logits_of == "all":
+            (row,) = plan.rows
+            targets = np.zeros(plan.shape.num_tokens, np.int32)
+            known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
+            targets[: len(known)] = known
+            logits = self._first_rank(head.logits)
+            program = self.executables.token_logprobs(self.group.devices[0], logits.shape)
+            prompt_row, prompt_result = row, self._read(program(logits, targets))
+        # Without tokens to take, the result still tells when the step is done.
+        result = self._sample(plan, head, sampled) if sampled else self._first_rank(head.likeliest)
+        for row in plan.rows:
+            row.sequence.num_computed = row.start + row.length
+        for row in sampled:
+            row.sequence.num_in_flight += 1
+        self.pending.append(PendingStep(sampled, self._read(result), prompt_row, prompt_result))
+        self.num_launched += 1
 
-        Where all want the likeliest, the step has chosen already. Otherwise they are drawn on the first rank: every
-        rank has the logits, and one sort is enough.
+    def _sample(self, plan: StepPlan, head: HeadOutput, sampled: list[Row]) -> jax.Array:
+        """Choose the next tokens of a step: the array for the host to read.
+
+        Where all rows want the likeliest, the step has chosen already. Otherwise they are drawn on the first rank:
+        every rank has the logits, and one draw is enough.
         """
-        if all(sequence.params.temperature == 0 for sequence in sequences):
-            return result.likeliest
-        rows = [(s.params, s.seed, s.num_tokens) for s in sequences]
-        (logits, *_) = disassemble(self.group, result.logits)
-        program = self.executables.sampler(self.group.devices[0], logits.shape)
-        return program(logits, pack_sampling(rows, logits.shape[0]))
+        kinds = {row.sequence.sampling.kind for row in sampled}
+        if kinds == {"greedy"} and plan.logits_of == "last":
+            self._last_tokens = head.last_tokens
+            return self._first_rank(head.likeliest)
+        logits, tokens = self._first_rank(head.logits), self._first_rank(self._last_tokens)
+        device = self.group.devices[0]
+        if plan.logits_of == "all":
+            logits = self.executables.take_column(device, logits.shape)(logits, np.int32(sampled[0].length - 1))
+        packed = self._pack_sampling(plan, sampled)
+        if "full" in kinds:
+            assert self._state is not None, "made when the first such sequence was added"
+            flags, bias = self._state
+            program = self.executables.draw_full(device, logits.shape, self.num_slots, packed.size)
+            tokens, flags, result = program(logits, tokens, flags, bias, packed)
+            self._state = (flags, bias)
+        else:
+            program = self.executables.draw(device, logits.shape, self.num_slots, packed.size)
+            tokens, result = program(logits, tokens, packed)
+        if self.tp == 1:
+            self._last_tokens = assemble(self.group, [tokens], replicated=True)
+        else:
+            self._last_tokens = jax.device_put(tokens, self.group.replicated)
+        return result
 
-    def release(self) -> None:
-        """Drop all device buffers."""
+    def _pack_sampling(self, plan: StepPlan, sampled: list[Row]) -> np.ndarray:
+        """The step's sampling settings, a row each. Tokens in flight are those of the step before: one at most."""
+        rows = [_NO_SAMPLE] * plan.shape.num_rows
+        num_pairs = 0
+        for row in sampled:
+            s = row.sequence
+            pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
+            num_pairs += len(pairs)
+            rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
+        has_words = any(row.sequence.sampling.bad_words for row in sampled)
+        return pack(rows, len(rows), pair_bucket(num_pairs) if has_words else 0)
+
+    def _first_rank(self, array: jax.Array) -> jax.Array:
+        return disassemble(self.group, array)[0]
+
+    def _read(self, array: jax.Array) -> "Future[np.ndarray]":
+        """Copy a result to the host, a row for each of the step's, without waiting for it here."""
+        future = self._reader.submit(lambda: np.asarray(array).reshape(len(array), -1))
+        future.add_done_callback(lambda _: self._on_result())
+        return future
+
+    def _batch(self, plan: StepPlan) -> StepBatch:
+        """Inputs of a step."""
+        batch, shape = StepBatch(plan.shape, self.tp), plan.shape
+        first_token = np.cumsum([0, *(length for rows, length in shape.groups for _ in range(rows))])
+        tokens, sources = np.zeros(shape.num_tokens, np.int32), np.full(shape.num_tokens, -1, np.int32)
+        positions = np.full(shape.num_tokens, -1, np.int32)
+        last_token, slots, num_pages = (np.zeros(shape.num_rows, np.int32) for _ in range(3))
+        slots -= 1
+        for place, sequence, start, length in plan.rows:
+            first, stop = first_token[place], start + length
+            positions[first : first + length] = np.arange(start, stop)
+            if stop > sequence.num_known:  # only ever the last token is not known
+                sources[first + length - 1] = sequence.slot
+            known = sequence.tokens(start, stop)
+            tokens[first : first + len(known)] = known
+            last_token[place] = first + length - 1
+            if stop == sequence.num_tokens:
+                slots[place] = sequence.slot
+            assert sequence.pages is not None
+            num_pages[place] = used = self.pages.geometry.pages_for(stop)
+            batch.set_table(place, sequence.pages.table[:, :used])
+        batch.set("tokens", tokens)
+        batch.set("sources", sources)
+        batch.set("positions", positions)
+        batch.set("last_token", last_token)
+        batch.set("slots", slots)
+        batch.set("num_pages", num_pages)
+        return batch
+
+    def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for."""
+        ids = np.stack([source, target], axis=1).astype(np.int32)  # [tp, 2]
+        program = self.executables.page_copy(self.group, self._extent_pages, len(self.kv))
+        self.kv = program(self.kv, jax.device_put(ids, self.group.sharded))
+
+    def close(self) -> None:
+        """Stop the reader and drop all device buffers."""
+        self._reader.shutdown(wait=True)
         self.kv.clear()
         self._weights.clear()
-
-    def prefill_batch(self, shape: BatchShape, sequence: Sequence, length: int) -> StepBatch:
-        """Inputs that compute the next `length` tokens of one sequence."""
-        start = sequence.num_computed
-        batch = StepBatch(shape, self.tp)
-        tokens = np.zeros(shape.num_tokens, np.int32)
-        positions = np.full(shape.num_tokens, -1, np.int32)
-        tokens[:length] = sequence.tokens(start, start + length)
-        positions[:length] = np.arange(start, start + length)
-        batch.set("tokens", tokens)
-        batch.set("positions", positions)
-        batch.set("last_token", np.array([length - 1]))
-        self._fill_rows(batch, [sequence], [start + length])
-        return batch
-
-    def decode_batch(self, shape: BatchShape, sequences: list[Sequence]) -> StepBatch:
-        """Inputs that compute the last token of each sequence."""
-        batch = StepBatch(shape, self.tp)
-        rows = shape.num_rows
-        tokens, positions = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-        for row, sequence in enumerate(sequences):
-            tokens[row] = sequence.output[-1]
-            positions[row] = sequence.num_tokens - 1
-        batch.set("tokens", tokens)
-        batch.set("positions", positions)
-        batch.set("last_token", np.arange(rows))
-        self._fill_rows(batch, sequences, [sequence.num_tokens for sequence in sequences])
-        return batch
-
-    def _fill_rows(self, batch: StepBatch, sequences: list[Sequence], lengths: list[int]) -> None:
-        num_pages = np.zeros(batch.shape.num_rows, np.int32)
-        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            assert sequence.pages is not None
-            num_pages[row] = used = self.pages.geometry.pages_for(length)
-            batch.set_table(row, sequence.pages.table[:, :used])
-        batch.set("num_pages", num_pages)
+        self._state = None
+        del self._last_tokens

@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, unpack
 from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
@@ -29,6 +30,7 @@ class StepKey:
         segment: layers, embedding, head.
         batch: bucket of the step.
         extent_pages: pages of each KV extent of a layer, the same for all layers.
+        num_slots: sequences whose last tokens the device remembers.
         logits_of: positions that a head computes: the last of each row, or all tokens of the step.
     """
 
@@ -36,6 +38,7 @@ class StepKey:
     segment: SegmentShape
     batch: BatchShape
     extent_pages: tuple[int, ...]
+    num_slots: int
     logits_of: LogitsOf = "last"
 
     def __str__(self) -> str:
@@ -48,15 +51,24 @@ class StepKey:
         return " ".join(parts)
 
 
+class HeadOutput(NamedTuple):
+    """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for logits of `"all"`."""
+
+    likeliest: Int32[Array, " R"]
+    logits: Float[Array, "V R"]
+    last_tokens: Int32[Array, " S"]
+    """With the likeliest token of each row in its slot."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled step.
 
-    Call with `(weights, kv, inputs, packed)`: `weights` the segment's leaves as `leaf_variables` orders them, `kv` one
-    list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states `[N, D]` or
-    None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`.
-    Returns `(kv, hidden states, head)`, where head is `(likeliest tokens [R], f32 logits [R, V])`; R is N if the
-    head computes all positions.
+    Call with `(weights, kv, inputs, packed, last_tokens)`: `weights` the segment's leaves as `leaf_variables` orders
+    them, `kv` one list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states
+    `[D, N]` or None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`,
+    `last_tokens` `[num_slots]`, the token last sampled for each slot, or None for a segment without embedding and head.
+    Returns `(kv, hidden states, head)`, where head is a `HeadOutput` or None.
     """
 
     key: StepKey
@@ -93,14 +105,20 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
     treedef = jax.tree.structure(state)
     shape = key.batch
 
-    def step(weights: list[jax.Array], kv: list[list[jax.Array]], inputs: jax.Array | None, packed: jax.Array):
+    def step(
+        weights: list[jax.Array],
+        kv: list[list[jax.Array]],
+        inputs: jax.Array | None,
+        packed: jax.Array,
+        last_tokens: jax.Array | None,
+    ):
         matrices = [
             weight.reshape(variable.get_metadata()["spec"].chunk_shape)
             for weight, variable in zip(weights, variables, strict=True)
         ]
         model = nnx.merge(graph, jax.tree.unflatten(treedef, matrices))
         fields = unpack(packed[0], shape)
-        x = model.embedding(fields["tokens"]) if model.embedding is not None else inputs
+        x = model.embedding(_input_tokens(fields, last_tokens)) if model.embedding is not None else inputs
         assert x is not None, "a segment starts with the embedding or with hidden states"
         context = _context(dims, shape, group.tp, key.extent_pages, fields)
         new_kv = []
@@ -109,8 +127,12 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
             new_kv.append(extents)
         if model.head is None:
             return new_kv, x, None
-        logits = model.head(x if key.logits_of == "all" else x[fields["last_token"]])
-        return new_kv, None, (jnp.argmax(logits, axis=-1).astype(jnp.int32), logits)
+        assert last_tokens is not None, "a segment with the head records tokens"
+        logits = model.head(x if key.logits_of == "all" else x[:, fields["last_token"]])
+        likeliest = jnp.argmax(logits, axis=0).astype(jnp.int32)
+        sampled = likeliest[fields["last_token"]] if key.logits_of == "all" else likeliest
+        slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
+        return new_kv, None, HeadOutput(likeliest, logits, last_tokens.at[slots].set(sampled, mode="drop"))
 
     dtype = jnp.dtype(dims.dtype)
     weight_specs = [P(TP_AXIS) if is_sharded(variable) else P() for variable in variables]
@@ -123,10 +145,12 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
         for variable in variables
     ]
     inputs_abstract = (
-        None if plan.shape.embedding else jax.ShapeDtypeStruct((shape.num_tokens, dims.config.hidden_size), dtype)
+        None if plan.shape.embedding else jax.ShapeDtypeStruct((dims.config.hidden_size, shape.num_tokens), dtype)
     )
     packed_abstract = jax.ShapeDtypeStruct((group.tp, shape.packed_size), jnp.int32)
-    in_specs = (weight_specs, P(TP_AXIS), P(), P(TP_AXIS))
+    has_tokens = plan.shape.embedding or plan.shape.head
+    tokens_abstract = jax.ShapeDtypeStruct((key.num_slots,), jnp.int32) if has_tokens else None
+    in_specs = (weight_specs, P(TP_AXIS), P(), P(TP_AXIS), P())
     out_specs = (P(TP_AXIS), P(), P())
     mapped = jax.shard_map(step, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -144,10 +168,11 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
                 group.sharded,
                 group.replicated,
                 group.sharded,
+                group.replicated,
             ),
             out_shardings=(group.sharded, group.replicated, group.replicated),
         )
-        .lower(weights_abstract, kv_abstract, inputs_abstract, packed_abstract)
+        .lower(weights_abstract, kv_abstract, inputs_abstract, packed_abstract, tokens_abstract)
         .compile()
     )
     memory = compiled.memory_analysis()
@@ -162,6 +187,13 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
 
 def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((local[0] * ranks, *local[1:]), dtype)
+
+
+def _input_tokens(fields: dict[str, jax.Array], last_tokens: jax.Array | None) -> jax.Array:
+    """Tokens that the host knows, and in place of the others those that the previous steps sampled."""
+    assert last_tokens is not None, "a segment with the embedding reads tokens"
+    sources = fields["sources"]
+    return jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
 
 
 def _context(

@@ -13,8 +13,9 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
             tensor_parallel_size=instance.tp,
             running=len(instance.running),
             waiting=len(engine.waiting),
-            kv_used_pages=instance.pages.num_total_pages - instance.pages.num_free_pages,
+            kv_used_pages=instance.pages.num_total_pages - instance.cache.num_available_pages,
             kv_total_pages=instance.pages.num_total_pages,
+            num_cached_pages=instance.cache.num_evictable_pages,
         )
         for instance in engine.instances
     )
@@ -22,15 +23,29 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
 
 def memory_report(engine: Engine) -> MemoryReport:
     """Who owns which bytes on each device."""
+    dims = engine.dims
+    padding_bytes = engine.weights.padding_bytes()
+    copied_heads = 1 - 1 / dims.heads.kv_padding
     entries = tuple(
-        MemoryEntry(device, layer, owner, size)
+        MemoryEntry(
+            device,
+            layer,
+            owner,
+            size,
+            padding_bytes=round(size * copied_heads) if owner == "kv cache" else padding_bytes.get((layer, owner), 0),
+        )
         for device, ledger in enumerate(engine.ledgers)
         for (layer, owner), size in ledger.entries.items()
     )
-    dims = engine.dims
     unit_bytes = engine.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
-    used = tuple((a.total_units - a.free_units) * unit_bytes for a in engine.allocators)
+    kept = [0] * len(engine.allocators)
+    for instance in engine.instances:
+        for device in instance.group.device_indices:
+            kept[device] = instance.cache.num_evictable_pages * dims.pages.units_per_page(instance.tp) * unit_bytes
+    used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(engine.allocators, kept, strict=True))
     padding = {kind: padding.ratio for kind, padding in engine.weights.padding().items()}
     padding["kv cache"] = dims.heads.kv_padding
     ledger = engine.ledgers[0]
-    return MemoryReport(ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding)
+    return MemoryReport(
+        ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding, kv_kept_bytes=tuple(kept)
+    )

@@ -1,76 +1,129 @@
-"""A request while it is being served."""
+"""One continuation of a request while it is being served."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from amoeba_jax.outputs import FinishReason
+from amoeba_jax.engine.sampling import SamplingRow
+from amoeba_jax.outputs import FinishReason, Logprob
 from amoeba_jax.sampling_params import SamplingParams
 from kvcache.pages import SequencePages
+from kvcache.prefix_cache import PageKeys
 
-OnToken = Callable[["Sequence"], None]
+
+class Update(NamedTuple):
+    """News of one sequence: tokens that were added, or its end."""
+
+    sequence: "Sequence"
+    tokens: tuple[int, ...] = ()
+    logprobs: dict[int, Logprob] | None = None
+    """Of the token added, if asked for."""
+    finished: bool = False
+    """There will be no more of this sequence, and its fields do not change any more."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, pages and times of one request. Owned by the dispatcher thread once submitted.
+    """Tokens, pages and times of one continuation. Owned by the dispatcher thread once submitted.
+
+    Tokens are known to the host one step late: `num_in_flight` have been sampled on the device and not read yet.
 
     Attributes:
-        num_computed: leading tokens whose keys and values are in the cache.
-        on_token: called in the dispatcher thread after each new token and at the end; must not block.
+        index: which of the request's `n` continuations.
+        number: order of arrival; continuations of one request share it.
+        sink: called in the dispatcher thread with every `Update`; must not block.
+        siblings: the request's other continuations, which wait until this one's prompt is computed.
+        leader: the continuation whose prompt this one shares.
+        num_computed: leading tokens whose keys and values are in the cache, by steps that have been launched.
+        slot: its place in the instance's device-side arrays while it runs.
+        page_keys: of its known tokens, once it is queued.
     """
 
-    request_id: int
+    request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    seed: int
-    on_token: OnToken
+    sampling: SamplingRow
+    sink: Callable[[Update], None]
+    number: int = 0
+    index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: str | None = None
+    siblings: list["Sequence"] = field(default_factory=list)
+    leader: "Sequence | None" = None
+
     arrival: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached: int | None = None
+    num_preemptions: int = 0
+    slot: int = -1
     pages: SequencePages | None = None
+    page_keys: PageKeys | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     error: BaseException | None = None
     started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
     @property
-    def num_tokens(self) -> int:
+    def order(self) -> tuple[int, int, int]:
+        """Who is served first, and preempted last: by priority, then arrival."""
+        return (self.params.priority, self.number, self.index)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that the host knows, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
-    def max_tokens(self) -> int:
-        """Most tokens that it can come to hold, prompt included."""
-        return len(self.prompt) + self.params.max_tokens
+    def num_tokens(self) -> int:
+        """Tokens that there are, prompt included."""
+        return self.num_known + self.num_in_flight
 
     @property
-    def in_prefill(self) -> bool:
-        """More than one token waits to be computed, or none was sampled yet."""
-        return self.num_computed < len(self.prompt)
+    def num_generated(self) -> int:
+        return len(self.output) + self.num_in_flight
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before the next can be sampled; 0 when all that were asked for have been sampled."""
+        if self.num_generated >= self.params.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Its prompt's log-probabilities were asked for, and not all steps that give them were launched."""
+        wanted = self.params.prompt_logprobs is not None and self.index == 0
+        return wanted and self.num_computed < len(self.prompt) and len(self.prompt_logprobs) < len(self.prompt)
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens `start .. stop` of prompt and output together."""
+        """Tokens `start .. stop` of prompt and output together, as far as the host knows them."""
         prompt = self.prompt[start:stop]
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Take a sampled token and decide whether it is the last."""
-        now = time.monotonic()
+        """Take a token that was in flight, and decide whether it is the last."""
         if not self.output:
-            self.first_token_at = now
+            self.first_token_at = time.monotonic()
         self.output.append(token)
-        ends = (
-            self.params.stop_token_ids if self.params.ignore_eos else (*self.eos_token_ids, *self.params.stop_token_ids)
-        )
-        if token in ends:
-            self.finish_reason = "stop"
+        self.num_in_flight -= 1
+        if token in self.params.stop_token_ids:
+            self.finish("stop", token)
+        elif token in self.eos_token_ids and not self.params.ignore_eos:
+            self.finish("stop")
         elif len(self.output) >= self.params.max_tokens:
-            self.finish_reason = "length"
-        if self.finished:
-            self.finished_at = now
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End it. Nothing is reported: that is for the caller."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finished_at = time.monotonic()

@@ -1,5 +1,6 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -57,6 +58,14 @@ class WeightStore:
             total[0] += spec.num_elements
             total[1] += spec.model_elements
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
+
+    def padding_bytes(self) -> dict[tuple[int | None, str], int]:
+        """Bytes of padding and copied heads on one device, by layer and owner as the ledger has them."""
+        itemsize = jnp.dtype(self.dims.dtype).itemsize
+        totals: dict[tuple[int | None, str], int] = defaultdict(int)
+        for name, (layer, spec) in self.specs.items():
+            totals[(layer, _kind(name, layer))] += (spec.num_elements - spec.model_elements) * itemsize
+        return totals
 
     def load(self, load_chunks: LoadChunks, ledgers: list[Ledger], after_layer: Callable[[], None]) -> Iterator[str]:
         """Put every parameter on every device, yielding each one's name when it is there.

@@ -14,10 +14,10 @@ from amoeba_jax.models.layers import (
     FeedForward,
     StepContext,
     chunks,
+    hidden_norm,
     matmul,
     norm_scale,
     parameter,
-    rms_norm,
 )
 from sharding.mesh import TP_AXIS
 from sharding.params import ParamSpec, Source, deal_rows
@@ -35,17 +35,17 @@ class DecoderLayer(nnx.Module):
         self.mlp = FeedForward(dims, layer, tp)
 
     def __call__(
-        self, x: Float[Array, "N D"], extents: list[jax.Array], context: StepContext
-    ) -> tuple[Float[Array, "N D"], list[jax.Array]]:
-        attended, extents = self.attention(rms_norm(x, self.attention_norm[...], self.eps), extents, context)
+        self, x: Float[Array, "D N"], extents: list[jax.Array], context: StepContext
+    ) -> tuple[Float[Array, "D N"], list[jax.Array]]:
+        attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
         x = x + attended
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), extents
+        return x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps)), extents
 
 
 class Embedding(nnx.Module):
     """Token embedding. Every device holds the whole table, so no rank needs another's rows.
 
-    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's chunks, `[D, vocabulary chunk]`:
+    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's chunks, `[vocabulary chunk, D]`:
     the same buffers, not a copy.
     """
 
@@ -62,26 +62,24 @@ class Embedding(nnx.Module):
             spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape)
             self.table = nnx.List([parameter(dims, spec)])
 
-    def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "N D"]:
+    def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "D N"]:
         if not self.tied:
-            return self.table[0][...][tokens]
+            return self.table[0][...][tokens].T
         rows = jnp.zeros((), self.table[0].dtype)
         for index, chunk in enumerate(self.table):
             local = tokens - index * self.share
             inside = (local >= 0) & (local < self.share)
-            columns = jnp.take(chunk[...], jnp.where(inside, local, 0), axis=1).T
-            rows = rows + jnp.where(inside[:, None], columns, 0)
-        return rows
+            rows = rows + jnp.where(inside[:, None], chunk[...][jnp.where(inside, local, 0)], 0)
+        return rows.T
 
 
 def head_spec(dims: ModelDims) -> ParamSpec:
-    """Output projection `[D, vocabulary chunk]`, the embedding's own table if the model ties them."""
+    """Output projection `[vocabulary chunk, D]`, the embedding's own table if the model ties them."""
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_chunk)
     source = Source(name, (config.vocab_size, config.hidden_size), rows)
-    shape = (config.hidden_size, dims.vocab_chunk)
-    return ParamSpec("head", (source,), shape, dims.max_tp, "sharded", transposed=True)
+    return ParamSpec("head", (source,), (dims.vocab_chunk, config.hidden_size), dims.max_tp, "sharded")
 
 
 class Head(nnx.Module):
@@ -93,22 +91,21 @@ class Head(nnx.Module):
         self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden)
         self.kernels = chunks(dims, head_spec(dims), tp)
 
-    def __call__(self, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
         """f32 logits over the model's own vocabulary, the same on every rank."""
-        x = rms_norm(x, self.norm[...], self.dims.config.norm_eps)
-        local = [matmul(x, kernel[...]) for kernel in self.kernels]
-        logits = local[0] if len(local) == 1 else jnp.concatenate(local, axis=1)
+        x = hidden_norm(x, self.norm[...], self.dims.config.norm_eps)
+        local = [matmul(kernel[...], x) for kernel in self.kernels]
+        logits = local[0] if len(local) == 1 else jnp.concatenate(local)
         if self.tp > 1:
-            logits = lax.all_gather(logits, TP_AXIS, axis=1, tiled=True)
+            logits = lax.all_gather(logits, TP_AXIS, tiled=True)
         return self._drop_padding(logits)
 
-    def _drop_padding(self, logits: Float[Array, "R padded"]) -> Float[Array, "R V"]:
-        vocabulary, chunk = self.dims.config.vocab_size, self.dims.vocab_chunk
-        share = self.dims.vocab_share
+    def _drop_padding(self, logits: Float[Array, "padded R"]) -> Float[Array, "V R"]:
+        vocabulary, chunk, share = self.dims.config.vocab_size, self.dims.vocab_chunk, self.dims.vocab_share
         if share != chunk:
-            blocks = logits.reshape(logits.shape[0], self.dims.max_tp, chunk)[:, :, :share]
-            logits = blocks.reshape(logits.shape[0], -1)
-        return logits[:, :vocabulary]
+            blocks = logits.reshape(self.dims.max_tp, chunk, -1)[:, :share]
+            logits = blocks.reshape(self.dims.max_tp * share, -1)
+        return logits[:vocabulary]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from kvcache.geometry import PageGeometry
 from sharding.heads import HeadLayout
 from sharding.params import round_up_to_pages
 
-# Columns of a vocabulary chunk are rounded up to this, so that every rank's matrix rows stay aligned.
+# Rows of a vocabulary chunk are rounded up to this, so that every rank's matrix starts aligned.
 VOCAB_ALIGNMENT = 16
 
 
@@ -41,7 +41,7 @@ class ModelDims:
 
     @cached_property
     def ffn_chunk(self) -> int:
-        """FFN columns per chunk: rounded up until `gate_up` and `down` chunks are whole pages."""
+        """Inner features of the FFN per chunk: rounded up until `gate_up` and `down` chunks are whole pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -55,7 +55,7 @@ class ModelDims:
 
     @property
     def vocab_chunk(self) -> int:
-        """Columns of a vocabulary chunk, alignment padding included."""
+        """Rows of a vocabulary chunk, alignment padding included."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
@@ -66,16 +66,16 @@ class ModelDims:
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
-    def qkv_columns(self) -> int:
-        """Columns of a `qkv` chunk, page padding included."""
+    def qkv_rows(self) -> int:
+        """Rows of a `qkv` chunk, page padding included."""
         used = self.kv_chunk_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
         return round_up_to_pages(used, (self.config.hidden_size,), self.attention_page_elems)
 
     @cached_property
-    def output_rows(self) -> int:
-        """Rows of an `o` chunk, page padding included."""
+    def output_columns(self) -> int:
+        """Columns of an `o` chunk, page padding included."""
         used = self.kv_chunk_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used

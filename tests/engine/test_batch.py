@@ -90,7 +90,8 @@ def test_setting_one_field_leaves_the_others(shape):
 def test_empty_batch_is_all_padding():
     shape = BatchShape(((4, 1), (1, 16)), 3)
     out = unpack(jax.numpy.asarray(StepBatch(shape, 1).packed[0]), shape)
-    np.testing.assert_array_equal(out["positions"], np.full(20, -1))
+    for name, size in (("positions", 20), ("sources", 20), ("slots", 5)):
+        np.testing.assert_array_equal(out[name], np.full(size, -1))
     for name in ("tokens", "last_token", "num_pages", "tables"):
         assert not out[name].any(), name
 
@@ -108,3 +109,9 @@ def test_batches_of_one_bucket_have_one_key():
     assert BatchShape(((4, 1), (1, 16)), 5) == BatchShape(((4, 1), (1, 16)), 5)
     assert len({BatchShape(((4, 1),), 5), BatchShape(((4, 1),), 5), BatchShape(((4, 1),), 6)}) == 2
     assert str(BatchShape(((4, 1), (1, 16)), 5)) == "4x1+1x16"
+
+
+def test_table_that_does_not_fit_is_refused():
+    batch = StepBatch(BatchShape(((2, 1),), 3), 1)
+    with pytest.raises(ValueError, match="4 pages does not fit the 3"):
+        batch.set_table(0, np.zeros((1, 4), np.int32))

