@@ -322,9 +322,8 @@ class LLM:
         """A request that is checked and known by its id, to be submitted and ended by the caller."""
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        tokens = self._check_tokens(
-            self._need_tokenizer("a text prompt").encode(prompt) if text is not None else prompt
-        )
+        token_ids = prompt if text is None else self._need_tokenizer("a text prompt").encode(text)
+        tokens = self._check_tokens(token_ids)
         self._engine.check_request(len(tokens), params.max_tokens)
         vocabulary = self.dims.config.vocab_size
         params.check_vocabulary(vocabulary)

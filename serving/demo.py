@@ -81,6 +81,8 @@ def run_demo(model: str, num_devices: int, device_memory: str, max_tokens: int) 
         progress=sys.stderr.isatty(),
         # Few and small programs, as every sub-mesh of a CPU needs its own: one bucket for all prompts, and
         # five layers an executable, where compiling all 30 as one takes several times as long.
+        # The first run compiles for the second: it must not find its prompts in the cache.
+        prefix_caching=False,
         max_num_seqs=len(QUESTIONS),
         max_num_batched_tokens=64,
         max_model_len=PROMPT_ROOM + max_tokens,

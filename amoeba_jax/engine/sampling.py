@@ -181,11 +181,11 @@ def state_rows(
     np.add.at(flags, np.asarray(output, np.int64), _ONE_OUTPUT)
     flags[np.asarray(prompt, np.int64)] |= _IN_PROMPT
     flags[list(row.stop_token_ids)] |= _STOPS
-    bias = np.zeros(row.vocab_size, np.float32)
+    allowed = row.params.allowed_token_ids
+    bias = np.full(row.vocab_size, 0 if allowed is None else -np.inf, np.float32)
+    bias[list(allowed or ())] = 0
     for token, value in dict(row.params.logit_bias).items():
-        bias[token] = value
-    if row.params.allowed_token_ids is not None:
-        bias[np.setdiff1d(np.arange(row.vocab_size), row.params.allowed_token_ids)] = -np.inf
+        bias[token] += value
     bias[list(row.banned)] = -np.inf
     return flags, bias
 
