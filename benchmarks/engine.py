@@ -62,7 +62,7 @@ def main() -> None:
     progress, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 150)
 
     def say(text: str) -> None:
-        progress.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False)
+        progress.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False, soft_wrap=True)
 
     report = benchmark(options, say)
     if options.json:
