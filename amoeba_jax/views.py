@@ -15,6 +15,7 @@ _LAYER_PARTS: tuple[str, ...] = (
     "kv cache in use",
     "kv cache kept",
     "kv cache free",
+    "sampling",
     "padding",
 )
 # Colors that stand out on light and on dark pages, and for color-blind eyes, and how opaque: what is free is faint.
@@ -23,6 +24,7 @@ _COLORS = {
     "kv cache in use": ("#e8890c", 1.0),
     "kv cache kept": ("#e8890c", 0.6),
     "kv cache free": ("#e8890c", 0.25),
+    "sampling": ("#3a9d6e", 1.0),
     "padding": ("#8c8c8c", 1.0),
     "temporaries (reserved)": ("#b07cc6", 1.0),
     "unused": ("#8c8c8c", 0.15),
@@ -100,7 +102,7 @@ class MemoryReport:
             parts = layers.setdefault(entry.layer, dict.fromkeys(_LAYER_PARTS, 0))
             parts["padding"] += entry.padding_bytes
             if entry.owner != "kv cache":
-                parts["weights"] += entry.num_bytes - entry.padding_bytes
+                parts["sampling" if entry.owner == "sampling" else "weights"] += entry.num_bytes - entry.padding_bytes
             elif entry.num_bytes:
                 free, free_padding = entry.num_bytes, entry.padding_bytes
                 for part, of_device in (("kv cache in use", self.kv_used_bytes), ("kv cache kept", self.kv_kept_bytes)):

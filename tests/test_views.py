@@ -18,13 +18,14 @@ def report(num_devices: int = 4, num_layers: int = 3, owner: str = "ffn weights"
     entries = []
     for device in range(num_devices):
         entries.append(MemoryEntry(device, None, "head", 6 * MIB, 5000))
+        entries.append(MemoryEntry(device, None, "sampling", MIB))
         for layer in range(num_layers):
             entries.append(MemoryEntry(device, layer, owner, (2 + layer % 2) * MIB, 100_000))
             entries.append(MemoryEntry(device, layer, "norm weights", 2304))
             entries.append(MemoryEntry(device, layer, "kv cache", 4 * MIB, MIB))
     used = tuple(num_layers * 65536 * device for device in range(num_devices))
     kept = tuple(num_layers * 131072 for _ in range(num_devices))
-    live = 6 * MIB + sum((6 + layer % 2) * MIB + 2304 for layer in range(num_layers))
+    live = 7 * MIB + sum((6 + layer % 2) * MIB + 2304 for layer in range(num_layers))
     return MemoryReport(live + 5 * MIB, tuple(entries), used, 3 * MIB, {"kv cache": 4 / 3, "head": 1.0}, kept)
 
 
@@ -85,6 +86,7 @@ def test_areas_are_proportional_to_bytes(num_devices: int, num_layers: int):
     for device, row in enumerate(drawn):
         expected = {("of no layer", "temporaries (reserved)"): 3 * MIB, ("of no layer", "unused"): 2 * MIB}
         expected |= {("of no layer", "weights"): 6 * MIB - 5000, ("of no layer", "padding"): 5000}
+        expected["of no layer", "sampling"] = MIB
         for layer in range(num_layers):
             name = f"layer {layer}"
             # A quarter of the cache is padding, in use or not.

@@ -14,7 +14,7 @@ from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.instance import Instance, PendingStep, Row
+from amoeba_jax.engine.instance import Instance, PendingStep, Row, SamplingState
 from amoeba_jax.engine.memory import plan_memory
 from amoeba_jax.engine.sampling import logprob_entry, pack, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
@@ -66,6 +66,11 @@ class Engine:
         for name in self.weights.load(load_chunks, self.ledgers, after_layer):
             on_load(name)
         self.allocators = [BuddyAllocator(dims.max_tp) for _ in devices]
+        self._sampling_states = [
+            SamplingState.zeros(config.max_num_seqs, dims.config.vocab_size, device) for device in devices
+        ]
+        for ledger in self.ledgers:
+            ledger.add("sampling", self.memory_plan.sampling_bytes)
         self.plans = plan_segments(dims, config.segment_layers)
         self.executables = Executables(dims)
         self.waiting: list[Sequence] = []
@@ -116,7 +121,7 @@ class Engine:
                     self.plans,
                     self.weights,
                     self.executables,
-                    self.config.max_num_seqs,
+                    self._sampling_states[group.start],
                     lambda: self.on_result(),
                 )
             )
@@ -510,6 +515,7 @@ class Engine:
         for instance in self.instances:
             instance.close()
         self.instances = ()
+        self._sampling_states.clear()
         self.weights.release()
 
 

@@ -50,6 +50,24 @@ class StepPlan:
 
 
 @dataclass(eq=False)
+class SamplingState:
+    """What a device remembers of its sequences for `draw_full`, in programs' donated buffers. See engine/sampling.py.
+
+    Attributes:
+        flags: `[slots, V]` i32.
+        bias: `[slots, V]` f32.
+    """
+
+    flags: jax.Array
+    bias: jax.Array
+
+    @classmethod
+    def zeros(cls, num_slots: int, vocab_size: int, device: jax.Device) -> "SamplingState":
+        shape = (num_slots, vocab_size)
+        return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
+
+
+@dataclass(eq=False)
 class PendingStep:
     """A launched step whose results the host has not taken yet.
 
@@ -86,7 +104,7 @@ class Instance:
         plans: tuple[SegmentPlan, ...],
         weights: WeightStore,
         executables: Executables,
-        num_slots: int,
+        state: SamplingState,
         on_result: Callable[[], None],
     ):
         self.id = group.start
@@ -96,15 +114,14 @@ class Instance:
         self.kv = kv
         self.plans = plans
         self.executables = executables
-        self.num_slots = num_slots
-        self.vocab_size = weights.dims.config.vocab_size
+        self.state = state
+        self.num_slots = num_slots = state.flags.shape[0]
         self.running: list[Sequence] = []
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self._weights = [weights.view(group, plan) for plan in plans]
         self._free_slots = list(range(num_slots))[::-1]
         self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
-        self._state: tuple[jax.Array, jax.Array] | None = None  # flags, bias: see engine/sampling.py
         self._on_result = on_result
         # Waiting for the device happens here, in a thread that launches nothing.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{group.start}")
@@ -112,11 +129,6 @@ class Instance:
     @property
     def tp(self) -> int:
         return self.group.tp
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the sampling state on the first rank's device."""
-        return 0 if self._state is None else sum(array.nbytes for array in self._state)
 
     @property
     def _extent_pages(self) -> tuple[int, ...]:
@@ -133,14 +145,11 @@ class Instance:
         """Take a sequence that has its pages."""
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
-        if sequence.sampling.kind == "full" and self._state is None:
-            shape, device = (self.num_slots, self.vocab_size), self.group.devices[0]
-            self._state = (jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
         if sequence.sampling.uses_state:
-            assert self._state is not None
+            state = self.state
             flags, bias = state_rows(sequence.sampling, sequence.prompt, sequence.output)
-            program = self.executables.set_state(self.group.devices[0], self._state[0].shape)
-            self._state = program(*self._state, np.int32(sequence.slot), flags, bias)
+            program = self.executables.set_state(self.group.devices[0], state.flags.shape)
+            state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), flags, bias)
 
     def remove(self, sequence: Sequence) -> None:
         """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
@@ -221,11 +230,9 @@ class Instance:
             logits = self.executables.take_column(device, logits.shape)(logits, np.int32(sampled[0].length - 1))
         packed = self._pack_sampling(plan, sampled)
         if "full" in kinds:
-            assert self._state is not None, "made when the first such sequence was added"
-            flags, bias = self._state
+            state = self.state
             program = self.executables.draw_full(device, logits.shape, self.num_slots, packed.size)
-            tokens, flags, result = program(logits, tokens, flags, bias, packed)
-            self._state = (flags, bias)
+            tokens, state.flags, result = program(logits, tokens, state.flags, state.bias, packed)
         else:
             program = self.executables.draw(device, logits.shape, self.num_slots, packed.size)
             tokens, result = program(logits, tokens, packed)
@@ -296,5 +303,4 @@ class Instance:
         self._reader.shutdown(wait=True)
         self.kv.clear()
         self._weights.clear()
-        self._state = None
-        del self._last_tokens
+        del self.state, self._last_tokens

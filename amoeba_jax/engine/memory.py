@@ -20,6 +20,7 @@ class MemoryPlan:
     budget_bytes: int
     weight_bytes: int
     activation_bytes: int
+    sampling_bytes: int
     page_bytes: int
     """One page of one layer."""
     num_pages: int
@@ -51,6 +52,11 @@ def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
     return 4 * (tokens * per_token + logits)
 
 
+def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
+    """What a device keeps for the sampling of its sequences: last tokens (i32), flags (i32) and biases (f32)."""
+    return config.max_num_seqs * (4 + 8 * dims.config.vocab_size)
+
+
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
     """Give weights and temporaries what they need and the KV cache the rest.
 
@@ -58,15 +64,16 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     needed.
     """
     budget = device_budget(config, device)
-    activations = activation_estimate(dims, config)
+    activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
     all_layers = page_bytes * dims.config.num_layers
-    num_pages = (budget - weight_bytes - activations) // all_layers
+    num_pages = (budget - weight_bytes - activations - sampling) // all_layers
     if num_pages < 1:
-        need = weight_bytes + activations + all_layers
+        need = weight_bytes + activations + sampling + all_layers
         raise MemoryBudgetError(
             f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
-            f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)} and one KV page of all layers "
-            f"{format_bytes(all_layers)}: at least {format_bytes(need)} ({need} bytes) per device"
+            f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)}, sampling "
+            f"{format_bytes(sampling)} and one KV page of all layers {format_bytes(all_layers)}: at least "
+            f"{format_bytes(need)} ({need} bytes) per device"
         )
-    return MemoryPlan(budget, weight_bytes, activations, page_bytes, num_pages)
+    return MemoryPlan(budget, weight_bytes, activations, sampling, page_bytes, num_pages)

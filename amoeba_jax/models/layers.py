@@ -182,7 +182,9 @@ class Attention(nnx.Module):
         used = kv_heads * (dims.heads.group + 2) * head_dim
         parts = []
         for index, kernel in enumerate(self.qkv):
-            y = matmul(kernel[...], x)[:used].T
+            # Behind the barrier, or XLA folds the transposition into the product, as `x.T @ W.T`: slower (see
+            # `matmul`), and not supported in bfloat16 on CPU.
+            y = lax.optimization_barrier(matmul(kernel[...], x))[:used].T
             if self.qkv_bias is not None:
                 y = y + self.qkv_bias[index][...]
             y = y.astype(x.dtype).reshape(x.shape[1], -1, head_dim)

@@ -50,7 +50,8 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
 def smallest_memory(llm: LLM, num_pages: int) -> int:
     """A device budget that leaves the KV cache so many pages."""
     plan = llm._engine.memory_plan
-    return plan.weight_bytes + plan.activation_bytes + num_pages * plan.page_bytes * llm.dims.config.num_layers
+    fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
+    return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -171,7 +172,7 @@ def test_cancelled_task_ends_its_request(llm: LLM):
                 arrived.set()
 
         task = asyncio.create_task(consume())
-        await arrived.wait()
+        await asyncio.wait_for(arrived.wait(), 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -70,7 +70,7 @@ def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_c
 def test_weights_exist_once_per_device(llm: LLM):
     """The bytes of weights are those of one padded model: no layout brings a second copy."""
     owners = llm.memory().by_owner(0)
-    weights = sum(size for owner, size in owners.items() if owner != "kv cache")
+    weights = sum(size for owner, size in owners.items() if owner not in ("kv cache", "sampling"))
     config = tiny_config("qwen2")
     hidden, ffn_chunk, vocab_chunk = 48, llm.dims.ffn_chunk, llm.dims.vocab_chunk
     heads = llm.dims.heads
