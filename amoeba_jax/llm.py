@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint, save
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.reports import instance_views, memory_report
+from amoeba_jax.engine.reports import engine_stats, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
@@ -103,7 +102,8 @@ class LLM:
         self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end an abandoned stream in a thread that is in here.
+        self._lock = threading.RLock()
 
     # Generation
 
@@ -168,7 +168,10 @@ class LLM:
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._request(prompt, params, deliveries.put, request_id, cache_salt)
-        return self._stream(request, deliveries)
+        outputs = self._stream(request, deliveries)
+        # A generator that is dropped before its loop starts runs no `finally`.
+        weakref.finalize(outputs, _end_request, weakref.ref(self), request).atexit = False
+        return outputs
 
     def _stream(self, request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
         try:
@@ -262,8 +265,8 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
-        """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions."""
-        return self._dispatcher.call(replace, self._engine.stats).result()
+        """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions, compiled programs."""
+        return self._dispatcher.call(engine_stats, self._engine).result()
 
     @property
     def instances(self) -> tuple[InstanceView, ...]:
@@ -373,7 +376,8 @@ class LLM:
         """Forget requests; what has not finished is aborted."""
         with self._lock:
             for request in requests:
-                self._requests.pop(request.id, None)
+                if self._requests.get(request.id) is request:  # the id may be another's by now
+                    del self._requests[request.id]
         unfinished = [s for request in requests for s in request.sequences if not s.finished]
         if unfinished:
             # Not waited for: the garbage collector may run this in any thread, the dispatcher's own included. Calls
@@ -415,6 +419,12 @@ def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, st
     """A stop string has come: the engine need not go on. Not waited for."""
     with contextlib.suppress(EngineClosedError):
         dispatcher.call(engine.finish, [sequence], "stop", stop)
+
+
+def _end_request(llm: "weakref.ref[LLM]", request: Request) -> None:
+    """A stream is dropped: its request ends with it. Keeps no `LLM` alive."""
+    if (owner := llm()) is not None:
+        owner._end([request])
 
 
 def _close(dispatcher: Dispatcher, outputs: OutputThread) -> None:

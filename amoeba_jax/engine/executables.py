@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from amoeba_jax.engine import sampling
+from amoeba_jax.engine import sampler
 from amoeba_jax.engine.page_copy import compile_page_copy
 from amoeba_jax.engine.program import Program, StepKey, compile_step
 from amoeba_jax.models.decoder import SegmentPlan
@@ -44,42 +44,30 @@ class Executables:
         return program
 
     def draw(self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int) -> jax.stages.Compiled:
-        """`sampling.draw` for logits of this shape and settings of this size."""
+        """`sampler.draw` for logits of this shape and settings of this size."""
 
-        def draw(logits: jax.Array, last_tokens: jax.Array, packed: jax.Array):
-            return sampling.draw(logits.T, last_tokens, packed)
-
-        return self._get(
-            ("draw", device, logits, packed), device, draw, [(logits, _F32), ((num_slots,), _I32), ((packed,), _I32)]
-        )
+        shapes = [(logits, _F32), ((num_slots,), _I32), ((packed,), _I32)]
+        return self._get(("draw", device, logits, packed), device, sampler.draw, shapes)
 
     def draw_full(
         self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int
     ) -> jax.stages.Compiled:
-        """`sampling.draw_full` for logits of this shape and settings of this size. Donates `flags`."""
-
-        def draw_full(logits: jax.Array, last_tokens: jax.Array, flags: jax.Array, bias: jax.Array, packed: jax.Array):
-            return sampling.draw_full(logits.T, last_tokens, flags, bias, packed)
-
+        """`sampler.draw_full` for logits of this shape and settings of this size. Donates `flags`."""
         state = (num_slots, logits[0])
         shapes = [(logits, _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
-        return self._get(("draw_full", device, logits, packed), device, draw_full, shapes, donate=(2,))
+        return self._get(("draw_full", device, logits, packed), device, sampler.draw_full, shapes, donate=(2,))
 
     def set_state(self, device: jax.Device, state: tuple[int, ...]) -> jax.stages.Compiled:
-        """`sampling.set_state` for `flags` and `bias` of this shape. Donates both."""
+        """`sampler.set_state` for `flags` and `bias` of this shape. Donates both."""
         row = state[1:]
         shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
-        return self._get(("set_state", device, state), device, sampling.set_state, shapes, donate=(0, 1))
+        return self._get(("set_state", device, state), device, sampler.set_state, shapes, donate=(0, 1))
 
     def token_logprobs(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
-        """`sampling.token_logprobs` for logits of this shape and as many targets."""
+        """`sampler.token_logprobs` for logits of this shape and as many targets."""
 
-        def token_logprobs(logits: jax.Array, targets: jax.Array):
-            return sampling.token_logprobs(logits.T, targets)
-
-        return self._get(
-            ("token_logprobs", device, logits), device, token_logprobs, [(logits, _F32), (logits[1:], _I32)]
-        )
+        shapes = [(logits, _F32), (logits[1:], _I32)]
+        return self._get(("token_logprobs", device, logits), device, sampler.token_logprobs, shapes)
 
     def take_column(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
         """`(logits, index) -> logits[:, index]`, as one column."""

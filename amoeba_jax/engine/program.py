@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, unpack
+from amoeba_jax.engine.sampler import argmax
 from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
@@ -129,7 +130,7 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
             return new_kv, x, None
         assert last_tokens is not None, "a segment with the head records tokens"
         logits = model.head(x if key.logits_of == "all" else x[:, fields["last_token"]])
-        likeliest = jnp.argmax(logits, axis=0).astype(jnp.int32)
+        likeliest, _ = argmax(logits)
         sampled = likeliest[fields["last_token"]] if key.logits_of == "all" else likeliest
         slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
         return new_kv, None, HeadOutput(likeliest, logits, last_tokens.at[slots].set(sampled, mode="drop"))

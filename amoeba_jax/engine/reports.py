@@ -1,6 +1,9 @@
 """Pictures of an engine at the moment of asking. Called in the dispatcher thread."""
 
+from dataclasses import replace
+
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import InstanceView, MemoryEntry, MemoryReport
 
 
@@ -49,3 +52,8 @@ def memory_report(engine: Engine) -> MemoryReport:
     return MemoryReport(
         ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding, kv_kept_bytes=tuple(kept)
     )
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    """Running totals."""
+    return replace(engine.stats, compiled_programs=len(engine.executables))

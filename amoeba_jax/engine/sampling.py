@@ -1,22 +1,11 @@
-"""Choose next tokens on the device, in the order of vLLM's sampler.
-
-Logits are masked (allowed tokens, bad words, stop tokens before `min_tokens`), biased and penalized. The likeliest
-token is taken where temperature is 0. Otherwise one is drawn: temperature, then min-p, top-k of what is left, top-p
-of what is left then. Tokens as likely as the last one that a filter keeps are kept too.
-
-A row's token depends on its own logits, settings and state, and on no other row. Its noise comes from the key
-`fold_in(key(seed), position)` and belongs to token ids. So a request's tokens are the same in any batch.
-"""
+"""Sampling on the host: a sequence's settings, a step's inputs for `engine/sampler.py`, and its results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Float, Int32
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import Logprob
@@ -29,11 +18,11 @@ ANY_TOKEN = -1
 """In a pair of a bad word: its last token is banned whatever came before."""
 
 # Of a row's `options`.
-_USES_STATE, _BELOW_MIN_TOKENS, _LOGPROBS = 1, 2, 4
+USES_STATE, BELOW_MIN_TOKENS, LOGPROBS = 1, 2, 4
 # Of a token's entry in `flags`; the bits above count how often it was generated.
-_IN_PROMPT, _STOPS, _ONE_OUTPUT = 1, 2, 4
+IN_PROMPT, STOPS, ONE_OUTPUT = 1, 2, 4
 
-_FLOATS: tuple[str, ...] = (
+FLOATS: tuple[str, ...] = (
     "temperature",
     "top_p",
     "min_p",
@@ -41,13 +30,11 @@ _FLOATS: tuple[str, ...] = (
     "frequency_penalty",
     "presence_penalty",
 )
-# Of a row, as they are packed. From `options` on they are a sequence's own, but for `_BELOW_MIN_TOKENS`.
-_FIELDS: tuple[str, ...] = ("slot", "position", "options", "seed", "top_k", *_FLOATS)
-_OPTIONS = _FIELDS.index("options")
+# Of a row, as they are packed. From `options` on they are a sequence's own, but for `BELOW_MIN_TOKENS`.
+FIELDS: tuple[str, ...] = ("slot", "position", "options", "seed", "top_k", *FLOATS)
+_OPTIONS = FIELDS.index("options")
 
 _SMALLEST_PAIR_BUCKET = 8
-# `lax.top_k` of so few takes a tenth of the time of bisection (XLA:CPU, 49152 tokens).
-_SMALL_TOP_K = 64
 
 BadWords = tuple[tuple[int, ...], ...]
 Pair = tuple[int, int]
@@ -136,7 +123,7 @@ def sampling_row(
         kind = "draw" if params.temperature > 0 else "greedy"
     # Filters mean nothing where the likeliest token is taken: without them the device has less to do.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
-    options = _USES_STATE * uses_state | _LOGPROBS * wants_logprobs
+    options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
     integers = np.array([options, np.uint32(seed).view(np.int32), top_k], np.int32)
     floats = np.array([params.temperature, top_p, min_p, *penalties], np.float32)
     stops = {*params.stop_token_ids, *eos_token_ids}
@@ -178,9 +165,9 @@ def state_rows(
     it was generated (from bit 2). `bias` is added to logits: -inf for what must not come.
     """
     flags = np.zeros(row.vocab_size, np.int32)
-    np.add.at(flags, np.asarray(output, np.int64), _ONE_OUTPUT)
-    flags[np.asarray(prompt, np.int64)] |= _IN_PROMPT
-    flags[list(row.stop_token_ids)] |= _STOPS
+    np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
+    flags[np.asarray(prompt, np.int64)] |= IN_PROMPT
+    flags[list(row.stop_token_ids)] |= STOPS
     allowed = row.params.allowed_token_ids
     bias = np.full(row.vocab_size, 0 if allowed is None else -np.inf, np.float32)
     bias[list(allowed or ())] = 0
@@ -221,16 +208,16 @@ def pack(rows: Sequence[StepRow], num_rows: int, num_pairs: int = 0) -> Int32[np
     Floats travel as their bits. Rows beyond those given are padding: they take the likeliest token and record
     nothing. `num_pairs` is what the program is compiled for, at least the pairs of all rows together.
     """
-    size = len(_FIELDS) * num_rows
+    size = len(FIELDS) * num_rows
     packed = np.zeros(size + 3 * num_pairs, np.int32)
-    fields = packed[:size].reshape(len(_FIELDS), num_rows)
+    fields = packed[:size].reshape(len(FIELDS), num_rows)
     pairs = packed[size:].reshape(3, num_pairs)
     fields[0] = NO_SLOT
     pairs[0] = num_rows  # out of range: bans nothing
     filled = 0
     for index, (row, slot, position, generated, row_pairs) in enumerate(rows):
         fields[:, index] = slot, position, *row.settings
-        fields[_OPTIONS, index] |= _BELOW_MIN_TOKENS * (generated < row.params.min_tokens)
+        fields[_OPTIONS, index] |= BELOW_MIN_TOKENS * (generated < row.params.min_tokens)
         for last, banned in row_pairs:
             pairs[:, filled] = index, last, banned
             filled += 1
@@ -257,196 +244,3 @@ def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> di
         if top_id >= 0:
             entry.setdefault(top_id, Logprob(top_logprob, place))
     return entry
-
-
-# Device.
-
-
-def set_state(
-    flags: Int32[Array, "slots V"],
-    bias: Float[Array, "slots V"],
-    slot: Int32[Array, ""],
-    flags_row: Int32[Array, " V"],
-    bias_row: Float[Array, " V"],
-) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """`flags` and `bias` with one slot's rows replaced. Donates both."""
-    return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
-
-
-def draw(
-    logits: Float[Array, "R V"], last_tokens: Int32[Array, " slots"], packed: Int32[Array, " size"]
-) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
-    """Tokens of rows that are "greedy" or "draw": `(last_tokens with them, tokens)`."""
-    fields, _ = _unpack(packed, logits.shape[0])
-    tokens = _choose(logits, fields)
-    return last_tokens.at[fields["slot"]].set(tokens), tokens[:, None]
-
-
-def draw_full(
-    logits: Float[Array, "R V"],
-    last_tokens: Int32[Array, " slots"],
-    flags: Int32[Array, "slots V"],
-    bias: Float[Array, "slots V"],
-    packed: Int32[Array, " size"],
-) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
-    """Tokens of rows of any kind, and log-probabilities: `(last_tokens and flags with them, result)`.
-
-    Donates `flags`. A result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities are those of
-    `logits` as given. A row whose settings leave no token at all is drawn as if they masked none.
-    """
-    fields, pairs = _unpack(packed, logits.shape[0])
-    slots, uses_state = fields["slot"], fields["options"] & _USES_STATE > 0
-    processed = lax.cond(uses_state.any(), lambda: _with_state(logits, flags, bias, fields), lambda: logits)
-    row, required, banned = pairs
-    matches = (required == ANY_TOKEN) | (required == last_tokens.at[slots[row]].get(mode="clip"))
-    processed = processed.at[jnp.where(matches, row, logits.shape[0]), banned].set(-jnp.inf)
-    nothing_left = processed.max(axis=-1, keepdims=True) == -jnp.inf
-    tokens = _choose(jnp.where(nothing_left, logits, processed), fields)
-
-    wants_logprobs = fields["options"] & _LOGPROBS > 0
-    columns = lax.cond(
-        wants_logprobs.any(),
-        lambda: jnp.where(wants_logprobs[:, None], token_logprobs(logits, tokens), 0),
-        lambda: jnp.zeros((logits.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32),
-    )
-    return (
-        last_tokens.at[slots].set(tokens),
-        flags.at[slots, tokens].add(jnp.where(uses_state, _ONE_OUTPUT, 0)),
-        jnp.concatenate([tokens[:, None], columns], axis=1),
-    )
-
-
-def token_logprobs(logits: Float[Array, "N V"], targets: Int32[Array, " N"]) -> Int32[Array, "N columns"]:
-    """Log-probability and rank of each target and the likeliest tokens: 2 + 2 * `MAX_LOGPROBS` columns of bits.
-
-    For `unpack_logprobs`. For a prompt, `targets` are the tokens that come next.
-    """
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=1)
-    rank = (logprobs >= chosen).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    top = min(MAX_LOGPROBS, logits.shape[1])
-    top_logprobs, top_ids = lax.top_k(logprobs, top)
-    padding = ((0, 0), (0, MAX_LOGPROBS - top))
-    top_ids = jnp.pad(top_ids.astype(jnp.int32), padding, constant_values=-1)
-    top_logprobs = jnp.pad(top_logprobs, padding, constant_values=-jnp.inf)
-    bits = lax.bitcast_convert_type(jnp.concatenate([chosen, top_logprobs], axis=1), jnp.int32)
-    return jnp.concatenate([bits[:, :1], rank, top_ids, bits[:, 1:]], axis=1)
-
-
-def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "3 pairs"]]:
-    """Fields `[R]` by name, and the pairs: their rows, required last tokens and banned tokens."""
-    size = len(_FIELDS) * num_rows
-    fields: dict[str, jax.Array] = dict(zip(_FIELDS, packed[:size].reshape(len(_FIELDS), num_rows), strict=True))
-    fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in _FLOATS}
-    return fields, packed[size:].reshape(3, -1)
-
-
-def _with_state(
-    logits: Float[Array, "R V"],
-    flags: Int32[Array, "slots V"],
-    bias: Float[Array, "slots V"],
-    fields: dict[str, jax.Array],
-) -> Float[Array, "R V"]:
-    """Logits with masks, biases and penalties of the rows that use state."""
-
-    def column(name: str) -> jax.Array:
-        return fields[name][:, None]
-
-    row_flags = flags.at[fields["slot"]].get(mode="clip")
-    processed = logits + bias.at[fields["slot"]].get(mode="clip")
-    held_back = (column("options") & _BELOW_MIN_TOKENS > 0) & (row_flags & _STOPS > 0)
-    processed = jnp.where(held_back, -jnp.inf, processed)
-    count = row_flags // _ONE_OUTPUT
-    seen = (row_flags & _IN_PROMPT > 0) | (count > 0)
-    repetition = jnp.where(seen, column("repetition_penalty"), 1)
-    processed = jnp.where(processed > 0, processed / repetition, processed * repetition)
-    processed -= column("frequency_penalty") * count.astype(jnp.float32)
-    processed -= column("presence_penalty") * (count > 0)
-    # A tiny repetition penalty must not take logits to infinity, all alike.
-    processed = jnp.minimum(processed, jnp.finfo(jnp.float32).max)
-    return jnp.where(column("options") & _USES_STATE > 0, processed, logits)
-
-
-def _choose(logits: Float[Array, "R V"], fields: dict[str, jax.Array]) -> Int32[Array, " R"]:
-    """The likeliest token where temperature is 0, the lowest id of equals, else one that is drawn."""
-    likeliest = _argmax(logits)
-    draws = fields["temperature"] > 0
-    return lax.cond(draws.any(), lambda: jnp.where(draws, _draw(logits, fields), likeliest), lambda: likeliest)
-
-
-def _draw(logits: Float[Array, "R V"], fields: dict[str, jax.Array]) -> Int32[Array, " R"]:
-    """A token of each row, by the Gumbel-max trick.
-
-    Top-p needs no sort: if the best score of all tokens belongs to one within the top p, it is the best of these.
-    If not, nothing as unlikely as that token is within, and the best of the likelier ones is tried. The first try
-    succeeds with a probability of at least p; the expected number of tries grows with log(V) at worst.
-    """
-    # Less the peak, or a tiny temperature would take the likeliest tokens to infinity, all alike.
-    peak = logits.max(axis=-1, keepdims=True)
-    scaled = (logits - peak) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)[:, None]
-    floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(scaled, fields["top_k"]))
-    kept = scaled >= floor[:, None]
-    mass = jnp.where(kept, jnp.exp(scaled), 0)
-    limit = fields["top_p"] * mass.sum(axis=-1)
-
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed.astype(jnp.uint32)), position)
-        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
-
-    scores = jnp.where(kept, scaled + jax.vmap(noise)(fields["seed"], fields["position"]), -jnp.inf)
-
-    def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The best of the tokens likelier than the last one, for rows where that was outside; others find it again."""
-        _, value, pivot, outside = state
-        pivot = jnp.where(outside[:, None], value, pivot)
-        tokens = _argmax(jnp.where(scaled > pivot, scores, -jnp.inf))
-        value = jnp.take_along_axis(scaled, tokens[:, None], axis=1)
-        likelier = jnp.where(scaled > value, mass, 0).sum(axis=-1)
-        # The peak itself is always within; a row of NaN too, which no comparison could ever end.
-        return tokens, value, pivot, (fields["top_p"] < 1) & (likelier >= limit) & (value[:, 0] < 0)
-
-    rows = logits.shape[0]
-    lowest = jnp.full((rows, 1), -jnp.inf)
-    start = (jnp.zeros(rows, jnp.int32), lowest, lowest, jnp.ones(rows, bool))
-    return lax.while_loop(lambda state: state[-1].any(), attempt, start)[0]
-
-
-def _argmax(x: Float[Array, "R V"]) -> Int32[Array, " R"]:
-    """The first of the largest values of each row; with NaN, some token.
-
-    XLA:CPU does not vectorize `jnp.argmax`, which takes 2 to 3 times as long.
-    """
-    last = x.shape[1] - 1
-    return jnp.where(x == x.max(axis=-1, keepdims=True), jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
-
-
-def _top_k_floor(x: Float[Array, "R V"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """The k-th largest value of each row, -inf where k is below 1. All ways to it give the same."""
-    vocab_size = x.shape[1]
-    few = min(_SMALL_TOP_K, vocab_size)
-    k = jnp.minimum(k, vocab_size)
-    nothing = jnp.full(x.shape[0], -jnp.inf)
-
-    def small() -> jax.Array:
-        return jnp.take_along_axis(lax.top_k(x, few)[0], jnp.maximum(k - 1, 0)[:, None], axis=1)[:, 0]
-
-    branch = jnp.where(k.max() <= 0, 0, jnp.where(k.max() <= few, 1, 2))
-    found = lax.switch(branch, [lambda: nothing, small, lambda: _kth_largest(x, k)])
-    return jnp.where(k > 0, found, -jnp.inf)
-
-
-def _kth_largest(x: Float[Array, "R V"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """The k-th largest value of each row, by bisection on its bits."""
-
-    def flip(bits: jax.Array) -> jax.Array:
-        """Floats' bits to integers of the same order, and back."""
-        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-    ordered = flip(lax.bitcast_convert_type(x, jnp.int32))
-
-    def set_bit(index: jax.Array, found: jax.Array) -> jax.Array:
-        higher = found + (1 << (31 - index))
-        return jnp.where((ordered >= higher[:, None]).sum(axis=-1) >= k, higher, found)
-
-    found = lax.fori_loop(0, 32, set_bit, jnp.full(x.shape[0], -(2**31), jnp.int32))
-    return lax.bitcast_convert_type(flip(found), jnp.float32)

@@ -1,0 +1,117 @@
+"""What the engine adds to its executables: wall time of decode steps while serving, and of the same steps alone.
+
+    python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 128] [--json overhead.json]
+
+Both generate the same tokens of the same prompts, on one device, turn by turn. "Serving" is `LLM.generate`, detokenizing
+included, less the time until all first tokens are there. "Alone" launches prepared steps one after the other, each
+reading the token before it from the device, and waits for the last.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+from decode import MODELS
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.batch import StepBatch
+from amoeba_jax.engine.instance import Instance
+
+
+def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
+    """Seconds of a decode step while serving."""
+
+    def seconds(tokens: int) -> float:
+        start = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        return time.perf_counter() - start
+
+    return (seconds(new_tokens) - seconds(1)) / (new_tokens - 1)
+
+
+def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
+    """Seconds of a decode step of the executables alone, contexts growing as they do while serving."""
+    engine, instance = llm._engine, llm._engine.instances[0]
+    pages = engine.dims.pages.pages_for(prompt + new_tokens)
+    tables = [instance.pages.allocate(pages) for _ in range(batch)]
+    steps = [decode_step(instance, engine.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
+    start = time.perf_counter()
+    for step in steps:
+        head = instance.launch(step)
+        instance._last_tokens = head.last_tokens
+    jax.block_until_ready(head.likeliest)
+    elapsed = time.perf_counter() - start
+    for table in tables:
+        instance.pages.free(table)
+    return elapsed / len(steps)
+
+
+def decode_step(instance: Instance, shape, tables: list[np.ndarray], position: int) -> StepBatch:
+    step, slots = StepBatch(shape, instance.tp), np.arange(len(tables))
+    used = instance.pages.geometry.pages_for(position + 1)
+    step.set("sources", slots)
+    step.set("slots", slots)
+    step.set("positions", np.full(len(tables), position))
+    step.set("last_token", slots)
+    step.set("num_pages", np.full(len(tables), used))
+    for row, table in enumerate(tables):
+        step.set_table(row, table[:, :used])
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="powers of two")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    table = Table(title="decode step, ms: median (of all)")
+    for column in ("model", "batch", "serving", "executables alone", "ratio"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    results, random = [], np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, config in MODELS.items():
+            (directory := Path(scratch) / name).mkdir()
+            (directory / "config.json").write_text(json.dumps(config))
+            llm = LLM(
+                directory,
+                load_format="random",
+                num_devices=1,
+                device_memory="3GiB",
+                max_num_seqs=max(options.batch),
+                max_model_len=2048,
+                prefix_caching=False,
+                progress=False,
+            )
+            with llm:
+                for batch in options.batch:
+                    prompts = random.integers(0, config["vocab_size"], (batch, options.prompt)).tolist()
+                    serving_s(llm, prompts, options.new_tokens)
+                    alone_s(llm, batch, options.prompt, options.new_tokens)
+                    serving, alone = [], []
+                    for _ in range(options.repeats):
+                        serving.append(serving_s(llm, prompts, options.new_tokens))
+                        alone.append(alone_s(llm, batch, options.prompt, options.new_tokens))
+                    ratio = median(a / b for a, b in zip(serving, alone, strict=True))
+                    results.append({"model": name, "batch": batch, "serving_s": serving, "alone_s": alone})
+                    table.add_row(name, str(batch), times(serving), times(alone), f"{ratio:.2f}")
+    Console(width=110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def times(samples: list[float]) -> str:
+    return f"{median(samples) * 1e3:.1f} ({' '.join(f'{s * 1e3:.1f}' for s in sorted(samples))})"
+
+
+if __name__ == "__main__":
+    main()

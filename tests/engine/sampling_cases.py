@@ -1,0 +1,198 @@
+"""Sequences about to get a token, the sampler driven as an instance drives it, and float64 NumPy to compare with.
+
+Logits are `[R, V]` here, a sequence's in a row; the sampler gets them as `[V, R]`. Programs take longer to compile
+than to run, so tests share a few shapes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.engine.sampler import draw, draw_full, set_state, token_logprobs
+from amoeba_jax.engine.sampling import (
+    NO_SLOT,
+    SamplingResult,
+    SamplingRow,
+    StepRow,
+    TokenLogprobs,
+    bad_word_pairs,
+    pack,
+    pair_bucket,
+    sampling_row,
+    state_rows,
+    unpack_logprobs,
+    unpack_result,
+)
+
+jit_draw = jax.jit(draw)
+jit_draw_full = jax.jit(draw_full, donate_argnums=2)
+jit_set_state = jax.jit(set_state, donate_argnums=(0, 1))
+jit_token_logprobs = jax.jit(token_logprobs)
+
+GREEDY = SamplingParams(temperature=0)
+VOCABULARY, ROWS, SLOTS = 64, 8, 10
+EOS = (2, 5)
+
+
+# The reference.
+
+
+@cache
+def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    key = jax.random.fold_in(jax.random.key(np.uint32(seed)), position)
+    return np.asarray(jax.random.gumbel(key, (vocab_size,), jnp.float32), np.float64)
+
+
+def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probabilities of one row's tokens: temperature, then min-p, then top-k of the rest, then top-p of that.
+
+    Raises `AssertionError` if the outcome hangs on a rounding error.
+    """
+    scaled = np.asarray(logits, np.float64) / params.temperature
+    p = np.exp(scaled - scaled.max())
+    if 0 < params.min_p < 1:
+        assert np.abs(p - params.min_p).min() > 1e-5, "min-p is on the edge of a token"
+    p[p < params.min_p] = 0
+    if params.top_k > 0:
+        kth = np.sort(p)[::-1][min(params.top_k, len(p)) - 1]
+        assert not ((p != kth) & (np.abs(p - kth) <= 1e-5 * kth)).any(), "top-k is on the edge of a token"
+        p[p < kth] = 0
+    p /= p.sum()
+    if params.top_p < 1:
+        likelier = np.array([p[p > value].sum() for value in p])
+        assert np.abs(likelier - params.top_p).min() > 1e-5, "top-p is on the edge of a token"
+        p[likelier >= params.top_p] = 0
+    return p / p.sum()
+
+
+def processed(logits: np.ndarray, case: "Case") -> np.ndarray:
+    """Logits after masks, bias and penalties, an option at a time."""
+    params, x = case.params, np.asarray(logits, np.float64).copy()
+    prompt, output = list(case.prompt), list(case.output)
+    for token in range(len(x)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x[token] = -np.inf
+    for word in case.words:
+        if len(word) - 1 <= len(output) and output[len(output) - len(word) + 1 :] == list(word[:-1]):
+            x[word[-1]] = -np.inf
+    if len(output) < params.min_tokens:
+        x[[*EOS, *params.stop_token_ids]] = -np.inf
+    for token, bias in dict(params.logit_bias).items():
+        x[token] += bias
+    for token in {*prompt, *output}:
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * float(params.repetition_penalty)
+    for token in set(output):
+        x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return logits.astype(np.float64) if np.isneginf(x).all() else x
+
+
+def expected_token(logits: np.ndarray, case: "Case") -> int:
+    """The token of a row. Raises `AssertionError` if it hangs on a rounding error."""
+    x = processed(logits, case)
+    scores = x
+    if case.params.temperature > 0:
+        kept = filtered(x, case.params) > 0
+        noise = gumbel(case.seed, case.position, len(x))
+        scores = np.where(kept, x / case.params.temperature + noise, -np.inf)
+    best, next_best = np.sort(scores)[::-1][:2]
+    assert best - next_best > 1e-4 * (1 + abs(best)), "two tokens are as good"
+    return int(scores.argmax())
+
+
+# The sampler, driven as an instance does.
+
+
+@dataclass
+class Case:
+    """A sequence about to get a token."""
+
+    params: SamplingParams
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    words: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    in_flight: bool = False
+    slot: int = 0
+
+    @property
+    def position(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def row(self, vocab_size: int = VOCABULARY) -> StepRow:
+        row = sampling_row(self.params, self.seed, vocab_size, EOS, self.words)
+        known = self.output[:-1] if self.in_flight else self.output
+        pairs = bad_word_pairs(row, known, self.in_flight)
+        return StepRow(row, self.slot, self.position, len(self.output), pairs)
+
+
+class State:
+    """What stays on the device. Slots that nobody took have garbage in them."""
+
+    def __init__(self, vocab_size: int = VOCABULARY, slots: int = SLOTS):
+        self.last_tokens = jnp.full(slots, 1, jnp.int32)
+        self.flags = jnp.full((slots, vocab_size), 7 + 4 * 100, jnp.int32)
+        self.bias = jnp.full((slots, vocab_size), jnp.nan, jnp.float32)
+
+    def admit(self, case: Case) -> None:
+        row = case.row(self.flags.shape[1]).row
+        rows = state_rows(row, case.prompt, case.output)
+        self.flags, self.bias = jit_set_state(self.flags, self.bias, jnp.int32(case.slot), *map(jnp.asarray, rows))
+        if case.in_flight:
+            self.last_tokens = self.last_tokens.at[case.slot].set(case.output[-1])
+
+    def step(self, logits: np.ndarray, rows: list[StepRow]) -> SamplingResult:
+        # At least 32, so that tests need no programs that differ in this alone.
+        num_pairs = pair_bucket(max(32, sum(len(row.pairs) for row in rows)))
+        packed = jnp.asarray(pack(rows, len(logits), num_pairs))
+        x = jnp.asarray(logits.T, jnp.float32)
+        self.last_tokens, self.flags, result = jit_draw_full(x, self.last_tokens, self.flags, self.bias, packed)
+        return unpack_result(np.array(result))
+
+
+def sample_full(logits: np.ndarray, cases: list[Case]) -> np.ndarray:
+    """Tokens of cases, each in the slot of its index, on logits that may have more rows."""
+    vocab_size = logits.shape[1]
+    state = State(vocab_size, len(logits) + 2)
+    for slot, case in enumerate(cases):
+        case.slot = slot
+        if case.row(vocab_size).row.uses_state or case.in_flight:
+            state.admit(case)
+    return state.step(logits, [case.row(vocab_size) for case in cases]).tokens[: len(cases)]
+
+
+@cache
+def cached_row(params: SamplingParams, seed: int, vocab_size: int) -> SamplingRow:
+    return sampling_row(params, seed, vocab_size, ())
+
+
+def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], seeds=0, positions=0) -> np.ndarray:
+    """Tokens that `draw` takes from `[R, V]` logits; settings are one for all rows or one each."""
+    num_rows, vocab_size = logits.shape
+    settings = params if isinstance(params, list) else [params] * num_rows
+    seeds, positions = (np.broadcast_to(value, num_rows).tolist() for value in (seeds, positions))
+    rows = [
+        StepRow(cached_row(p, seed, vocab_size), NO_SLOT, position, 0)
+        for p, seed, position in zip(settings, seeds, positions, strict=True)
+    ]
+    x = jnp.asarray(logits.T, jnp.float32)
+    _, result = jit_draw(x, jnp.zeros(SLOTS, jnp.int32), jnp.asarray(pack(rows, num_rows)))
+    assert result.dtype == jnp.int32
+    assert result.shape == (num_rows, 1)
+    tokens, logprobs = unpack_result(np.asarray(result))
+    assert logprobs is None
+    return tokens
+
+
+def logprobs_of(logits: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
+    """Of `[N, V]` logits and a target each."""
+    packed = jit_token_logprobs(jnp.asarray(logits.T), jnp.asarray(targets, jnp.int32))
+    return unpack_logprobs(np.array(packed))
+
+
+def random_logits(rows: int = 512, vocabulary: int = VOCABULARY, seed: int = 0) -> np.ndarray:
+    return (3 * np.random.default_rng(seed).standard_normal((rows, vocabulary))).astype(np.float32)
