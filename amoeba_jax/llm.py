@@ -387,7 +387,9 @@ class LLM:
 
     def _check_tokens(self, token_ids: Any) -> tuple[int, ...]:
         vocabulary = self.dims.config.vocab_size
-        if not isinstance(token_ids, list | tuple | np.ndarray):
+        if not isinstance(token_ids, list | tuple | np.ndarray) or (
+            isinstance(token_ids, np.ndarray) and token_ids.ndim == 0
+        ):
             raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: give at least one token")

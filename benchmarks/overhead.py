@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 128] [--json overhead.json]
 
-Both generate the same tokens of the same prompts, on one device, turn by turn. "Serving" is `LLM.generate`, detokenizing
-included, less the time until all first tokens are there. "Alone" launches prepared steps one after the other, each
+Both generate the same tokens of the same prompts, on one device, turn by turn. "Serving" is `LLM.generate`
+less the time until all first tokens are there. "Alone" launches prepared steps one after the other, each
 reading the token before it from the device, and waits for the last.
 """
 

@@ -227,7 +227,11 @@ class Engine:
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue requests, all or none: raises `RequestError` as `check_request` does."""
+        """Queue requests, all or none: raises `RequestError` as `check_request` does.
+
+        Those that were cancelled before they came here have ended already, and are left as they are.
+        """
+        sequences = [sequence for sequence in sequences if not sequence.finished]
         for sequence in sequences:
             self.check_request(len(sequence.prompt), sequence.params.max_tokens)
         for sequence in sequences:

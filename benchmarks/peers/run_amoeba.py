@@ -26,7 +26,6 @@ class Amoeba:
             progress=False,
             **settings,
         )
-        self.llm.warmup()
 
     def start_cell(self, batch: int, tokens: int) -> None:
         pass

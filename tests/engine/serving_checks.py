@@ -1,0 +1,46 @@
+"""What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.llm import Prompt
+from amoeba_jax.outputs import CompletionOutput
+
+TIMEOUT_S = 120
+"""For whatever could wait for ever; a test that gets there has failed."""
+
+
+def memory_for_pages(directory: Path, settings: dict[str, Any], num_pages: int) -> int:
+    """The `device_memory` that leaves the KV cache of each device exactly so many pages."""
+    ample: dict[str, Any] = {**settings, "device_memory": "64MiB"}
+    with LLM(directory, **ample) as llm:
+        plan, num_layers = llm._engine.memory_plan, llm.dims.config.num_layers
+    fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
+    return fixed + num_pages * plan.page_bytes * num_layers
+
+
+def forget_prefixes(llm: LLM) -> None:
+    """Empty the prefix caches of all instances."""
+
+    def clear() -> None:
+        for instance in llm._engine.instances:
+            instance.cache.clear()
+
+    llm._dispatcher.call(clear).result(TIMEOUT_S)
+
+
+def alone(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[CompletionOutput, ...]:
+    """A request's outputs with nothing beside it and no prefix of it in the cache."""
+    forget_prefixes(llm)
+    return llm.generate(prompt, params)[0].outputs
+
+
+def check_idle(llm: LLM) -> None:
+    """Nothing runs, waits or is remembered, and every page of every allocator is free once prefixes are forgotten."""
+    views = llm.instances
+    assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
+    assert not llm._requests
+    forget_prefixes(llm)
+    for allocator in llm._engine.allocators:
+        assert allocator.free_units == allocator.total_units

@@ -1,0 +1,121 @@
+"""Of several requests a bad one fails alone, with a message that names value and limit, for whatever it is bad."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.outputs import RequestOutput
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+GOOD = [[5, 6, 7], [8, 9]]
+SETTINGS: dict[str, Any] = {
+    "device_memory": "16MiB",
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "progress": False,
+}
+
+# What is wrong: the prompt, its settings, and what the message must say.
+BAD_REQUESTS: dict[str, tuple[Any, SamplingParams, str]] = {
+    "token above": ([1, 512], GREEDY, r"token id 512 at position 1 .*\[0, 512\)"),
+    "token below": ([1, 2, -1], GREEDY, r"token id -1 at position 2 .*\[0, 512\)"),
+    "token is a float": ([1, 2.0], GREEDY, r"token id 2\.0 at position 1"),
+    "token is a bool": ([1, True], GREEDY, r"token id True at position 1"),
+    "token is a list": ([1, [2]], GREEDY, r"token id \[2\] at position 1"),
+    "token is huge": ([10**30], GREEDY, rf"token id {10**30} at position 0"),
+    "array of floats": (np.array([1.5, 2]), GREEDY, r"token id .*1\.5.* at position 0"),
+    "array of two dimensions": (np.ones((2, 2), int), GREEDY, "at position 0 is outside the vocabulary"),
+    "array of no dimension": (np.array(5), GREEDY, "a prompt must be a text or a list of token ids"),
+    "empty": ([], GREEDY, "the prompt is empty"),
+    "nothing": (None, GREEDY, "got NoneType"),
+    "number": (1.5, GREEDY, "got float"),
+    "bytes": (b"abc", GREEDY, "got bytes"),
+    "surrogate": ("a\ud800", GREEDY, "valid Unicode"),
+    "too long": ([1] * 600, GREEDY, "prompt of 600 tokens plus max_tokens=4 is 604 tokens, over the limit of 512"),
+    "too long by one": ([1] * 509, GREEDY, "prompt of 509 tokens plus max_tokens=4 is 513 tokens.* limit of 512"),
+    "max_tokens": ([1], SamplingParams(max_tokens=10**9), "max_tokens=1000000000 .* limit of 512"),
+    "logit_bias": ([1], SamplingParams(logit_bias={3: 1, 512: 1}), r"logit_bias .* 512, .*\[0, 512\)"),
+    "allowed_token_ids": ([1], SamplingParams(allowed_token_ids=[3, 600]), r"allowed_token_ids .* 600, .*\[0, 512\)"),
+    "stop_token_ids": ([1], SamplingParams(stop_token_ids=[10**30]), rf"stop_token_ids .* {10**30}, .*\[0, 512\)"),
+    "bad_words": ([1], SamplingParams(bad_words=["a\ud800"]), "valid Unicode"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(shared_data: Path, compile_cache: str) -> Iterator[LLM]:
+    with LLM(shared_data / "models" / "stories260K", compile_cache=compile_cache, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[tuple[int, ...]]:
+    return [tokens(output) for output in llm.generate(GOOD, GREEDY)]
+
+
+def tokens(output: RequestOutput) -> tuple[int, ...]:
+    return output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_bad_request_fails_alone(llm: LLM, expected: list, prompt: Any, params: SamplingParams, message: str):
+    first, bad, last = llm.generate([GOOD[0], prompt, GOOD[1]], [GREEDY, params, GREEDY])
+    assert [tokens(first), tokens(last)] == expected
+    assert (first.error, last.error) == (None, None)
+    assert bad.outputs == ()
+    assert bad.error is not None
+    assert re.search(message, bad.error), bad.error
+    check_idle(llm)
+
+
+def test_all_bad_requests_at_once(llm: LLM, expected: list):
+    prompts = [prompt for prompt, _, _ in BAD_REQUESTS.values()]
+    params = [params for _, params, _ in BAD_REQUESTS.values()]
+    *bad, first, last = llm.generate(prompts + GOOD, [*params, GREEDY, GREEDY])
+    assert all(output.error for output in bad)
+    assert [tokens(first), tokens(last)] == expected
+
+
+def test_id_that_is_taken_fails_alone(llm: LLM, expected: list):
+    first, second, last = llm.generate([GOOD[0], GOOD[0], GOOD[1]], GREEDY, request_ids=["a", "a", "b"])
+    assert [tokens(first), tokens(last)] == expected
+    assert second.error == "request_id 'a' is taken by a request that is not finished yet"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "what"),
+    [
+        ("text", GREEDY, "a text prompt"),
+        ([1], SamplingParams(stop="x"), "stop"),
+        ([1], SamplingParams(bad_words=["x"]), "bad_words"),
+    ],
+    ids=["text", "stop", "bad_words"],
+)
+def test_what_needs_a_tokenizer_fails_alone(
+    tmp_path: Path, compile_cache: str, prompt: Any, params: SamplingParams, what: str
+):
+    with LLM(tiny_model("llama2", tmp_path), compile_cache=compile_cache, **SETTINGS) as llm:
+        good, bad = llm.generate([GOOD[0], prompt], [GREEDY, params])
+        assert good.error is None
+        assert len(tokens(good)) == 4
+        assert bad.error == f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids"
+
+
+def test_settings_that_leave_no_token_harm_nobody(llm: LLM, expected: list):
+    """Every token is banned: what comes is undefined, but it ends, and is a token."""
+    assert llm.tokenizer is not None
+    (banned,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    params = SamplingParams(allowed_token_ids=[banned], bad_words=["a"], max_tokens=4, ignore_eos=True, seed=1)
+    first, odd, last = llm.generate([GOOD[0], [1, 2], GOOD[1]], [GREEDY, params, GREEDY])
+    assert [tokens(first), tokens(last)] == expected
+    assert len(tokens(odd)) == 4
+    assert all(0 <= token < 512 for token in tokens(odd))
+    check_idle(llm)
