@@ -157,6 +157,28 @@ class BuddyAllocator:
             raise self._out_of_pages(order, n)
         return [self.allocate(order) for _ in range(n)]
 
+    def claim(self, unit: int, order: int) -> None:
+        """Makes the free block of `order` at `unit` live with one reference: `allocate` at a chosen place.
+
+        Raises `ValueError`, with nothing changed, where `unit` is not aligned or any unit of the block is not free.
+        """
+        self._check_order(order)
+        if unit % (1 << order):
+            raise ValueError(f"unit is {unit}; a block of {1 << order} units starts at a multiple of its size")
+        # Free buddies always coalesce, so a block that is free lies within one free block.
+        for k in range(order, self.max_order + 1):
+            block = unit >> k << k
+            if block in self._free[k]:
+                break
+        else:
+            raise ValueError(f"the {1 << order} units from {unit} are not all free")
+        self._free[k].remove(block)
+        while k > order:
+            k -= 1
+            self._free[k].add((unit >> k << k) ^ (1 << k))  # the half that `unit` is not in
+        self._orders[unit] = order
+        self._references[unit] = 1
+
     def share(self, unit: int) -> None:
         """Adds a reference to the live block that starts at `unit`."""
         self._check_live(unit)

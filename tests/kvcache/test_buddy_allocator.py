@@ -89,6 +89,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.live[unit] = (order, 1)
         return unit
 
+    @precondition(lambda self: self.extents)
+    @rule(target=held, data=st.data(), order=st.integers(0, MAX_ORDER))
+    def claim(self, data, order):
+        end = max(units.stop for units in self.extents.values())
+        unit = data.draw(st.integers(0, end // 2**order)) * 2**order
+        block = range(unit, unit + 2**order)
+        inside = any(unit in units for units in self.extents.values())
+        if not inside or not set(block).isdisjoint(self.occupied()):
+            with pytest.raises(ValueError, match=f"the {2**order} units from {unit} are not all free"):
+                self.allocator.claim(unit, order)
+            return multiple()
+        self.allocator.claim(unit, order)
+        self.live[unit] = (order, 1)
+        return unit
+
     @rule(target=held, unit=held)
     def share(self, unit):
         self.allocator.share(unit)
@@ -244,3 +259,23 @@ def test_bad_arguments_are_refused():
         allocator.allocate_many(0, -1)
     with pytest.raises(ValueError, match="no extent starts at unit 0"):
         allocator.remove_extent(0)
+    with pytest.raises(ValueError, match="order is 3"):
+        allocator.claim(0, 3)
+    allocator.add_extent(1)
+    with pytest.raises(ValueError, match="unit is 2; a block of 4 units starts at a multiple"):
+        allocator.claim(2, 2)
+
+
+def test_claimed_block_is_skipped_and_comes_back_whole():
+    allocator = BuddyAllocator(4)
+    allocator.add_extent(2)
+    allocator.claim(5, 0)
+    assert allocator.live_blocks() == [Block(5, 0, 1)]
+    with pytest.raises(ValueError, match="the 2 units from 4 are not all free"):
+        allocator.claim(4, 1)
+    assert [allocator.allocate(0), allocator.allocate(1), allocator.allocate(2)] == [4, 6, 0]
+    for unit in (0, 4, 5, 6):
+        allocator.free(unit)
+    assert allocator.num_free(2) == 2
+    allocator.claim(0, 2)
+    assert allocator.allocate_many(2, 1) == [4]

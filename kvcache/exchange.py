@@ -1,0 +1,97 @@
+"""Runs the phases of a migration plan on the devices of a group: gather, exchange, scatter, in place."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
+
+from kvcache.geometry import PageGeometry
+from sharding.errors import LayoutError
+from sharding.mesh import TP_AXIS, SubMesh
+
+
+def exchange_pieces(
+    extents: Sequence[Float[Array, "_ elems"]],
+    num_read: int,
+    num_written: int,
+    send: Int32[Array, "p K"],
+    receive: Int32[Array, "p K"],
+) -> list[jax.Array]:
+    """One rank's part of a `Phase`, for one layer, inside `shard_map` over `p` ranks.
+
+    In place where the extents are donated. Temporaries are the `p * K` pieces received and, for each extent that is
+    read, so many to be sent.
+
+    Args:
+        extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
+        num_read: the first so many extents have pieces that are sent.
+        num_written: the first so many extents have slots that are received into.
+        send: ids of the pieces for each rank; a negative id sends anything (padding).
+        receive: ids of where the pieces from each rank are put; a negative id puts nothing.
+    """
+    p, num_pieces = send.shape
+    # Rows of one flat leading axis, as in `append_kv`, so that XLA neither transposes nor copies the extents.
+    rows = [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
+    starts = list(itertools.accumulate((len(r) for r in rows), initial=0))
+    send, receive = send.reshape(-1), receive.reshape(-1)
+    pieces = rows[0][jnp.clip(send, 0, len(rows[0]) - 1)]
+    for r, start in zip(rows[1:num_read], starts[1:], strict=False):
+        inside = (send >= start) & (send < start + len(r))
+        pieces = jnp.where(inside[:, None], r[jnp.where(inside, send - start, 0)], pieces)
+    # As integers, since XLA's CPU backend exchanges bf16 as f32: twice the bytes, and NaNs change.
+    bits = jax.lax.bitcast_convert_type(pieces, jnp.dtype(f"uint{8 * pieces.dtype.itemsize}"))
+    bits = jax.lax.all_to_all(bits.reshape(p, num_pieces, -1), TP_AXIS, split_axis=0, concat_axis=0)
+    pieces = jax.lax.bitcast_convert_type(bits.reshape(p * num_pieces, -1), pieces.dtype)
+    for i, (r, start) in enumerate(zip(rows[:num_written], starts, strict=False)):
+        inside = (receive >= start) & (receive < start + len(r))
+        place = jnp.where(inside, receive - start, len(r))  # past the end, so dropped
+        rows[i] = r.at[place].set(pieces, mode="drop")
+    return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
+
+
+def compile_exchange(
+    geometry: PageGeometry,
+    dtype: jnp.dtype,
+    group: SubMesh,
+    old_extent_pages: tuple[int, ...],
+    new_extent_pages: tuple[int, ...],
+    num_layers: int,
+    phase_pieces: int,
+) -> jax.stages.Compiled:
+    """A program `(kv, send, receive) -> kv` that runs one `Phase` in each of `num_layers` layers.
+
+    `kv[layer]` is the layer's list of extents `[tp * pages, page_elems]` over the group's ranks (donated, all of both
+    views), `send` and `receive` are the phase's, `[tp, tp, phase_pieces]` over the ranks. The group is that of the
+    higher degree in both directions. XLA's CPU backend gathers for all layers and extents before the first exchange, so
+    temporaries are at most `num_layers * len(old_extent_pages) + 1` times `tp * phase_pieces` pieces on each rank.
+
+    Args:
+        geometry: of the pages.
+        dtype: of the extents.
+        group: the devices.
+        old_extent_pages: pages of each extent of a layer that may hold pages in the old view.
+        new_extent_pages: likewise in the new view. One of the two begins with the other.
+        num_layers: layers that one run switches.
+        phase_pieces: `K` of the phases.
+    """
+    few, many = sorted((old_extent_pages, new_extent_pages), key=len)
+    if many[: len(few)] != few or not few:
+        raise LayoutError(
+            f"extents of {old_extent_pages} pages in the old view and {new_extent_pages} in the new one: "
+            "one list must begin with the other"
+        )
+    num_old, num_new = len(old_extent_pages), len(new_extent_pages)
+
+    def run(kv: list[list[jax.Array]], send: jax.Array, receive: jax.Array) -> list[list[jax.Array]]:
+        return [exchange_pieces(extents, num_old, num_new, send[0], receive[0]) for extents in kv]
+
+    shapes = [(group.tp * pages, geometry.page_elems) for pages in many]
+    kv = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(num_layers)]
+    ids = jax.ShapeDtypeStruct((group.tp, group.tp, phase_pieces), jnp.int32)
+    spec = P(TP_AXIS)
+    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    jitted = jax.jit(mapped, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)
+    return jitted.lower(kv, ids, ids).compile()

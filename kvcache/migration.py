@@ -1,0 +1,262 @@
+"""Plans the order in which pieces of pages move between ranks, so that none is overwritten before it was read.
+
+Pieces move in phases of a fixed size, each one run of one compiled program: all ranks gather what they send, exchange
+it, and then write what they received. So a slot (a place for one piece on one rank) whose piece leaves in a phase may
+be written in that phase, and a move waits for those that vacate its target, in the same phase at the latest.
+
+Each slot is the target of one move at most, so moves form trees, which end in slots that are free, and cycles. A tree
+is done from its ends. A cycle must turn in one phase; where it is too long, it is cut into arcs that turn each by
+itself. That puts all pieces but the last of each arc into place, and the last ones, which are then at the first slots
+of their arcs, form a cycle of so many slots fewer. So no plan needs a free slot, however full the ranks are.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+PADDING = -1
+"""Id in `Phase.send` and `Phase.receive` where there is no piece."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the ranks exchange at once. `K` is the number of pieces from any rank to any rank, the same in all phases.
+
+    Both are padded with `PADDING`, at the same places: `send[s, d, n]` goes to `receive[d, s, n]`.
+    """
+
+    send: Int32[np.ndarray, "p p K"]
+    """`send[s, d, n]` is the id of a piece on rank `s` that goes to rank `d` (which may be `s`)."""
+    receive: Int32[np.ndarray, "p p K"]
+    """`receive[d, s, n]` is the id on rank `d` where it is put."""
+
+
+def plan_phases(
+    source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
+) -> list[Phase]:
+    """Phases that, run in order, put a copy of the piece at each source to its target.
+
+    A source may have several targets, and be a target of another piece. Slots that are no target keep their piece.
+    Slots that are a source and a target may hold others' pieces between phases; all other slots are written once.
+    A rank holds at most `2 * num_ranks * phase_pieces` pieces besides, those it sends and those it receives.
+
+    Args:
+        source: (rank, piece id) of each piece.
+        target: (rank, piece id) of where it goes, all different. May be equal to its source.
+        num_ranks: `p` of the phases.
+        phase_pieces: `K` of the phases: pieces from one rank to another (or itself) in one phase; at least 2, so that
+            two pieces of one rank can change places.
+
+    Raises `ValueError` for arguments that are not so. No set of moves is refused.
+    """
+    _check(source, target, num_ranks, phase_pieces)
+    if not len(source):
+        return []
+    num_ids = int(max(source[:, 1].max(), target[:, 1].max())) + 1
+    sources = source[:, 0].astype(np.int64) * num_ids + source[:, 1]
+    targets = target[:, 0].astype(np.int64) * num_ids + target[:, 1]
+    if len(np.unique(targets)) < len(targets):
+        raise ValueError("two moves have the same target")
+
+    refill, depth, cyclic = _dependencies(sources, targets, num_ranks * num_ids)
+    # The moves that most others wait for come first.
+    order = np.argsort(-depth, kind="stable")
+    new_index = np.empty_like(order)
+    new_index[order] = np.arange(len(order))
+    refill = np.where(refill[order] < 0, -1, new_index[refill[order]])
+    sources, targets, cyclic = sources[order], targets[order], cyclic[order]
+
+    table = _Timetable(num_ranks, num_ids, phase_pieces)
+    phases = table.enter_trees(sources, targets, refill, cyclic)
+    tree = ~cyclic
+    # A slot on a cycle turns when the copies of its piece that leave the cycle are gone.
+    last_copy: dict[int, int] = {}
+    for move in np.flatnonzero(tree & (refill >= 0) & cyclic[refill]).tolist():
+        slot = int(sources[move])
+        last_copy[slot] = max(phases[move], last_copy.get(slot, 0))
+    turns = table.enter_cycles(dict(zip(sources[cyclic].tolist(), targets[cyclic].tolist(), strict=True)), last_copy)
+
+    moves = np.stack([sources[tree], targets[tree], np.array(phases, np.int64)[tree]], axis=1)
+    return _phases(np.concatenate([moves, turns]), num_ranks, num_ids, phase_pieces)
+
+
+def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> None:
+    if phase_pieces < 2:
+        raise ValueError(f"phase_pieces is {phase_pieces}; it must be at least 2")
+    for name, slots in (("source", source), ("target", target)):
+        if len(slots) and (slots.min() < 0 or slots[:, 0].max() >= num_ranks):
+            raise ValueError(f"a {name} has a negative id or a rank that is not one of {num_ranks}")
+
+
+def _dependencies(
+    sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
+) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
+    """For each move: the one that refills its source or -1, how many wait for it in a row, and if it is on a cycle.
+
+    A move waits for those out of its target, so the one that refills a slot waits for those that vacate it.
+    """
+    num_moves = len(sources)
+    into = np.full(num_slots, num_moves)
+    into[targets] = np.arange(num_moves)
+    refill = into[sources]
+    # 2**k steps at once. Who is still somewhere after more steps than there are moves is on a cycle by then.
+    jump = np.append(refill, num_moves)
+    depth = (jump < num_moves).astype(np.int64)
+    for _ in range(num_moves.bit_length()):
+        depth += depth[jump]
+        jump = jump[jump]
+    cyclic = np.zeros(num_moves, bool)
+    cyclic[jump[jump < num_moves]] = True
+    return np.where(refill < num_moves, refill, -1), depth[:-1], cyclic
+
+
+class _Timetable:
+    """The room that is left in each phase between each pair of ranks. A slot here is `rank * num_ids + piece id`."""
+
+    def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
+        self._num_ranks = num_ranks
+        self._num_ids = num_ids
+        self._phase_pieces = phase_pieces
+        self._rooms: list[list[int]] = []  # [phase][pair]
+        # First phase with room for so many pieces of a pair: (pair, count) -> phase.
+        self._first_with_room: dict[tuple[int, int], int] = {}
+
+    def _add_phase(self) -> list[int]:
+        self._rooms.append([self._phase_pieces] * self._num_ranks**2)
+        return self._rooms[-1]
+
+    def enter_trees(
+        self,
+        sources: Int64[np.ndarray, " M"],
+        targets: Int64[np.ndarray, " M"],
+        refill: Int64[np.ndarray, " M"],
+        cyclic: Bool[np.ndarray, " M"],
+    ) -> list[int]:
+        """The phase of each move that is not on a cycle (0 for the others). Earlier moves go first where they can."""
+        refills = refill.tolist()
+        on_cycle = cyclic.tolist()
+        pairs = (sources // self._num_ids * self._num_ranks + targets // self._num_ids).tolist()
+        waits_for = np.bincount(refill[refill >= 0], minlength=len(refill))
+        waiting = waits_for.tolist()
+        queues: list[list[int]] = [[] for _ in range(self._num_ranks**2)]
+        for move in np.flatnonzero((waits_for == 0) & ~cyclic).tolist():
+            queues[pairs[move]].append(move)  # by rising move, so each queue is a heap
+
+        phases = [0] * len(refills)
+        while any(queues):
+            room = self._add_phase()
+            phase = len(self._rooms) - 1
+            entered = True
+            while entered:  # a move that is entered may let others in, in this same phase
+                entered = False
+                for pair, queue in enumerate(queues):
+                    while queue and room[pair]:
+                        move = heapq.heappop(queue)
+                        phases[move] = phase
+                        room[pair] -= 1
+                        entered = True
+                        later = refills[move]
+                        if later >= 0:
+                            waiting[later] -= 1
+                            if not waiting[later] and not on_cycle[later]:
+                                heapq.heappush(queues[pairs[later]], later)
+        return phases
+
+    def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
+        """The moves `[source, target, phase]` that turn the cycles `following` (slot -> slot; emptied here).
+
+        `ready[slot]`, if given, is the first phase in which the slot may be written.
+        """
+        # Small against a phase, so that little room is left unused.
+        limit = max(2, self._phase_pieces // 8)
+        moves: list[tuple[int, int, int]] = []
+        cycles: Iterable[list[int]] = _cycles(following)
+        while cycles:
+            shorter = []
+            for cycle in cycles:
+                heads = []
+                for arc, counts in self._arcs(cycle, limit):
+                    heads.append(arc[0])
+                    if len(arc) == 1:
+                        continue
+                    phase = self._enter(counts, max(ready.get(slot, 0) for slot in arc))
+                    moves += [(a, b, phase) for a, b in zip(arc, arc[1:] + arc[:1], strict=True)]
+                    ready[arc[0]] = phase + 1
+                if len(heads) > 1:
+                    shorter.append(heads)
+            cycles = shorter
+        return np.array(moves, np.int64).reshape(-1, 3)
+
+    def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
+        """Cuts a cycle into arcs that have at most `limit` moves of each pair of ranks, and their numbers.
+
+        The move from an arc's last slot to its first counts too. All arcs but the last have at least two slots.
+        """
+        ranks = [slot // self._num_ids for slot in cycle]
+        arc, counts = [cycle[0]], Counter[int]()
+        first_rank = last_rank = ranks[0]
+        for slot, rank in zip(cycle[1:], ranks[1:], strict=True):
+            step = last_rank * self._num_ranks + rank
+            closing = rank * self._num_ranks + first_rank
+            last_rank = rank
+            if counts[step] + (step == closing) < limit and counts[closing] < limit:
+                arc.append(slot)
+                counts[step] += 1
+                continue
+            yield arc, self._closed(arc, counts)
+            arc, counts = [slot], Counter[int]()
+            first_rank = rank
+        yield arc, self._closed(arc, counts)
+
+    def _closed(self, arc: list[int], counts: Counter[int]) -> dict[int, int]:
+        counts[arc[-1] // self._num_ids * self._num_ranks + arc[0] // self._num_ids] += 1
+        return counts
+
+    def _enter(self, counts: dict[int, int], phase: int) -> int:
+        """The first phase, `phase` at the earliest, with room for so many pieces of each pair. Takes the room."""
+        for pair, count in counts.items():
+            first = self._first_with_room.get((pair, count), 0)
+            while first < len(self._rooms) and self._rooms[first][pair] < count:
+                first += 1
+            self._first_with_room[pair, count] = first
+            phase = max(phase, first)
+        while phase < len(self._rooms) and any(self._rooms[phase][pair] < count for pair, count in counts.items()):
+            phase += 1
+        while phase >= len(self._rooms):
+            self._add_phase()
+        for pair, count in counts.items():
+            self._rooms[phase][pair] -= count
+        return phase
+
+
+def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
+    """The cycles of `following` (slot -> slot), each as its slots in order. Empties it."""
+    while following:
+        start, slot = following.popitem()
+        cycle = [start]
+        while slot != start:
+            cycle.append(slot)
+            slot = following.pop(slot)
+        if len(cycle) > 1:
+            yield cycle
+
+
+def _phases(moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int) -> list[Phase]:
+    """The phases of moves `[source, target, phase]`."""
+    from_rank, source = np.divmod(moves[:, 0], num_ids)
+    to_rank, target = np.divmod(moves[:, 1], num_ids)
+    phase = moves[:, 2]
+    num_phases = int(phase.max(initial=-1)) + 1
+    group = (phase * num_ranks + from_rank) * num_ranks + to_rank
+    order = np.argsort(group, kind="stable")
+    first = np.searchsorted(group[order], group[order])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order)) - first
+    send, receive = np.full((2, num_phases, num_ranks, num_ranks, phase_pieces), PADDING, np.int32)
+    send[phase, from_rank, to_rank, place] = source
+    receive[phase, to_rank, from_rank, place] = target
+    return [Phase(*pair) for pair in zip(send, receive, strict=True)]

@@ -1,0 +1,288 @@
+"""Where pages go when the TP degree of a group of devices changes, and the moves that bring them there.
+
+A group of `b` devices holds `k = b / a` instances of degree `a`, instance `i` on devices `i*a .. i*a + a - 1`, or one
+instance of degree `b`. A *piece* is a sub-page of degree `b`, and its id its first unit divided by a piece's units.
+Piece `m` of local page `n` at degree `a` has id `n*k + m`. Since heads are in order, the pieces of rank `j` of an
+instance of degree `a` belong to ranks `j*k .. j*k + k - 1` at degree `b`, and piece `m` of rank `j` to rank `j*k + m`.
+Where that is the device on which it lies already, the piece can stay in its place.
+
+While the layers of a group change one after the other, its pages are in two *views*, each with allocators and tables
+of its own. The functions here fill the allocators of the view to come. Pages are columns of tables, as in
+`kvcache.pages`; a list of tables has one for each instance of degree `a`, with the distinct pages of that instance.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.geometry import PageGeometry
+from sharding.errors import LayoutError
+
+
+def place_up(
+    tables: Sequence[Int32[np.ndarray, "a _"]],
+    references: Sequence[Int[np.ndarray, " _"]],
+    geometry: PageGeometry,
+    allocators: Sequence[BuddyAllocator],
+) -> list[Int32[np.ndarray, "b _"]]:
+    """Places the pages of `k` instances of degree `a` at degree `b`: returns their tables, in the same order.
+
+    Pieces that can stay where they are do. The others are placed by `BuddyAllocator.allocate`: extents that are new
+    are filled last.
+
+    Args:
+        tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
+        references: `[P_i]` references that each page gets.
+        geometry: of the pages.
+        allocators: of the view to come, one a device (`b` of them), with nothing live and at least the extents of the
+            old view.
+
+    Raises `OutOfPagesError`, with nothing changed, where they do not fit, and `LayoutError` for degrees that do not
+    match.
+    """
+    a, b, k = len(tables[0]), len(allocators), len(tables)
+    _check_degrees(a, b, k)
+    order = geometry.order(b)
+    num_pages = sum(table.shape[1] for table in tables)
+    room = [allocator.num_free(order) for allocator in allocators]
+    if num_pages > min(room):
+        raise OutOfPagesError(f"{num_pages} pages at TP{b} do not fit: the ranks have room for {room} pages")
+    new_tables = [np.zeros((b, table.shape[1]), np.int32) for table in tables]
+    for device, allocator in enumerate(allocators):
+        piece = _staying_piece(device, a, k)
+        stays_of = None if piece is None else device // a
+        if stays_of is not None:
+            ids = tables[stays_of][device % a] * k + piece
+            _claim(allocator, ids, references[stays_of], geometry, b)
+            new_tables[stays_of][device] = ids
+        for instance, table in enumerate(new_tables):
+            if instance != stays_of:
+                units = allocator.allocate_many(order, table.shape[1])
+                _add_references(allocator, units, references[instance])
+                table[device] = np.array(units, np.int32) // geometry.units_per_page(b)
+    return new_tables
+
+
+def assign_down(
+    pages: Sequence[Int[np.ndarray, " _"]], room: Sequence[int], *, together: bool = True
+) -> Int32[np.ndarray, " S"]:
+    """The instance that each of `S` sequences of a group goes to when the group falls apart.
+
+    Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
+    needed once on each instance that gets one of them. Cached pages that no sequence uses are not listed, and dropped.
+
+    Args:
+        pages: for each sequence the numbers of its distinct pages, such as their ids on rank 0. Equal numbers are the
+            same page.
+        room: pages at the lower degree that each instance has room for.
+        together: whether sequences that share pages, directly or through others, go to the same instance as long as
+            they fit there. It takes least memory, yet sequences that have only a system prompt in common all end up on
+            one instance. False lets each go its own way, and keeps them together only where they do not fit otherwise.
+
+    Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
+    few ways.
+    """
+    numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
+    ends = list(itertools.accumulate(len(p) for p in pages))
+    pages = np.split(index, ends)[: len(pages)]
+    singles = [[sequence] for sequence in range(len(pages))]
+    attempts: list[tuple[_Preference, list[list[int]]]] = [
+        (lambda free, need: (need, -free), _sharing(pages)),
+        (lambda free, need: (-free, need), singles),
+        (lambda free, need: (free - need, need), singles),
+    ]
+    if not together:
+        attempts[:2] = attempts[1::-1]
+    for preference, groups in attempts:
+        assignment = _assign(pages, len(numbers), room, groups, preference)
+        if assignment is not None:
+            return assignment
+    raise OutOfPagesError(
+        f"{len(pages)} sequences with {len(numbers)} pages together, {max(len(p) for p in pages)} the longest, "
+        f"do not fit into {len(room)} instances with room for {list(room)} pages"
+    )
+
+
+_Preference = Callable[[int, int], tuple[int, int]]
+"""Of the pages free on an instance and the new ones it needs for a group: the least is best."""
+
+
+def _assign(
+    pages: Sequence[Int[np.ndarray, " _"]],
+    num_pages: int,
+    room: Sequence[int],
+    groups: list[list[int]],
+    preference: _Preference,
+) -> Int32[np.ndarray, " S"] | None:
+    """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
+    free = list(room)
+    held = np.zeros((len(room), num_pages), bool)
+    assignment = np.zeros(len(pages), np.int32)
+
+    def assign(group: list[int], needed: Int[np.ndarray, " _"]) -> bool:
+        need = (~held[:, needed]).sum(axis=1).tolist()
+        fitting = [i for i in range(len(room)) if need[i] <= free[i]]
+        if not fitting:
+            return False
+        best = min(fitting, key=lambda i: preference(free[i], need[i]))
+        free[best] -= need[best]
+        held[best, needed] = True
+        assignment[group] = best
+        return True
+
+    needs = [np.unique(np.concatenate([pages[sequence] for sequence in group])) for group in groups]
+    for group, needed in sorted(zip(groups, needs, strict=True), key=lambda item: -len(item[1])):
+        if not assign(group, needed):
+            one_by_one = sorted(group, key=lambda sequence: -len(pages[sequence]))
+            if len(group) == 1 or not all(assign([sequence], pages[sequence]) for sequence in one_by_one):
+                return None
+    return assignment
+
+
+def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
+    """Sequences grouped so that no page is shared across groups."""
+    leader = list(range(len(pages)))
+
+    def find(sequence: int) -> int:
+        while leader[sequence] != sequence:
+            leader[sequence] = sequence = leader[leader[sequence]]
+        return sequence
+
+    first_user: dict[int, int] = {}
+    for sequence, own in enumerate(pages):
+        for page in own.tolist():
+            leader[find(sequence)] = find(first_user.setdefault(page, sequence))
+    groups: dict[int, list[int]] = {}
+    for sequence in range(len(pages)):
+        groups.setdefault(find(sequence), []).append(sequence)
+    return list(groups.values())
+
+
+def place_down(
+    tables: Sequence[Int32[np.ndarray, "b _"]],
+    references: Sequence[Int[np.ndarray, " _"]],
+    geometry: PageGeometry,
+    allocators: Sequence[BuddyAllocator],
+) -> list[Int32[np.ndarray, "a _"]]:
+    """Places pages of degree `b` on `k` instances of degree `a`: returns the instances' tables, in the same order.
+
+    A page gets, on each device, the block in which the piece of it that lies there can stay, if that block is free.
+    Otherwise it gets the free block that holds fewest pieces in the old view, so that few moves wait for others.
+
+    Args:
+        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`assign_down`). A page may go
+            to several instances.
+        references: `[P_i]` references that each page gets.
+        geometry: of the pages.
+        allocators: of the view to come, one a device (`b` of them). Its extents are the first ones of the old view.
+
+    Raises `OutOfPagesError`, with nothing changed, where they do not fit, and `LayoutError` for degrees that do not
+    match.
+    """
+    b, k = len(allocators), len(tables)
+    a = b // k
+    _check_degrees(a, b, k)
+    order = geometry.order(a)
+    num_pages = [table.shape[1] for table in tables]
+    room = [min(allocator.num_free(order) for allocator in allocators[i * a : (i + 1) * a]) for i in range(k)]
+    if any(n > free for n, free in zip(num_pages, room, strict=True)):
+        raise OutOfPagesError(f"{num_pages} pages at TP{a} do not fit: the instances have room for {room} pages")
+    new_tables = [np.zeros((a, n), np.int32) for n in num_pages]
+    for device, allocator in enumerate(allocators):
+        instance = device // a
+        free = _free_blocks(allocator, geometry.units_per_page(a))
+        ids = np.full(num_pages[instance], -1)
+        piece = _staying_piece(device, a, k)
+        if piece is not None:
+            block, place = np.divmod(tables[instance][device], k)
+            known = np.minimum(block, len(free) - 1)
+            stays = (place == piece) & (block < len(free)) & free[known]
+            ids[stays] = block[stays]
+            free[ids[stays]] = False
+        # Ids beyond the extents of the view to come are those of extents that become weights again.
+        occupied = np.unique(np.concatenate([table[device] for table in tables])) // k
+        pieces_in = np.bincount(occupied, minlength=len(free))
+        blocks = np.flatnonzero(free)
+        blocks = blocks[np.argsort(pieces_in[blocks], kind="stable")]
+        rest = ids < 0
+        ids[rest] = blocks[: np.count_nonzero(rest)]
+        _claim(allocator, ids, references[instance], geometry, a)
+        new_tables[instance][device % a] = ids
+    return new_tables
+
+
+def moves(
+    old_tables: Sequence[Int32[np.ndarray, "_ _"]], new_tables: Sequence[Int32[np.ndarray, "_ _"]]
+) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
+    """(rank, piece id) of each piece that changes its place, and of the place that it goes to, for `plan_phases`.
+
+    `old_tables[i]` and `new_tables[i]` are the pages of instance `i` of the lower degree in both views, column by
+    column: from `place_up` or `place_down`, with what sequences got and gave back since. A source occurs several times
+    where a page goes to several instances.
+    """
+    num_pages = [[table.shape[1] for table in tables] for tables in (old_tables, new_tables)]
+    if num_pages[0] != num_pages[1]:
+        raise LayoutError(f"the instances have {num_pages[0]} pages in the old view, {num_pages[1]} in the new one")
+    degree = max(len(table) for table in [*old_tables, *new_tables])
+    empty = np.zeros((0, 2), np.int64)
+    source, target = (
+        np.concatenate([empty, *(_pieces(table, i, degree) for i, table in enumerate(tables))])
+        for tables in (old_tables, new_tables)
+    )
+    changed = (source != target).any(axis=1)
+    return source[changed], target[changed]
+
+
+def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "N 2"]:
+    """(rank, piece id) of all pieces of an instance's pages: piece by piece, in the order of heads."""
+    tp, num_pages = table.shape
+    k = degree // tp
+    rank, piece = np.divmod(np.arange(degree), k)
+    first_device = instance * tp if tp < degree else 0
+    devices = np.broadcast_to(first_device + rank[:, None], (degree, num_pages))
+    return np.stack([devices, table[rank].astype(np.int64) * k + piece[:, None]], axis=2).reshape(-1, 2)
+
+
+def _check_degrees(a: int, b: int, k: int) -> None:
+    if a * k != b or k < 2:
+        raise LayoutError(f"{b} devices cannot hold {k} instances of degree {a}")
+
+
+def _staying_piece(device: int, a: int, k: int) -> int | None:
+    """Which piece of the pages of degree `a` on a device belongs to that device at degree `b` as well, if one does."""
+    piece = device - device % a * k
+    return piece if 0 <= piece < k else None
+
+
+def _claim(
+    allocator: BuddyAllocator,
+    ids: Int[np.ndarray, " _"],
+    references: Int[np.ndarray, " _"],
+    geometry: PageGeometry,
+    tp: int,
+) -> None:
+    units = (ids * geometry.units_per_page(tp)).tolist()
+    for unit in units:
+        allocator.claim(unit, geometry.order(tp))
+    _add_references(allocator, units, references)
+
+
+def _add_references(allocator: BuddyAllocator, units: Iterable[int], references: Int[np.ndarray, " _"]) -> None:
+    """Gives blocks that have one reference so many."""
+    for unit, number in zip(units, references.tolist(), strict=True):
+        for _ in range(number - 1):
+            allocator.share(unit)
+
+
+def _free_blocks(allocator: BuddyAllocator, block_units: int) -> Bool[np.ndarray, " _"]:
+    """Whether each aligned block of so many units is free, by its first unit divided by them."""
+    end = max((start + units for start, units in allocator.extents), default=0)
+    free = np.zeros(end, bool)
+    for start, units in allocator.extents:
+        free[start : start + units] = True
+    for unit, order, _ in allocator.live_blocks():
+        free[unit : unit + (1 << order)] = False
+    return np.asarray(free.reshape(-1, block_units).all(axis=1))

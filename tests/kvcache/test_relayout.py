@@ -1,0 +1,313 @@
+"""Changing the degree of a group: where pages go, what moves, and that every page is whole afterwards."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.geometry import PageGeometry
+from kvcache.migration import PADDING, plan_phases
+from kvcache.pages import PagePool
+from kvcache.relayout import assign_down, moves, place_down, place_up
+from sharding.errors import LayoutError
+
+DEGREES = [(1, 2, 2), (1, 2, 4), (1, 4, 4), (2, 4, 4)]  # (a, b, max_tp)
+
+
+def geometry_of(max_tp: int) -> PageGeometry:
+    return PageGeometry(kv_heads=4, page_size=16, head_dim=8, max_tp=max_tp)
+
+
+def make_allocators(geometry: PageGeometry, num_devices: int, *extents: int) -> list[BuddyAllocator]:
+    allocators = [BuddyAllocator(geometry.max_tp) for _ in range(num_devices)]
+    for allocator in allocators:
+        for num_pages in extents:
+            allocator.add_extent(num_pages)
+    return allocators
+
+
+def pools(geometry: PageGeometry, allocators: list[BuddyAllocator], tp: int) -> list[PagePool]:
+    return [PagePool(geometry, allocators[i : i + tp], tp) for i in range(0, len(allocators), tp)]
+
+
+def scattered(random: np.random.Generator, pool: PagePool, num_pages: int) -> np.ndarray:
+    """Pages anywhere, each rank's by itself: the state of a cache after a while."""
+    tables = [random.permutation(pool.num_total_pages)[:num_pages] for _ in range(pool.tp)]
+    for allocator, ids in zip(pool._allocators, tables, strict=True):
+        for page in ids.tolist():
+            allocator.claim(page * pool.geometry.units_per_page(pool.tp), pool.geometry.order(pool.tp))
+    return np.array(tables, np.int32).reshape(pool.tp, num_pages)
+
+
+def state(allocators: list[BuddyAllocator]) -> list[tuple]:
+    return [(a.live_blocks(), a.free_units) for a in allocators]
+
+
+class Memory:
+    """One layer of a group of `b` devices: the name of the piece in each slot, `[b, pieces]`."""
+
+    def __init__(self, b: int, num_pieces: int) -> None:
+        self.b = b
+        self.slots = np.full((b, num_pieces), -1)
+
+    def places(self, table: np.ndarray, instance: int) -> list[list[tuple[int, int]]]:
+        """Of each page the places of its `b` pieces in the order of heads, counted out one by one."""
+        tp = len(table)
+        k = self.b // tp
+        first = 0 if tp == self.b else instance * tp
+        return [
+            [(first + rank, int(table[rank, page]) * k + m) for rank in range(tp) for m in range(k)]
+            for page in range(table.shape[1])
+        ]
+
+    def write(self, table: np.ndarray, instance: int, names: np.ndarray) -> None:
+        for page, places in zip(names.tolist(), self.places(table, instance), strict=True):
+            for piece, place in enumerate(places):
+                self.slots[place] = page * self.b + piece
+
+    def holds(self, table: np.ndarray, instance: int, names: np.ndarray) -> bool:
+        return all(
+            [self.slots[place] for place in places] == [page * self.b + piece for piece in range(self.b)]
+            for page, places in zip(names.tolist(), self.places(table, instance), strict=True)
+        )
+
+    def move(self, old: list[np.ndarray], new: list[np.ndarray], phase_pieces: int) -> None:
+        for phase in plan_phases(*moves(old, new), self.b, phase_pieces):
+            before = self.slots.copy()
+            for s, d, n in np.argwhere(phase.send != PADDING).tolist():
+                self.slots[d, phase.receive[d, s, n]] = before[s, phase.send[s, d, n]]
+
+
+def change_both(random, pools_of: list, old: list, new: list, names: list, shared: list) -> None:
+    """Some pages end, some are added, in both views alike. Shared pages (`True`) stay."""
+    for i in range(len(old)):
+        kept = (random.random(len(names[i])) < 0.7) | shared[i]
+        for pool, tables in ((pools_of[0][i], old), (pools_of[1][i], new)):
+            pool.free(tables[i][:, ~kept])
+            tables[i] = tables[i][:, kept]
+        names[i] = names[i][kept]
+        num_new = min(int(random.integers(0, 8)), pools_of[0][i].num_free_pages, pools_of[1][i].num_free_pages)
+        for pool, tables in ((pools_of[0][i], old), (pools_of[1][i], new)):
+            tables[i] = np.concatenate([tables[i], pool.allocate(num_new)], axis=1)
+        names[i] = np.concatenate([names[i], 1000 * (i + 1) + np.arange(num_new)])
+
+
+cases = given(
+    degrees=st.sampled_from(DEGREES),
+    num_pages=st.integers(1, 12),
+    fill=st.sampled_from([0.3, 0.9, 1.0]),
+    even=st.booleans(),
+    extra=st.lists(st.integers(1, 4), max_size=3),
+    phase_pieces=st.integers(2, 12),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@cases
+def test_scale_up_keeps_every_page(degrees, num_pages, fill, even, extra, phase_pieces, seed):
+    (a, b, max_tp), random = degrees, np.random.default_rng(seed)
+    geometry, k = geometry_of(max_tp), b // a
+    old_allocators = make_allocators(geometry, b, num_pages)
+    old_pools = pools(geometry, old_allocators, a)
+    most = round(old_pools[0].num_total_pages * fill)
+    tables = [scattered(random, p, most if even else int(random.integers(0, most + 1))) for p in old_pools]
+    references = [random.integers(1, 4, table.shape[1]) for table in tables]
+
+    new_allocators = make_allocators(geometry, b, num_pages, *extra)
+    (new_pool,) = pools(geometry, new_allocators, b)
+    new = place_up(tables, references, geometry, new_allocators)
+    assert [table.shape for table in new] == [(b, table.shape[1]) for table in tables]
+    for table, expected in zip(new, references, strict=True):
+        np.testing.assert_array_equal(new_pool.references(table), expected)
+    together = np.concatenate(new, axis=1)
+    assert all(len(set(ids.tolist())) == len(ids) for ids in together)
+    # One piece of each page stays at degree 1. At 2 -> 4 rank 0's first piece does, and rank 3's second.
+    source, _ = moves(tables, new)
+    assert len(source) == together.size - sum(table.shape[1] for table in tables)
+
+    names = [np.arange(table.shape[1]) + 100 * i for i, table in enumerate(tables)]
+    old, memory = list(tables), Memory(b, new_pool.num_total_pages)
+    if not extra or random.random() < 0.5:
+        change_both(random, [old_pools, [new_pool] * k], old, new, names, [r > 1 for r in references])
+    for i in range(k):
+        memory.write(old[i], i, names[i])
+    memory.move(old, new, phase_pieces)
+    assert all(memory.holds(new[i], i, names[i]) for i in range(k))
+
+
+@settings(max_examples=200, deadline=None)
+@cases
+def test_scale_down_keeps_every_page(degrees, num_pages, fill, even, extra, phase_pieces, seed):
+    (a, b, max_tp), random = degrees, np.random.default_rng(seed)
+    geometry, k = geometry_of(max_tp), b // a
+    old_allocators = make_allocators(geometry, b, num_pages, *extra)
+    (old_pool,) = pools(geometry, old_allocators, b)
+    new_allocators = make_allocators(geometry, b, num_pages)
+    new_pools = pools(geometry, new_allocators, a)
+    room = new_pools[0].num_total_pages
+    table = scattered(random, old_pool, min(round(room * k * fill), old_pool.num_total_pages))
+    split = random.integers(0, k, table.shape[1]) if not even else np.arange(table.shape[1]) % k
+    pages = [np.flatnonzero(split == i)[:room] for i in range(k)]
+    # A few pages go to all instances that have room.
+    pages = [np.unique(np.concatenate([p, np.arange(min(2, room - len(p), table.shape[1]))])) for p in pages]
+    tables = [table[:, p] for p in pages]
+    references = [random.integers(1, 4, len(p)) for p in pages]
+
+    new = place_down(tables, references, geometry, new_allocators)
+    for pool, placed, expected in zip(new_pools, new, references, strict=True):
+        assert placed.shape == (a, len(expected))
+        np.testing.assert_array_equal(pool.references(placed), expected)
+        assert all(len(set(ids.tolist())) == len(ids) for ids in placed)
+
+    memory = Memory(b, old_pool.num_total_pages)
+    for i in range(k):
+        memory.write(tables[i], i, pages[i])
+    _, target = moves(tables, new)
+    assert (target[:, 1] < geometry.sub_pages(b) * num_pages).all()
+    memory.move(tables, new, phase_pieces)
+    assert all(memory.holds(new[i], i, pages[i]) for i in range(k))
+
+
+@settings(max_examples=60, deadline=None)
+@cases
+def test_up_and_down_again_while_sequences_come_and_go(degrees, num_pages, fill, even, extra, phase_pieces, seed):
+    (a, b, max_tp), random = degrees, np.random.default_rng(seed)
+    geometry, k = geometry_of(max_tp), b // a
+    low = pools(geometry, make_allocators(geometry, b, num_pages), a)
+    tables = [scattered(random, p, round(p.num_total_pages * fill)) for p in low]
+    names = [np.arange(table.shape[1]) + 100 * i for i, table in enumerate(tables)]
+    ones = [np.ones(table.shape[1], int) for table in tables]
+    high_allocators = make_allocators(geometry, b, num_pages, *extra)
+    (high,) = pools(geometry, high_allocators, b)
+    new = place_up(tables, ones, geometry, high_allocators)
+    memory = Memory(b, high.num_total_pages)
+    nothing_shared = [np.zeros(len(n), bool) for n in names]
+    change_both(random, [low, [high] * k], tables, new, names, nothing_shared)
+    for i in range(k):
+        memory.write(tables[i], i, names[i])
+    memory.move(tables, new, phase_pieces)
+
+    down_allocators = make_allocators(geometry, b, num_pages)
+    down = pools(geometry, down_allocators, a)
+    # Each instance takes what another one had, so that no page returns to where it came from.
+    high_tables, names = new[1:] + new[:1], names[1:] + names[:1]
+    ones = [np.ones(table.shape[1], int) for table in high_tables]
+    low_tables = place_down(high_tables, ones, geometry, down_allocators)
+    memory.move(high_tables, low_tables, phase_pieces)
+    assert all(memory.holds(low_tables[i], i, names[i]) for i in range(k))
+    for pool, table in zip(down, low_tables, strict=True):
+        pool.free(table)
+    assert state(down_allocators) == state(make_allocators(geometry, b, num_pages))
+
+
+def test_scale_up_leaves_local_pieces_and_keeps_whole_pages_whole():
+    geometry = geometry_of(4)
+    tables = [np.array([[2, 0]], np.int32), *(np.array([[1]], np.int32) for _ in range(3))]
+    allocators = make_allocators(geometry, 4, 3, 2)
+    new = place_up(tables, [np.ones(t.shape[1], int) for t in tables], geometry, allocators)
+    # Rank 0 keeps 8 and 0. What is left of these pages goes next (1 and 9, then 2), so page 4 stays whole.
+    np.testing.assert_array_equal([table[0] for table in new[1:]], [[1], [9], [2]])
+    np.testing.assert_array_equal(new[0], [[8, 0], [4, 6], [7, 4], [6, 4]])
+    assert [new[i][i].tolist() for i in range(1, 4)] == [[5], [6], [7]]
+    assert all(ids.max() < 12 for ids in np.concatenate(new, axis=1)), "the new extent is filled last"
+
+
+def test_scale_down_prefers_blocks_where_a_piece_stays_then_empty_ones():
+    geometry = geometry_of(2)
+    # Rank 0: page 0's first half is where it belongs (block 1), page 1's is not; block 0 holds page 1's.
+    table = np.array([[2, 1, 3], [1, 2, 7]], np.int32)
+    allocators = make_allocators(geometry, 2, 4)
+    tables = [table[:, :2], table[:, 2:]]
+    new = place_down(tables, [np.ones(2, int), np.ones(1, int)], geometry, allocators)
+    np.testing.assert_array_equal(new[0], [[1, 2]])
+    np.testing.assert_array_equal(new[1], [[3]])  # 7 is the second half of block 3
+
+
+def test_pages_that_do_not_fit_change_nothing():
+    geometry = geometry_of(4)
+    allocators = make_allocators(geometry, 2, 2)
+    tables = [np.array([[0, 1]], np.int32), np.array([[0, 1, 2]], np.int32)]
+    ones = [np.ones(2, int), np.ones(3, int)]
+    with pytest.raises(OutOfPagesError, match=r"5 pages at TP2 do not fit: the ranks have room for \[4, 4\]"):
+        place_up(tables, ones, geometry, allocators)
+    with pytest.raises(OutOfPagesError, match=r"\[2, 3\] pages at TP1 do not fit.*room for \[2, 2\]"):
+        place_down([table.repeat(2, axis=0) for table in tables], ones, geometry, allocators)
+    assert state(allocators) == state(make_allocators(geometry, 2, 2))
+
+
+def test_degrees_must_match():
+    geometry = geometry_of(4)
+    page = np.zeros((1, 1), np.int32)
+    one = [np.ones(1, int)]
+    with pytest.raises(LayoutError, match="4 devices cannot hold 2 instances of degree 1"):
+        place_up([page, page], one * 2, geometry, make_allocators(geometry, 4, 1))
+    with pytest.raises(LayoutError, match="4 devices cannot hold 3 instances"):
+        place_down([page.repeat(4, axis=0)] * 3, one * 3, geometry, make_allocators(geometry, 4, 1))
+    with pytest.raises(LayoutError, match=r"\[1, 1\] pages in the old view, \[2, 0\] in the new one"):
+        moves([page, page], [np.zeros((2, n), np.int32) for n in (2, 0)])
+
+
+# Which sequence goes where
+
+
+def used(pages: list[np.ndarray], assignment: np.ndarray, num_instances: int) -> list[int]:
+    groups = [[p for p, i in zip(pages, assignment.tolist(), strict=True) if i == n] for n in range(num_instances)]
+    return [len(set(np.concatenate([np.zeros(0, int), *group]).tolist())) for group in groups]
+
+
+def alone(*lengths: int) -> list[np.ndarray]:
+    """Sequences that share nothing."""
+    return np.split(np.random.default_rng(0).permutation(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=12),
+    room=st.lists(st.integers(0, 40), min_size=2, max_size=4),
+    universe=st.integers(12, 60),
+    together=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_assignment_fits(lengths, room, universe, together, seed):
+    random = np.random.default_rng(seed)
+    pages = [random.permutation(universe)[:length] for length in lengths]
+    try:
+        assignment = assign_down(pages, room, together=together)
+    except OutOfPagesError:
+        # Never where everything fits on one instance.
+        assert len(np.unique(np.concatenate(pages))) > max(room)
+        return
+    assert assignment.dtype == np.int32
+    assert assignment.shape == (len(lengths),)
+    assert all(n <= free for n, free in zip(used(pages, assignment, len(room)), room, strict=True))
+
+
+def test_longest_sequences_go_first_to_the_emptiest_instance():
+    assert assign_down(alone(1, 5, 3, 2, 4), [10, 8, 7]).tolist() == [1, 0, 2, 0, 1]
+    assert assign_down([], [3, 3]).tolist() == []
+
+
+def test_sharing_sequences_go_together_where_they_fit():
+    prompt = np.arange(100, 104)
+    forks = [np.concatenate([prompt, own]) for own in alone(2, 2, 2)]
+    assert assign_down([*forks, np.arange(200, 203)], [10, 9]).tolist() == [0, 0, 0, 1]
+    # The longest sequence does not take the only room that they have.
+    assert assign_down([*forks, np.arange(200, 207)], [11, 8, 8]).tolist() == [0, 0, 0, 1]
+    # Of a group that fits nowhere, as many as fit; the prompt is on both then.
+    assignment = assign_down(forks, [9, 8])
+    assert used(forks, assignment, 2) == [8, 6]
+    # A system prompt is no reason to leave instances idle.
+    assert assign_down(forks, [20, 20, 20], together=False).tolist() == [0, 1, 2]
+    assert assign_down(forks, [10, 3, 3], together=False).tolist() == [0, 0, 0]
+
+
+def test_tight_room_is_found():
+    assert used(alone(5, 4, 3, 3, 3), assign_down(alone(5, 4, 3, 3, 3), [9, 9]), 2) == [9, 9]
+
+
+def test_sequences_that_do_not_fit_are_named():
+    match = r"3 sequences with 12 pages together, 5 the longest, do not fit into 2 instances with room for \[4, 6\]"
+    with pytest.raises(OutOfPagesError, match=match):
+        assign_down(alone(5, 4, 3), [4, 6])
