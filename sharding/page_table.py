@@ -1,0 +1,183 @@
+"""Pages of the FFN tensors of a model at each TP degree, and what it costs to pad them to whole pages.
+
+    python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
+    python -m sharding.page_table --page-size 16 DIR/config.json   # pages of 16 tokens' KV, as the engine has them
+
+GPUs map memory in pages of 2 MiB, so a system that releases weights by unmapping wants shards of whole ones (Gyges).
+Here a page is the KV of `page_size` tokens of one layer, and shards are whole ones too.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from sharding.heads import HeadLayout
+from sharding.ledger import parse_bytes
+from sharding.params import round_up_to_pages
+
+TP = 4
+"""The highest degree: weights are cut into so many chunks."""
+ITEM = 2
+"""Bytes of a bf16 element."""
+
+
+@dataclass(frozen=True)
+class FfnShape:
+    """What the table needs to know of a model: from its `config.json` (`from_hf`), which it may have under any name."""
+
+    name: str
+    hidden_size: int
+    ffn_size: int
+    """Inner features, of each expert if there are several."""
+    num_experts: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_hf(cls, name: str, config: dict) -> "FfnShape":
+        """Raises `ValueError` for a config that does not describe a decoder with gated FFNs."""
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                name=name,
+                hidden_size=config["hidden_size"],
+                ffn_size=config.get("moe_intermediate_size", config["intermediate_size"]),
+                num_experts=config.get("num_local_experts", config.get("num_experts", 1)),
+                num_layers=config["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=config.get("num_key_value_heads", heads),
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            )
+        except KeyError as error:
+            raise ValueError(f"{name}: config.json has no {error}") from None
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """Elements of each FFN tensor of a layer, all experts together. MoE models store gate and up as one."""
+        matrix = self.hidden_size * self.ffn_size * self.num_experts
+        if self.num_experts > 1:
+            return {"down": matrix, "gate_up": 2 * matrix}
+        return {"down": matrix, "gate": matrix, "up": matrix}
+
+    def kv_page_elems(self, page_size: int) -> int:
+        """Elements of the engine's page of `page_size` tokens: KV heads as stored for `TP` ranks."""
+        kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
+        return kv_heads * 2 * page_size * self.head_dim
+
+
+# From the published config.json files.
+MODELS = (
+    FfnShape("GPT-OSS-120B", 2880, 2880, 128, 36, 64, 8, 64),
+    FfnShape("GPT-OSS-20B", 2880, 2880, 32, 24, 64, 8, 64),
+    FfnShape("Llama-3.1-70B", 8192, 28672, 1, 80, 64, 8, 128),
+    FfnShape("Qwen2.5-32B", 5120, 27648, 1, 64, 40, 8, 128),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one layer, in pages."""
+
+    model: str
+    tensor: str
+    pages: float
+    shard_pages: float
+    """Of a TP4 shard, before padding."""
+    stored_pages: int
+    """Of a TP4 shard, padded to whole pages."""
+
+    @property
+    def padding(self) -> float:
+        """Added by padding, as a share of the shard."""
+        return self.stored_pages / self.shard_pages - 1
+
+
+def rows(model: FfnShape, page_bytes: int) -> list[Row]:
+    """The model's tensors in pages of a fixed number of bytes; every shard padded by itself."""
+    if page_bytes < 1:
+        raise ValueError(f"a page of {page_bytes} bytes: it must have at least one")
+    result = []
+    for tensor, elements in model.tensors.items():
+        shard = elements * ITEM // TP
+        result.append(
+            Row(model.name, tensor, elements * ITEM / page_bytes, shard / page_bytes, -(-shard // page_bytes))
+        )
+    return result
+
+
+def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
+    """The model's tensors in KV pages, padded as the engine pads them: the inner features of a chunk are rounded up
+    until its gate-up and its down matrix are whole pages. Experts are dealt to ranks, each padded by itself.
+
+    Raises `ValueError` where the experts cannot be dealt evenly.
+    """
+    page_elems = model.kv_page_elems(page_size)
+    if model.num_experts % TP and model.num_experts > 1:
+        raise ValueError(f"{model.name}: {model.num_experts} experts cannot be dealt to {TP} ranks")
+    matrices = model.num_experts // TP if model.num_experts > 1 else 1
+    share = model.ffn_size if model.num_experts > 1 else -(-model.ffn_size // TP)
+    chunk = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
+    result = []
+    for tensor, columns in (("down", 1), ("gate_up", 2)):
+        elements = columns * model.hidden_size * model.ffn_size * model.num_experts
+        stored = matrices * columns * model.hidden_size * chunk // page_elems
+        result.append(Row(model.name, tensor, elements / page_elems, elements / TP / page_elems, stored))
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("configs", nargs="*", type=Path, metavar="config.json", help="models; default: four known ones")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--page-bytes", default="2MiB", help="size of a page (default: %(default)s)")
+    size.add_argument("--page-size", type=int, help="tokens of a KV page, instead of a number of bytes")
+    options = parser.parse_args(arguments)
+    try:
+        models = [FfnShape.from_hf(path.parent.name, json.loads(path.read_text())) for path in options.configs]
+        if options.page_size is None:
+            title = f"pages of {options.page_bytes}"
+            table = [row for model in models or MODELS for row in rows(model, parse_bytes(options.page_bytes))]
+        else:
+            if options.page_size < 1 or options.page_size & (options.page_size - 1):
+                raise ValueError(f"--page-size is {options.page_size}; it must be a power of two, at least 1")
+            title = f"pages of {options.page_size} tokens' KV of one layer"
+            table = [row for model in models or MODELS for row in engine_rows(model, options.page_size)]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    show(table, title)
+
+
+def show(table: list[Row], title: str) -> None:
+    """Print rows, models apart."""
+    printed = Table(title=f"FFN tensors of one layer, bf16, {title}")
+    for column in ("model", "tensor", "TP1", f"TP{TP}", f"TP{TP}, whole pages", "padding"):
+        printed.add_column(column, justify="left" if column in ("model", "tensor") else "right")
+    previous = None
+    for row in table:
+        if previous not in (None, row.model):
+            printed.add_section()
+        name = "" if row.model == previous else row.model
+        previous = row.model
+        printed.add_row(
+            name,
+            row.tensor,
+            f"{row.pages:,.10g}",
+            f"{row.shard_pages:,.10g}",
+            f"{row.stored_pages:,}",
+            f"{row.padding:.2%}",
+        )
+    Console(width=110).print(printed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The page table against published figures and real configs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sharding.page_table import MODELS, FfnShape, engine_rows, main, rows
+
+MIB = 1 << 20
+CONFIGS = {
+    "GPT-OSS-120B": "gpt-oss-120b",
+    "GPT-OSS-20B": "gpt-oss-20b",
+    "Llama-3.1-70B": "Llama-3.1-70B",
+    "Qwen2.5-32B": "Qwen2.5-32B",
+}
+# Published for Gyges: pages of 2 MiB at TP1 and TP4.
+PUBLISHED = {
+    ("GPT-OSS-120B", "down"): (1012.5, 253.125),
+    ("GPT-OSS-120B", "gate_up"): (2025, 506.25),
+    ("GPT-OSS-20B", "down"): (253.125, 63.28125),
+    ("GPT-OSS-20B", "gate_up"): (506.25, 126.5625),
+    ("Llama-3.1-70B", "down"): (224, 56),
+    ("Qwen2.5-32B", "down"): (135, 33.75),
+}
+
+
+def test_pages_are_those_published():
+    table = {(row.model, row.tensor): row for model in MODELS for row in rows(model, 2 * MIB)}
+    for key, (whole, shard) in PUBLISHED.items():
+        assert (table[key].pages, table[key].shard_pages) == (whole, shard)
+    assert table["Qwen2.5-32B", "down"].stored_pages == 34
+    assert table["Qwen2.5-32B", "down"].padding == pytest.approx(34 / 33.75 - 1)
+    assert table["Llama-3.1-70B", "gate"].padding == 0
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_models_are_those_of_their_configs(model: FfnShape, shared_data: Path):
+    config = json.loads((shared_data / "configs" / CONFIGS[model.name] / "config.json").read_text())
+    assert FfnShape.from_hf(model.name, config) == model
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+def test_engine_pads_whole_inner_features(page_size: int):
+    """Shards are whole pages of whole features, and not a feature step more than needed."""
+    for model in MODELS:
+        page_elems = model.kv_page_elems(page_size)
+        down, gate_up = engine_rows(model, page_size)
+        assert gate_up.stored_pages == 2 * down.stored_pages
+        matrices = max(model.num_experts // 4, 1)
+        features, rest = divmod(down.stored_pages * page_elems, matrices * model.hidden_size)
+        needed = model.ffn_size if model.num_experts > 1 else model.ffn_size / 4
+        assert rest == 0
+        assert features >= needed
+        smaller = [n for n in range(int(needed), features) if n >= needed and n * model.hidden_size % page_elems == 0]
+        assert not smaller, model.name
+
+
+def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
+    (path := tmp_path / "config.json").write_text(json.dumps(config))
+    main([str(path), "--page-bytes", "1MiB"])
+    cells = [[cell.strip() for cell in line.split("│")[2:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["down", "8", "2", "2", "0.00%"] in cells
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--page-bytes", "lots"], "'lots' is not a memory size"),
+        (["--page-bytes", "0"], "a page of 0 bytes"),
+        (["--page-size", "12"], "--page-size is 12; it must be a power of two"),
+        (["nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_config_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match=r"vision: config\.json has no 'hidden_size'"):
+        FfnShape.from_hf("vision", {"num_attention_heads": 8})
