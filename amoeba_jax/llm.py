@@ -417,10 +417,10 @@ class LLM:
             yield lambda: bar.advance(task)
 
 
-def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str) -> None:
-    """A stop string has come: the engine need not go on. Not waited for."""
+def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str | None) -> None:
+    """A stop string has come, or the request failed (None): the engine need not go on. Not waited for."""
     with contextlib.suppress(EngineClosedError):
-        dispatcher.call(engine.finish, [sequence], "stop", stop)
+        dispatcher.call(engine.finish, [sequence], "abort" if stop is None else "stop", stop)
 
 
 def _end_request(llm: "weakref.ref[LLM]", request: Request) -> None:

@@ -19,7 +19,7 @@ from amoeba_jax.text_stream import TextStream
 from amoeba_jax.tokenizer import Tokenizer
 
 Delivery = RequestOutput | BaseException
-EndEarly = Callable[[Sequence, str], None]
+EndEarly = Callable[[Sequence, str | None], None]
 
 
 @dataclass(eq=False)
@@ -83,7 +83,19 @@ class Request:
         return self._failed or all(c.finish_reason is not None for c in self._completions)
 
     def take(self, update: Update, end_early: EndEarly) -> None:
-        """Take in news of one sequence; `end_early(sequence, stop string)` where a stop string ends it."""
+        """Take in news of one sequence; `end_early(sequence, stop string)` where a stop string ends it.
+
+        Where that fails, the request fails, and `end_early(sequence, None)` ends its sequences.
+        """
+        try:
+            self._take(update, end_early)
+        except Exception as error:
+            self._failed = True
+            for sequence in self.sequences:
+                end_early(sequence, None)
+            self._deliver(error)
+
+    def _take(self, update: Update, end_early: EndEarly) -> None:
         completion = self._completions[update.sequence.index]
         if self.finished or completion.finish_reason is not None:
             return  # tokens sampled behind a stop string

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving_checks import TIMEOUT_S, check_idle
@@ -17,7 +18,9 @@ from test_memory import live_bytes
 from tiny_models import ragged_prompts, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.sequence import Update
 from amoeba_jax.errors import EngineClosedError
+from amoeba_jax.request import Request
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
@@ -295,3 +298,21 @@ def test_whatever_is_asked_after_closing_gets_a_clear_error(directory: Path, set
     with pytest.raises(EngineClosedError, match=r"the engine is closed: close\(\) was called"):
         use(llm)
     assert not llm.cancel("unknown")
+
+
+def test_request_whose_text_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    good = llm.stream([4, 5, 6], ENDLESS)
+    next(good)
+    add_tokens = Request._add_tokens
+
+    def failing(self: Request, completion: Any, update: Update) -> None:
+        if self.id == "bad":
+            raise UnicodeError("no text for this token")
+        add_tokens(self, completion, update)
+
+    monkeypatch.setattr(Request, "_add_tokens", failing)
+    with pytest.raises(UnicodeError, match="no text for this token"):
+        list(llm.stream([1, 2, 3], ENDLESS, request_id="bad"))
+    assert next(good).outputs[0].token_ids
+    good.close()
+    check_idle(llm)
