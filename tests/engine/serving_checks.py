@@ -7,7 +7,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.llm import Prompt
 from amoeba_jax.outputs import CompletionOutput
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 """For whatever could wait for ever; a test that gets there has failed."""
 
 

@@ -160,7 +160,7 @@ def count_launching_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return launches
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_devices", "tp", "num_pages", "num_requests"),
     [(4, 1, 16, 2000), (4, 2, 8, 300), (8, 4, 4, 300)],
