@@ -1,12 +1,10 @@
-"""amoeba-jax: one device, a KV cache for just what the job needs, every program compiled beforehand."""
+"""amoeba-jax: one device, a KV cache for just what the job needs. Each cell's untimed run compiles its programs."""
 
-from dataclasses import fields
 from importlib.metadata import version
 
 import timing
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.config import EngineConfig
 
 TEMPORARIES = 128 << 20
 
@@ -14,7 +12,6 @@ TEMPORARIES = 128 << 20
 class Amoeba:
     def __init__(self, job: timing.Job):
         self.versions = {name: version(name) for name in ("amoeba-jax", "jax")}
-        settings = {"prefix_caching": False} if "prefix_caching" in {f.name for f in fields(EngineConfig)} else {}
         self.llm = LLM(
             job["model_dir"],
             num_devices=1,
@@ -23,8 +20,8 @@ class Amoeba:
             device_memory=int(1.05 * job["weight_bytes"] + 1.1 * job["kv_bytes"]) + TEMPORARIES,
             max_num_seqs=1 << (max(job["batches"]) - 1).bit_length(),
             max_model_len=job["max_len"],
+            prefix_caching=False,
             progress=False,
-            **settings,
         )
 
     def start_cell(self, batch: int, tokens: int) -> None:
