@@ -38,7 +38,7 @@ class EngineConfig:
     """Longest prompt plus output in tokens. Default: what the model was trained for, or the largest layout holds."""
     max_num_seqs: int = 32
     """Sequences that one instance decodes at once."""
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 512
     """Prompt tokens that one step of an instance computes, beside its decodes; longer prompts take several steps."""
     prefix_caching: bool = True
     """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""

@@ -1,13 +1,15 @@
 """What the engine adds to its executables: wall time of decode steps while serving, and of the same steps alone.
 
-    python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 128] [--json overhead.json]
+    python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 64] [--json overhead.json]
 
-Both generate the same tokens of the same prompts, on one device, turn by turn. "Serving" is `LLM.generate`
-less the time until all first tokens are there. "Alone" launches prepared steps one after the other, each
-reading the token before it from the device, and waits for the last.
+Both decode as many tokens at the same contexts, on one device, turn by turn. "Serving" is the time from launch to
+launch of `LLM.generate`'s steps in which every request decodes: each instance is one step ahead of the device, so
+launches keep the device's pace. "Alone" launches prepared steps one after the other, each reading the token before it
+from the device, and waits for the last.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -22,22 +24,30 @@ from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.instance import Instance, StepPlan
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds of a decode step while serving."""
+    """Seconds between decode steps of the whole batch while serving, median."""
+    (instance,) = llm._engine.instances
+    launches: list[tuple[int, float]] = []  # decodes of the step (0: a prompt is beside them), when
+    launch_plan = instance.launch_plan
 
-    def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-        return time.perf_counter() - start
+    def timed(plan: StepPlan) -> None:
+        launch_plan(plan)
+        launches.append((len(plan.rows) if plan.shape.num_tokens == plan.shape.num_rows else 0, time.perf_counter()))
 
-    return (seconds(new_tokens) - seconds(1)) / (new_tokens - 1)
+    instance.launch_plan = timed
+    try:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
+    finally:
+        del instance.launch_plan
+    pairs = itertools.pairwise(launches)
+    return median(stop - start for (first, start), (rows, stop) in pairs if first == rows == len(prompts))
 
 
 def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
-    """Seconds of a decode step of the executables alone, contexts growing as they do while serving."""
+    """Seconds of a decode step of the executables alone, contexts growing as they do while serving, mean."""
     engine, instance = llm._engine, llm._engine.instances[0]
     pages = engine.dims.pages.pages_for(prompt + new_tokens)
     tables = [instance.pages.allocate(pages) for _ in range(batch)]
@@ -70,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="powers of two")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -103,6 +113,7 @@ def main() -> None:
                         alone.append(alone_s(llm, batch, options.prompt, options.new_tokens))
                     ratio = median(a / b for a, b in zip(serving, alone, strict=True))
                     results.append({"model": name, "batch": batch, "serving_s": serving, "alone_s": alone})
+                    print(f"{name}, batch {batch}: {ratio:.2f}", flush=True)
                     table.add_row(name, str(batch), times(serving), times(alone), f"{ratio:.2f}")
     Console(width=110).print(table)
     if options.json:
