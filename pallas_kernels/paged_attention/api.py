@@ -1,16 +1,23 @@
 """Paged attention over header-centric extents: one signature, several implementations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.paged_attention.base import PageTable, check_arguments, reference_paged_attention
+from pallas_kernels.paged_attention.base import Options, PageTable, reference_paged_attention
+from pallas_kernels.paged_attention.checks import check_arguments, checked_tables
+from pallas_kernels.paged_attention.layouts import PageLayout
+from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, unsupported
+from pallas_kernels.paged_attention.tuning import gpu_device
 from pallas_kernels.paged_attention.xla import xla_paged_attention
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "mosaic_gpu": mosaic_gpu_paged_attention,
     "xla": xla_paged_attention,
     "reference": reference_paged_attention,
 }
@@ -18,32 +25,69 @@ _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 
 def paged_attention(
     queries: Float[Array, "B T H h"],
-    extents: Sequence[Float[Array, "_ K 2 S h"]],
+    extents: Sequence[Shaped[Array, "_ _ _ _ h"]],
     tables: Sequence[PageTable],
     query_positions: Int32[Array, "B T"],
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    kv_scales: Float[Array, "2 K"] | None = None,
+    stride_order: tuple[int, ...] = PageLayout.HEADER_CENTRIC.value,
     implementation: Implementation = "auto",
+    debug: bool = False,
 ) -> Float[Array, "B T H h"]:
     """Causal attention of new tokens over the paged cache, which already holds their own keys and values.
 
-    Decode is T = 1; a chunk of prefill is T > 1. Query head i uses KV head `i // (H // K)`.
+    Decode is T = 1; a chunk of prefill is T > 1. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 
     Args:
-        queries: after rotary embedding.
-        extents: pages `[pages, K, 2, S, h]` (header-centric; index 0 keys, 1 values), one array per extent.
+        queries: after rotary embedding; f32, bf16 or f16.
+        extents: pages `[pages, K, 2, S, h]` (header-centric; index 0 keys, 1 values), one array per extent, of the
+            queries' dtype or of fp8 (e4m3fn, e5m2).
         tables: for each extent, the pages in use and their logical positions.
         query_positions: position of each query in its sequence; -1 marks padding, whose output is zero.
         scale: factor on the scores, usually `h ** -0.5`.
         sliding_window: if set, a query sees only the last `sliding_window` positions, its own included.
-        implementation: `auto` picks by device; the others force one.
+        soft_cap: if set, scores become `soft_cap * tanh(score / soft_cap)`.
+        sinks: a score of each query head that takes part in the softmax and has no value.
+        kv_scales: by which stored keys (row 0) and values (row 1) of each KV head are multiplied.
+        stride_order: the permutation with which an extent, transposed, is `[pages, K, 2, S, h]`; `PageLayout` has the
+            three that are supported.
+        implementation: `auto` takes `mosaic_gpu` on a Hopper GPU for the calls that it supports, and `xla` for all
+            others; the rest force one.
+        debug: check the contents of the tables too, on the host: slow.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
+        ValueError: shapes or dtypes that do not fit together, an unknown implementation, or `mosaic_gpu` forced for
+            what it does not support. With `debug`, a page that is out of range or a position that is given twice:
+            inside `jit` as JAX's run-time error, before attention starts.
     """
-    check_arguments(queries, extents, tables, query_positions)
+    options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
+    check_arguments(queries, extents, tables, query_positions, options)
     if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r} must be one of {('auto', *_IMPLEMENTATIONS)}")
-    function = _IMPLEMENTATIONS["xla" if implementation == "auto" else implementation]
-    return function(queries, extents, tables, query_positions, scale=scale, sliding_window=sliding_window)
+    if debug:
+        layout = PageLayout.of(options.stride_order)
+        pages = [layout.logical_shape(extent.shape)[0] for extent in extents]
+        tables = checked_tables(tables, pages, query_positions)
+    if implementation == "mosaic_gpu" and (reason := unsupported(queries, extents, options)):
+        raise ValueError(f"implementation='mosaic_gpu' cannot compute this: {reason}")
+    if implementation != "auto":
+        return _IMPLEMENTATIONS[implementation](queries, extents, tables, query_positions, options)
+    if not _on_hopper() or unsupported(queries, extents, options):
+        return xla_paged_attention(queries, extents, tables, query_positions, options)
+    # The program may still be for the host: a CPU mesh on a machine with a GPU.
+    return lax.platform_dependent(
+        queries,
+        list(extents),
+        list(tables),
+        query_positions,
+        cuda=partial(mosaic_gpu_paged_attention, options=options),
+        default=partial(xla_paged_attention, options=options),
+    )
+
+
+def _on_hopper() -> bool:
+    return getattr(gpu_device(), "compute_capability", "").startswith("9.")

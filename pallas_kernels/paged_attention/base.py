@@ -5,11 +5,14 @@ S page size, W width of a block table.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
+
+from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 class PageTable(NamedTuple):
@@ -27,35 +30,25 @@ class PageTable(NamedTuple):
     num_pages: Int32[Array, " B"]
 
 
-def check_arguments(
-    queries: jax.Array, extents: Sequence[jax.Array], tables: Sequence[PageTable], query_positions: jax.Array
-) -> None:
-    """Raise `ValueError` for shapes or dtypes that do not fit together."""
-    if not extents or len(extents) != len(tables):
-        raise ValueError(f"{len(extents)} extents and {len(tables)} page tables: one table per extent, at least one")
-    batch, length, heads, head_dim = queries.shape
-    if query_positions.shape != (batch, length):
-        raise ValueError(f"query_positions {query_positions.shape} must be [B, T] = {(batch, length)}")
-    if len(counts := {extent.shape[1] for extent in extents}) > 1:
-        raise ValueError(f"extents have {' and '.join(map(str, sorted(counts)))} KV heads: all must have the same")
-    for extent, table in zip(extents, tables, strict=True):
-        _, kv_heads, two, page_size, extent_dim = extent.shape
-        if two != 2 or extent_dim != head_dim or extent.dtype != queries.dtype:
-            raise ValueError(
-                f"extent {extent.dtype}{extent.shape} does not fit queries {queries.dtype}{queries.shape}: it must "
-                "be [pages, KV heads, 2, page size, head size] of the same dtype and head size"
-            )
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads cannot be grouped over {kv_heads} KV heads")
-        if page_size & (page_size - 1):
-            raise ValueError(f"page size {page_size} must be a power of two")
-        shapes = (table.page_ids.shape, table.page_positions.shape, table.num_pages.shape)
-        width = table.page_ids.shape[-1]
-        if shapes != ((batch, width), (batch, width), (batch,)) or width < 1:
-            raise ValueError(
-                f"page table {shapes} must be ids [B={batch}, W], positions [B, W] and page counts [B], "
-                "with W at least 1"
-            )
+@dataclass(frozen=True)
+class Options:
+    """How attention is computed; the same for all implementations.
+
+    Attributes:
+        scale: factor on the scores, usually `h ** -0.5`.
+        sliding_window: if set, a query sees only the last `sliding_window` positions, its own included.
+        soft_cap: if set, scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2), before masks and sinks.
+        sinks: `[H]` a score of each query head that takes part in the softmax and has no value (gpt-oss).
+        kv_scales: f32 `[2, K]` by which stored keys and values of each KV head are multiplied (fp8 caches).
+        stride_order: memory order of the extents, see `PageLayout`.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: Float[Array, " H"] | None = None
+    kv_scales: Float[Array, "2 K"] | None = None
+    stride_order: tuple[int, ...] = PageLayout.HEADER_CENTRIC.value
 
 
 def visible(
@@ -71,12 +64,10 @@ def visible(
 
 def reference_paged_attention(
     queries: Float[Array, "B T H h"],
-    extents: Sequence[Float[Array, "_ K 2 S h"]],
+    extents: Sequence[Shaped[Array, "_ _ _ _ h"]],
     tables: Sequence[PageTable],
     query_positions: Int32[Array, "B T"],
-    *,
-    scale: float,
-    sliding_window: int | None = None,
+    options: Options,
 ) -> Float[Array, "B T H h"]:
     """Causal attention of queries over paged keys and values: gathers everything, then one softmax.
 
@@ -84,25 +75,37 @@ def reference_paged_attention(
     in f32 and returns the queries' dtype.
     """
     batch, length, heads, head_dim = queries.shape
+    layout = PageLayout.of(options.stride_order)
     keys, values, positions = [], [], []
     for extent, table in zip(extents, tables, strict=True):
-        kv_heads, page_size = extent.shape[1], extent.shape[3]
-        pages = extent[table.page_ids].astype(jnp.float32)  # [B, W, K, 2, S, h]
+        logical = extent.transpose(layout.value)
+        kv_heads, page_size = logical.shape[1], logical.shape[3]
+        pages = logical[table.page_ids].astype(jnp.float32)  # [B, W, K, 2, S, h]
         keys.append(pages[:, :, :, 0].swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim))
         values.append(pages[:, :, :, 1].swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim))
         used = jnp.arange(table.page_ids.shape[1]) < table.num_pages[:, None]
         token = table.page_positions[:, :, None] * page_size + jnp.arange(page_size)
         positions.append(jnp.where(used[:, :, None], token, -1).reshape(batch, -1))
     key, value = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
-    mask = visible(jnp.concatenate(positions, axis=1), query_positions, sliding_window)[:, None, None]
-    grouped = queries.reshape(batch, length, key.shape[1], -1, head_dim).astype(jnp.float32) * scale
+    mask = visible(jnp.concatenate(positions, axis=1), query_positions, options.sliding_window)[:, None, None]
+    grouped = queries.reshape(batch, length, key.shape[1], -1, head_dim).astype(jnp.float32) * options.scale
     key = jnp.where(jnp.any(mask, axis=3)[:, 0, 0, None, :, None], key, 0)  # garbage times zero may be NaN
     value = jnp.where(jnp.any(mask, axis=3)[:, 0, 0, None, :, None], value, 0)
+    if options.kv_scales is not None:
+        key = key * options.kv_scales[0, :, None, None]
+        value = value * options.kv_scales[1, :, None, None]
     scores = jnp.einsum("btkgh,bknh->bkgtn", grouped, key, precision="highest")
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(mask, scores, -jnp.inf)
     peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    sink = jnp.zeros(())
+    if options.sinks is not None:
+        sink = options.sinks.astype(jnp.float32).reshape(1, key.shape[1], -1, 1, 1)
+        peak = jnp.maximum(peak, sink)
+        sink = jnp.exp(sink - peak)
     weights = jnp.exp(scores - peak)
-    total = weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True) + sink
     weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)
     out = jnp.einsum("bkgtn,bknh->btkgh", weights, value, precision="highest")
     return out.reshape(batch, length, heads, head_dim).astype(queries.dtype)

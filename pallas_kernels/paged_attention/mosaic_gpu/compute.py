@@ -1,0 +1,271 @@
+"""The computing warpgroups of the Mosaic GPU kernel: online softmax over stages of keys and values."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.mosaic_gpu.variant import ROWS, Item, Refs, Variant, extent_range
+
+LOG2E = math.log2(math.e)
+_FAR = 1 << 30  # position of keys that are not there: past every query
+_WGMMA = plgpu.Layout.WGMMA
+
+
+class _State(NamedTuple):
+    """Softmax so far: greatest score (times log2(e)) and sum of weights `[64]`, weighted values by column chunk."""
+
+    peak: jax.Array
+    total: jax.Array
+    values: tuple[jax.Array, ...]
+
+
+class _Rows(NamedTuple):
+    """Positions of a warpgroup's 64 query rows, -1 for padding, and their least and greatest."""
+
+    positions: jax.Array
+    least: jax.Array
+    greatest: jax.Array
+
+
+def compute_item(
+    v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
+) -> None:
+    """Computes and writes one warpgroup's result of an item. `step` is the number of the item's first stage."""
+    part = jnp.int32(0) if v.split_keys else worker
+    plgpu.barrier_wait(scratch["queries_ready"])
+    rows = _Rows(
+        _cast(v, scratch["positions"][part], _WGMMA.reduce(1)),
+        *(refs.tile_positions[item.batch, item.tile, end] for end in range(2)),
+    )
+
+    def extent_body(extent: Any, carry: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
+        before, state = carry
+        begin, start, stop, count = extent_range(refs, item, extent, before)
+        first_step = step + before - item.first  # of the extent's block 0; its own from `start` on
+        stride = v.warpgroups if v.split_keys else 1
+        if v.split_keys:  # every `stride`-th step, counted over all items, as stages are
+            start += lax.rem(worker - lax.rem(first_step + start, jnp.int32(stride)) + stride, jnp.int32(stride))
+        steps = lax.div(jnp.maximum(stop - start, 0) + stride - 1, jnp.int32(stride))
+
+        def block(number: jax.Array, state: _State) -> _State:
+            index = start + number * stride
+            slot = lax.rem(first_step + index, jnp.int32(v.stages))
+            starts = _unit_starts(v, refs, item, extent, begin + index)
+            return _compute_block(v, refs, scratch, worker, part, item, rows, slot, starts, state)
+
+        return before + count, lax.fori_loop(0, steps, block, state)
+
+    carry = (jnp.int32(0), _first_state(v, scratch, part, item))
+    if v.num_extents == 1:
+        _, state = extent_body(0, carry)
+    else:
+        _, state = lax.fori_loop(0, v.num_extents, extent_body, carry)
+    _release(v, scratch["queries_free"])
+    _write(v, refs, scratch, worker, part, item, rows, state)
+
+
+def _cast(v: Variant, x: jax.Array, layout: Any) -> jax.Array:
+    return x if v.interpret else plgpu.layout_cast(x, layout)
+
+
+def _columns(v: Variant, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector of rows, repeated along the columns."""
+    return lax.broadcast_in_dim(vector, shape, (0,))
+
+
+def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Item) -> _State:
+    row, matrix = _WGMMA.reduce(1), _WGMMA
+    peak = _cast(v, jnp.full((ROWS,), -jnp.inf, jnp.float32), row)
+    total = _cast(v, jnp.full((ROWS,), 0, jnp.float32), row)
+    if v.has_sinks:
+        # A sink is a score of its own that adds to the sum of weights and to nothing else.
+        given = _cast(v, scratch["sinks"][part], row)
+        once = (item.split == 0) & ((lax.axis_index("wg") == 0) | (not v.split_keys))
+        peak = given + jnp.where(once, 0.0, -jnp.inf)
+        total += jnp.where(once, 1.0, 0.0)
+    zeros = [jnp.full((ROWS, v.chunk), 0, jnp.float32) for _ in range(v.head_dim // v.chunk)]
+    return _State(peak, total, tuple(_cast(v, z, matrix) for z in zeros))
+
+
+def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
+    """Position of the first token of each unit of a block; `_FAR` for those that are not there."""
+    units = refs.num_pages[item.batch, extent] * v.units_per_page
+    starts = []
+    for place in range(v.units_per_block):
+        unit = block * v.units_per_block + place
+        there = jnp.minimum(unit, units - 1)
+        page, piece = lax.div(there, jnp.int32(v.units_per_page)), lax.rem(there, jnp.int32(v.units_per_page))
+        position = refs.page_positions[item.batch, extent, page] * v.page_size + piece * v.unit_tokens
+        starts.append(jnp.where(unit < units, position, _FAR))
+    return starts
+
+
+def _compute_block(
+    v: Variant,
+    refs: Refs,
+    scratch: dict[str, Any],
+    worker: jax.Array,
+    part: jax.Array,
+    item: Item,
+    rows: _Rows,
+    slot: jax.Array,
+    starts: list[jax.Array],
+    state: _State,
+) -> _State:
+    """Takes the keys and values of a stage into the softmax."""
+    shape = (ROWS, v.block_tokens)
+    first, last = starts[0], starts[0]
+    for start in starts[1:]:
+        first, last = jnp.minimum(first, start), jnp.maximum(last, start)
+    partly = last + v.unit_tokens - 1 > rows.least  # whether there is a key that a row of the tile does not see
+    if v.sliding_window is not None:
+        partly |= first <= rows.greatest - v.sliding_window
+
+    plgpu.barrier_wait(scratch["keys_ready"].at[slot])
+    keys = scratch["keys"].at[slot]
+    if v.converts:
+        operand = scratch["key_operand"].at[worker]
+        operand[...] = keys[...].astype(v.dtype)
+        plgpu.commit_smem()
+        keys = operand
+    scores = _product(v, scratch["queries"].at[part], keys, transpose=True)
+    _release(v, scratch["keys_free"].at[slot])
+    scores = _scaled(v, refs, item, scores)
+
+    def visible() -> jax.Array:
+        if v.interpret:
+            column = lax.broadcasted_iota(jnp.int32, shape, 1)
+        else:
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
+        position = column + starts[0]
+        for place, start in enumerate(starts[1:], 1):
+            offset = place * v.unit_tokens
+            position = jnp.where(column >= offset, column + (start - offset), position)
+        row = _columns(v, rows.positions, shape)
+        mask = position <= row
+        if v.sliding_window is not None:
+            mask &= position > row - v.sliding_window
+        return mask
+
+    scores = lax.cond(partly, lambda s: jnp.where(visible(), s, -jnp.inf), lambda s: s, scores)
+    peak = jnp.maximum(state.peak, scores.max(axis=1))
+    finite = jnp.where(peak == -jnp.inf, 0.0, peak)  # a row that has seen nothing yet
+    decay = jnp.exp2(state.peak - finite)
+    weights = jnp.exp2(scores - _columns(v, finite, shape))
+    total = state.total * decay + weights.sum(axis=1)
+    weights = weights.astype(v.dtype)
+
+    plgpu.barrier_wait(scratch["values_ready"].at[slot])
+    stage = scratch["values"].at[slot]
+    operand = scratch["value_operand"].at[worker] if v.copies_values else stage
+
+    def clean() -> None:
+        seen = jnp.where(visible(), 1.0, 0.0).max(axis=0)
+        scratch["seen"].at[worker][...] = seen
+        seen = _cast(v, scratch["seen"][worker], _WGMMA.reduce(1))
+        values = _cast(v, stage[...].astype(v.dtype), _WGMMA)
+        operand[...] = jnp.where(_columns(v, seen, values.shape) > 0, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+
+    pl.when(partly)(clean)
+    if v.converts:
+
+        @pl.when(jnp.logical_not(partly))
+        def _convert():
+            operand[...] = stage[...].astype(v.dtype)
+            plgpu.commit_smem()
+
+    def weighted(source: Any) -> tuple[jax.Array, ...]:
+        columns = [pl.ds(c * v.chunk, v.chunk) for c in range(len(state.values))]
+        return tuple(_product(v, weights, source.at[:, c]) for c in columns)
+
+    if v.copies_values and not v.converts:
+        update = lax.cond(partly, lambda: weighted(operand), lambda: weighted(stage))
+    else:
+        update = weighted(operand)
+    _release(v, scratch["values_free"].at[slot])
+    values = [old * _columns(v, decay, old.shape) + new for old, new in zip(state.values, update, strict=True)]
+    return _State(peak, total, tuple(values))
+
+
+def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
+    """`a @ b` (`b.T`) in f32, with tensor cores. `b` is in shared memory, `a` there or in registers.
+
+    The interpreter has no `wgmma` with registers, nor with transposed operands before JAX 0.12.
+    """
+    if v.interpret:
+        a, b = a[...], b[...]
+        return jnp.dot(a, b.T if transpose else b, preferred_element_type=jnp.float32)
+    b = b.T if transpose else b
+
+    def multiply(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]  # waits
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _release(v: Variant, barrier: Any) -> None:
+    """Hands shared memory back to the copying warpgroup."""
+    if v.interpret:
+        # To the interpreter our reads are plain ones, to be fenced against the next copy. Those of `wgmma` are not.
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def _scaled(v: Variant, refs: Refs, item: Item, scores: jax.Array) -> jax.Array:
+    """Scores times log2(e), as the softmax uses powers of two."""
+    factor = refs.scales[0, item.head] * v.scale if v.has_scales else v.scale
+    if v.soft_cap is None:
+        return scores * (factor * LOG2E)
+    # tanh x = 1 - 2 / (exp 2x + 1), also where exp overflows.
+    tanh = 1 - 2 / (jnp.exp2(scores * (factor * (2 * LOG2E / v.soft_cap))) + 1)
+    return tanh * (v.soft_cap * LOG2E)
+
+
+def _write(
+    v: Variant,
+    refs: Refs,
+    scratch: dict[str, Any],
+    worker: jax.Array,
+    part: jax.Array,
+    item: Item,
+    rows: _Rows,
+    state: _State,
+) -> None:
+    tiles = v.tiles * v.parts
+    place = (item.batch * v.kv_heads + item.head) * tiles + item.tile * v.parts + part
+    if v.partials > 1:
+        partial = item.split * v.warpgroups + worker if v.split_keys else item.split
+        place += partial * (v.batch * v.kv_heads * tiles)
+        scratch["statistics"].at[worker, 0][...] = state.peak
+        scratch["statistics"].at[worker, 1][...] = state.total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch["statistics"].at[worker], refs.statistics.at[place])
+        factor = None
+    else:
+        # Rows of padding read whatever was in shared memory.
+        live = (rows.positions >= 0) & (state.total > 0)
+        factor = jnp.where(live, 1 / jnp.where(live, state.total, 1.0), 0.0)
+    height = min(v.rows, ROWS)
+    for column in range(0, v.head_dim, v.store_chunk):
+        offset = column % v.chunk
+        values = state.values[column // v.chunk][:, offset : offset + v.store_chunk]
+        if v.has_scales:
+            values = values * refs.scales[1, item.head]
+        if factor is not None:
+            broadcast = _columns(v, factor, values.shape)
+            values = jnp.where(broadcast > 0, values * broadcast, 0.0)
+        if column:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out = scratch["out"].at[worker]
+        out[...] = values.astype(v.out_dtype)
+        plgpu.commit_smem()
+        target = refs.out.at[place, :, pl.ds(column, v.store_chunk)]
+        plgpu.copy_smem_to_gmem(out.at[pl.ds(0, height)], target)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,212 @@
+"""What the Mosaic GPU kernel is compiled for, and what it is given."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.layouts import PageLayout
+
+ROWS = 64
+"""Query rows of a warpgroup: what one `wgmma` takes."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is fixed when a kernel is compiled, beside the shapes of its arguments.
+
+    Attributes:
+        batch, kv_heads, tiles: B, K, and tiles of query rows of each.
+        head_dim: h.
+        rows: query rows of a warpgroup that exist; those up to 64 are neither read nor written.
+        page_size: S.
+        num_extents: extents, each with an argument of its own.
+        splits: parts that the keys of a tile fall into.
+        block_tokens: keys of a stage, a multiple of 64.
+        stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
+        warpgroups: computing warpgroups.
+        split_keys: warpgroups take stages in turn instead of having rows of their own.
+        thread_blocks: blocks of threads; 1 for each processor of the device fill it.
+        scale: factor on scores.
+        sliding_window: in tokens, or None.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
+        has_sinks, has_scales: whether sinks, and scales of keys and values, are given.
+        dtype: of what is multiplied: queries, weights, and keys and values unless these are converted.
+        kv_dtype: of keys and values as they are stored.
+        result_dtype: of the result.
+        layout: memory order of the extents.
+        interpret: the kernel is interpreted on CPU, where layouts do not exist and products are plain products.
+    """
+
+    batch: int
+    kv_heads: int
+    tiles: int
+    head_dim: int
+    rows: int
+    page_size: int
+    num_extents: int
+    splits: int
+    block_tokens: int
+    stages: int
+    warpgroups: int
+    split_keys: bool
+    thread_blocks: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    has_scales: bool
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    result_dtype: jnp.dtype
+    layout: PageLayout
+    interpret: bool
+
+    @property
+    def parts(self) -> int:
+        """Groups of 64 rows of a tile."""
+        return 1 if self.split_keys else self.warpgroups
+
+    @property
+    def partials(self) -> int:
+        """Partial results of a tile; 1 means that the kernel writes the final one."""
+        return self.splits * (self.warpgroups if self.split_keys else 1)
+
+    @property
+    def items(self) -> int:
+        return self.tiles * self.batch * self.kv_heads * self.splits
+
+    @property
+    def unit_tokens(self) -> int:
+        return min(self.page_size, self.block_tokens)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.block_tokens // self.unit_tokens
+
+    @property
+    def units_per_page(self) -> int:
+        return self.page_size // self.unit_tokens
+
+    @property
+    def converts(self) -> bool:
+        """Whether keys and values are converted before they are multiplied (fp8)."""
+        return self.kv_dtype != self.dtype
+
+    @property
+    def copies_values(self) -> bool:
+        """Whether a warpgroup cleans or converts V into a buffer of its own, as others read the stage."""
+        return self.converts or (self.warpgroups > 1 and not self.split_keys)
+
+    @property
+    def chunk(self) -> int:
+        """Columns of P V computed at a time: registers do not hold 256 twice."""
+        return 128 if self.head_dim % 128 == 0 else self.head_dim
+
+    @property
+    def store_chunk(self) -> int:
+        """Columns of the output written at a time."""
+        return 64 if self.head_dim % 64 == 0 else self.head_dim
+
+    @property
+    def out_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.float32) if self.partials > 1 else self.result_dtype
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers of a block of threads."""
+        h, groups, stage_shape = self.head_dim, self.warpgroups, (self.stages, self.block_tokens, self.head_dim)
+        operand = _tiled((groups, self.block_tokens, h), self.dtype)
+        stage = _tiled(stage_shape, self.kv_dtype)
+        ready = plgpu.Barrier(num_arrivals=self.units_per_block, num_barriers=self.stages)
+        free = plgpu.Barrier(num_arrivals=1 if self.split_keys else groups, num_barriers=self.stages)
+        scratch = {
+            "queries": _tiled((self.parts, ROWS, h), self.dtype),
+            "positions": plgpu.SMEM((self.parts, ROWS), jnp.int32),
+            "sinks": plgpu.SMEM((self.parts, ROWS), jnp.float32) if self.has_sinks else None,
+            "keys": stage,
+            "values": stage,
+            "key_operand": operand if self.converts else None,
+            "value_operand": operand if self.copies_values else None,
+            "seen": plgpu.SMEM((groups, self.block_tokens), jnp.float32),
+            "out": _tiled((groups, ROWS, self.store_chunk), self.out_dtype),
+            "statistics": plgpu.SMEM((groups, 2, ROWS), jnp.float32) if self.partials > 1 else None,
+            "queries_ready": plgpu.Barrier(num_arrivals=self.parts * (2 + self.has_sinks)),
+            "queries_free": plgpu.Barrier(num_arrivals=groups),
+            "keys_ready": ready,
+            "values_ready": ready,
+            "keys_free": free,
+            "values_free": free,
+        }
+        return {name: ref for name, ref in scratch.items() if ref is not None}
+
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, barriers aside."""
+        refs = [ref for name, ref in self.scratch().items() if not name.endswith(("_ready", "_free"))]
+        return sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
+    if swizzle is None:  # 80 elements of fp8, which are converted and never read by `wgmma`
+        return plgpu.SMEM(shape, dtype)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class Refs(NamedTuple):
+    """Arguments in global memory. `N` is batch x KV heads x tiles x parts, in this order.
+
+    Attributes:
+        queries: `[N, rows, h]`.
+        row_positions: int32 `[batch x tiles x parts, 64]`, -1 for padding.
+        tile_positions: int32 `[B, tiles, 2]`: least and greatest position of a tile's rows, padding aside.
+        blocks: int32 `[B, tiles, extents, 2]`: first block of units that a row sees, and how many from there.
+        page_ids, page_positions: int32 `[B, extents, W]`.
+        num_pages: int32 `[B, extents]`.
+        sinks: f32 `[KV heads x tiles x parts, 64]`, times log2(e); or None.
+        scales: f32 `[2, K]` of keys and values; or None.
+        extents: see `PageLayout.rows`.
+        out: `[partials x N, rows, h]`; if there are several partial results, f32 and not divided by the sum of weights.
+        statistics: f32 `[partials x N, 2, 64]`: greatest score, times log2(e), and sum of weights; or None.
+    """
+
+    queries: Any
+    row_positions: Any
+    tile_positions: Any
+    blocks: Any
+    page_ids: Any
+    page_positions: Any
+    num_pages: Any
+    sinks: Any
+    scales: Any
+    extents: tuple[Any, ...]
+    out: Any
+    statistics: Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a block of threads computes at a time: blocks `first .. last` of those that the tile's rows see."""
+
+    batch: jax.Array
+    head: jax.Array
+    tile: jax.Array
+    split: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
+    """`(begin, start, stop, count)`: of the extent's `count` blocks from `begin`, those `start .. stop` are the item's.
+
+    `before` counts the tile's blocks in extents before this one.
+    """
+    begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))
+    start = jnp.minimum(jnp.maximum(item.first - before, 0), count)
+    stop = jnp.minimum(jnp.maximum(item.last - before, 0), count)
+    return begin, start, stop, count

@@ -1,0 +1,164 @@
+"""Sizes that the GPU kernel runs with: from a table of its device kind where one was measured, otherwise by rule.
+
+Tables are data: `tables/<device kind>.json`, written by `python -m pallas_kernels.paged_attention.tune` on the device.
+"""
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+TABLES = Path(__file__).parent / "tables"
+SHARED_BYTES = 227 * 1024 - 4096
+"""Shared memory that a block of threads may use on Hopper, less what barriers and reductions take."""
+DEFAULT_PROCESSORS = 132  # of an H100 SXM or H200, where no device is at hand
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Sizes of a launch.
+
+    Attributes:
+        block_tokens: keys of a stage of shared memory; a multiple of 64.
+        stages: stages; with `split_keys` a multiple of `warpgroups`.
+        warpgroups: computing warpgroups, 1 or 2.
+        split_keys: they share 64 query rows and take stages in turn, instead of having 64 rows each.
+        splits: parts that the keys of a sequence fall into.
+        thread_blocks: blocks of threads that take the work in turn.
+    """
+
+    block_tokens: int
+    stages: int
+    warpgroups: int
+    split_keys: bool
+    splits: int
+    thread_blocks: int
+
+    def __post_init__(self):
+        if self.block_tokens < 64 or self.block_tokens % 64:
+            raise ValueError(f"block_tokens={self.block_tokens} must be a multiple of 64")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups={self.warpgroups} must be 1 or 2")
+        if self.stages < 1 or (self.split_keys and self.stages % self.warpgroups):
+            raise ValueError(f"stages={self.stages} must be positive, and with split_keys a multiple of warpgroups")
+        if self.splits < 1 or self.thread_blocks < 1:
+            raise ValueError(f"splits={self.splits} and thread_blocks={self.thread_blocks} must be positive")
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What sizes are chosen by.
+
+    Attributes:
+        batch, kv_heads, head_dim, page_size: B, K, h, S.
+        rows: query rows of a KV head: T times H / K.
+        kv_itemsize: bytes of an element of the cache.
+        max_tokens: most keys that a sequence can have, as far as shapes tell.
+    """
+
+    batch: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    rows: int
+    kv_itemsize: int
+    max_tokens: int
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.rows <= _ROWS else "prefill"
+
+    def tiles(self, config: KernelConfig) -> int:
+        """Tiles of query rows over all sequences and KV heads."""
+        rows = _ROWS if config.split_keys else _ROWS * config.warpgroups
+        return self.batch * self.kv_heads * -(-self.rows // rows)
+
+
+def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
+    """Bytes of shared memory that the kernel takes, sinks included."""
+    h, groups, converts = shape.head_dim, config.warpgroups, shape.kv_itemsize == 1
+    parts = 1 if config.split_keys else groups
+    queries = parts * _ROWS * (2 * h + 8)
+    stages = 2 * config.stages * config.block_tokens * h * shape.kv_itemsize
+    operands = 2 if converts else int(groups > 1 and not config.split_keys)
+    own = operands * groups * config.block_tokens * h * 2 + groups * config.block_tokens * 4
+    out = groups * _ROWS * ((64 if h % 64 == 0 else h) + 2) * 4
+    return queries + stages + own + out
+
+
+def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
+    """The measured sizes of the nearest shape in the table of `device`'s kind, or those of `default_config`."""
+    processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
+    chosen = default_config(shape, processors)
+    entries = _table(table_path(device.device_kind)) if device is not None else ()
+    same = [entry for entry in entries if entry["shape"]["phase"] == shape.phase and _same_kind(entry, shape)]
+    if not same:
+        return chosen
+
+    def distance(entry: dict[str, Any]) -> float:
+        given = entry["shape"]
+        work = (given["batch"] * given["kv_heads"] * given["rows"]) / (shape.batch * shape.kv_heads * shape.rows)
+        return abs(math.log2(given["page_size"] / shape.page_size)) + abs(math.log2(work))
+
+    nearest = min(same, key=distance)
+    measured = KernelConfig(**nearest["config"], thread_blocks=processors)
+    if distance(nearest) >= 1:  # how often to split depends on how much work there is
+        measured = replace(measured, splits=_splits(shape, measured, processors))
+    return measured if shared_bytes(shape, measured) <= SHARED_BYTES else chosen
+
+
+def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> KernelConfig:
+    """Sizes by rule, from the limits of shared memory and registers; not measured on a device yet."""
+    decode = shape.phase == "decode"
+    # With a head size of 256 one warpgroup's output fills its registers, and two of them shared memory.
+    warpgroups = 1 if shape.head_dim > 128 else 2
+    block = 128 if not decode and shape.head_dim < 128 else 64
+    config = KernelConfig(block, 4, warpgroups, decode and warpgroups > 1, 1, processors)
+    while shared_bytes(shape, config) > SHARED_BYTES:
+        config = replace(config, stages=config.stages - (2 if config.split_keys else 1))
+    return replace(config, splits=_splits(shape, config, processors))
+
+
+def _splits(shape: KernelShape, config: KernelConfig, processors: int) -> int:
+    """As many as keep all processors busy, of at least four blocks of keys each."""
+    longest = shape.max_tokens // (4 * config.block_tokens)
+    return max(1, min(processors // shape.tiles(config), longest))
+
+
+def gpu_device() -> Any:
+    """The GPU that programs traced now are for, or None."""
+    default = jax.config.values["jax_default_device"]  # a device, the name of a platform, or None
+    device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    return device if getattr(device, "platform", "") == "gpu" else None
+
+
+def table_path(device_kind: str) -> Path:
+    """The file that holds the table of a device kind."""
+    return TABLES / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json")
+
+
+def write_table(path: Path, entries: list[tuple[KernelShape, KernelConfig, float]], about: dict[str, str]) -> None:
+    """Writes measured entries `(shape, config, microseconds)`, in place of what the file held."""
+    rows = []
+    for shape, config, time_us in entries:
+        sizes = {name: value for name, value in asdict(config).items() if name != "thread_blocks"}
+        rows.append({"shape": asdict(shape) | {"phase": shape.phase}, "config": sizes, "time_us": round(time_us, 2)})
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"about": about, "entries": rows}, indent=1) + "\n")
+    _table.cache_clear()
+
+
+@cache
+def _table(path: Path) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(path.read_text())["entries"]) if path.exists() else ()
+
+
+def _same_kind(entry: dict[str, Any], shape: KernelShape) -> bool:
+    given = entry["shape"]
+    return (given["head_dim"], given["kv_itemsize"]) == (shape.head_dim, shape.kv_itemsize)
