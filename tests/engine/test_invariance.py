@@ -61,7 +61,7 @@ def make_params() -> list[SamplingParams]:
     ]
 
 
-@pytest.fixture(scope="module", params=["stories260K", "random"])
+@pytest.fixture(scope="module", params=["stories260K", pytest.param("random", marks=pytest.mark.slow)])
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Reference]:
@@ -79,7 +79,7 @@ def reference(
         "page_size": 8,
         "max_model_len": 80,
         "max_num_batched_tokens": 16,
-        "max_num_seqs": NUM_REQUESTS,
+        "max_num_seqs": NUM_REQUESTS // 2,
         "device_memory": "16MiB",
         "compile_cache": compile_cache,
         "progress": False,
@@ -129,9 +129,10 @@ def test_with_preemption(reference: Reference):
         assert preempted == {"greedy", "seeded"}
 
 
-def test_at_every_degree_on_every_instance(reference: Reference):
-    with LLM(reference.directory, num_devices=4, **reference.settings) as llm:
-        for tp in (1, 2, 4):
+@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_at_every_degree_on_every_instance(reference: Reference, num_devices: int):
+    with LLM(reference.directory, num_devices=num_devices, **reference.settings) as llm:
+        for tp in (1, 2, 4)[: num_devices.bit_length()]:
             llm.set_layout(tp)
             instances = llm._engine.instances
             for index, (prompt, params) in enumerate(zip(reference.prompts, reference.params, strict=True)):

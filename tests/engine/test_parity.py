@@ -22,39 +22,51 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def llm(family: str, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
     directory = tiny_model(family, tmp_path_factory.mktemp("models"))
-    # Chunks of 16 tokens and pages of 8: prompts cross both borders. max_num_seqs bounds the decode buckets.
+    # Chunks of 16 tokens and pages of 8: prompts cross both borders.
     with LLM(
         directory,
         num_devices=4,
         device_memory="8MiB",
         page_size=8,
         max_num_batched_tokens=16,
-        max_num_seqs=8,
+        max_num_seqs=4,
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
         yield llm
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_logits_and_greedy_tokens_equal_recorded_transformers(llm: LLM, family: str, tp: int):
-    golden = np.load(GOLDEN / f"{family}.npz")
+    """One prompt after the other: batches of several sizes would compile as many programs."""
     llm.set_layout(tp)
-    prompts = ragged_prompts(llm.dims.config.vocab_size)
-    if tp < 4:  # one prompt an instance is enough: each instance compiles programs of its own
-        prompts = prompts[-2:]
-    first = len(ragged_prompts(1)) - len(prompts)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
-        tokens = golden[f"tokens_{index}"].tolist()
-        assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
-        assert output.outputs[0].finish_reason == "length"
-        expected = golden[f"logits_{index}"]
+    for index, prompt in enumerate(ragged_prompts(llm.dims.config.vocab_size)):
+        (tokens,) = check_greedy_tokens(llm, family, [index])
+        expected = np.load(GOLDEN / f"{family}.npz")[f"logits_{index}"]
         prefill = llm.logits(tokens[:-1])
         assert prefill.shape == (len(tokens) - 1, llm.dims.config.vocab_size)
         np.testing.assert_allclose(prefill[-len(expected) :], expected, atol=TOLERANCE, rtol=0)
         decoded = llm.logits(tokens[:-1], decode_from=len(prompt))
         np.testing.assert_allclose(decoded[-len(expected) :], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_greedy_tokens_of_a_batch_equal_recorded_transformers(llm: LLM, family: str, tp: int):
+    llm.set_layout(tp)
+    check_greedy_tokens(llm, family, list(range(len(ragged_prompts(1)))))
+
+
+def check_greedy_tokens(llm: LLM, family: str, indices: list[int]) -> list[list[int]]:
+    """Prompts of these indices, at once, go on as recorded. Returns all tokens of each, recorded ones."""
+    golden = np.load(GOLDEN / f"{family}.npz")
+    everything = ragged_prompts(llm.dims.config.vocab_size)
+    prompts, tokens = [everything[i] for i in indices], [golden[f"tokens_{i}"].tolist() for i in indices]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
+    for prompt, expected, output in zip(prompts, tokens, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == expected[len(prompt) :]
+        assert output.outputs[0].finish_reason == "length"
+    return tokens
 
 
 def test_recorded_logits_are_what_transformers_computes_now(family: str, tmp_path: Path):
