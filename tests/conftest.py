@@ -1,6 +1,7 @@
 """Shared set-up: virtual CPU devices, run-time shape checks, real data where it is present."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "16")
@@ -32,6 +33,16 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("the shared data folder (../shared/data) is not present")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """LLVM optimizes little in this module: programs take two thirds of the time to compile. For what happens around
+    programs; what they compute is tested as users compile them.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

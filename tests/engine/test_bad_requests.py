@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import RequestOutput
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 GOOD = [[5, 6, 7], [8, 9]]

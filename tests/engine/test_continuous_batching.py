@@ -11,6 +11,8 @@ from tiny_models import tiny_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
 

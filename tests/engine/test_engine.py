@@ -4,19 +4,22 @@ import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import EngineClosedError, RequestError
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    directory = tiny_model("qwen3", tmp_path_factory.mktemp("models"))
+    directory = write_model(one_layer("qwen3"), tmp_path_factory.mktemp("models") / "one")
     with LLM(
         directory,
         num_devices=2,
@@ -28,6 +31,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
         progress=False,
     ) as llm:
         yield llm
+
+
+def one_layer(name: str) -> dict[str, Any]:
+    """config.json of a tiny model whose programs take half the time to compile."""
+    return tiny_config(name) | {"num_hidden_layers": 1}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -195,7 +203,7 @@ def test_several_threads_may_call(llm: LLM):
 
 
 def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: str):
-    directory = tiny_model("llama2", tmp_path)
+    directory = write_model(one_layer("llama2"), tmp_path / "one")
     with LLM(
         directory,
         num_devices=2,

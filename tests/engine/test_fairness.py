@@ -10,7 +10,7 @@ from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 4, 18, 4
 CONTEXT = 64

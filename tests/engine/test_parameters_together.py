@@ -10,6 +10,8 @@ from serving_checks import alone, check_idle, memory_for_pages
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import CompletionOutput
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 MAX_TOKENS = 30
 Outputs = dict[str, tuple[CompletionOutput, ...]]
 STORIES = [

@@ -1,4 +1,4 @@
-"""Thousands of requests of real lengths from several threads, with cancels, preemption and mixed settings."""
+"""Hundreds or thousands of requests of real lengths from several threads, with cancels, preemption, mixed settings."""
 
 import queue
 import threading
@@ -15,6 +15,8 @@ from test_memory import live_bytes
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NUM_CLIENTS = 6
 BATCH = 16  # requests that a client has under way at once
@@ -160,11 +162,25 @@ def count_launching_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return launches
 
 
+def load(num_devices: int, tp: int, num_requests: int, slow: bool = False) -> Any:
+    """A layout and the requests it gets. An instance's pages hold one sequence of the full context."""
+    num_pages = SETTINGS["max_model_len"] // PAGE_SIZE // tp
+    name = f"{num_requests} requests, {num_devices // tp} x TP{tp}"
+    return pytest.param(num_devices, tp, num_pages, num_requests, id=name, marks=[pytest.mark.slow] * slow)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_devices", "tp", "num_pages", "num_requests"),
-    [(4, 1, 16, 2000), (4, 2, 8, 300), (8, 4, 4, 300)],
-    ids=["4xTP1", "2xTP2", "2xTP4"],
+    [
+        load(2, 1, 300),
+        load(8, 4, 300),
+        load(4, 1, 2000, slow=True),
+        load(4, 2, 2000, slow=True),
+        load(8, 1, 2000, slow=True),
+        load(8, 2, 2000, slow=True),
+        load(8, 4, 2000, slow=True),
+    ],
 )
 def test_load_with_cancels_and_preemption(
     directory: Path,

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from amoeba_jax import LLM, SamplingParams
 from serving.cli import app
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SMALL = ["--device-memory", "64MiB"]
 
 
