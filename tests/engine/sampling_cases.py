@@ -196,3 +196,31 @@ def logprobs_of(logits: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
 
 def random_logits(rows: int = 512, vocabulary: int = VOCABULARY, seed: int = 0) -> np.ndarray:
     return (3 * np.random.default_rng(seed).standard_normal((rows, vocabulary))).astype(np.float32)
+
+
+# Distributions.
+
+
+def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Exactly the possible tokens occur, as often as they should: Pearson's statistic within 6 sigma."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    expected = probabilities * len(tokens)
+    possible = probabilities > 0
+    assert expected[possible].min() > 5, "the test draws too few"
+    assert set(np.nonzero(counts)[0]) == set(np.nonzero(possible)[0])
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    assert statistic <= freedom + 6 * np.sqrt(2 * freedom) + 6
+
+
+DRAWS = 20000
+
+
+def flat_logits(seed: int) -> np.ndarray:
+    """Twelve tokens of which none is too rare to turn up in thousands of draws."""
+    return np.clip(np.random.default_rng(seed).standard_normal(12), -1.5, 1.5).astype(np.float32)
+
+
+def draw_many(logits: np.ndarray, params: SamplingParams | list[SamplingParams], seeds=0) -> np.ndarray:
+    """`DRAWS` tokens of one row's logits, at positions of their own."""
+    return sample(np.broadcast_to(logits, (DRAWS, len(logits))), params, seeds, np.arange(DRAWS))
