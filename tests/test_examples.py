@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom as they are."""
 
 import ast
+import asyncio
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from tiny_models import byte_model
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -25,6 +27,27 @@ def test_notebooks_are_valid_and_store_no_outputs(path: Path):
         if cell.cell_type == "code":
             assert (cell.outputs, cell.execution_count) == ([], None)
             compile(cell.source, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_cells_of_the_quickstart_run_with_a_tiny_model_on_one_device(
+    tmp_path: Path, compile_cache: str, quick_compile: None, capsys: pytest.CaptureFixture[str]
+):
+    """In this process, as plain code."""
+    smaller = {
+        '"smollm2-135m"': f"{str(byte_model(tmp_path / 'model'))!r}, compile_cache={compile_cache!r}, progress=False",
+        "num_devices=4": "num_devices=1",
+        "max_num_seqs=4": "max_num_seqs=2",
+        "max_num_batched_tokens=32": "max_num_batched_tokens=16",
+        "set_layout(4)": "set_layout(1)",
+    }
+    cells = [cell.source for cell in read(EXAMPLES / "quickstart.ipynb").cells if cell.cell_type == "code"]
+    code = "\n".join(cells)
+    for old, new in smaller.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    run = eval(compile(code, "quickstart", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {})
+    asyncio.run(run)
+    assert "1 instance on devices (0,)\nsame tokens: True" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

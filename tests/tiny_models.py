@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 
 _BASE = {
     "hidden_size": 48,
@@ -124,3 +127,25 @@ def ragged_prompts(vocab_size: int) -> list[list[int]]:
     """Prompts of lengths around page and chunk borders."""
     random = np.random.default_rng(7)
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 5, 16, 17, 43)]
+
+
+def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:
+    """A byte-level tokenizer without merges, and without a token that ends an answer."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if chat_template:
+        config["chat_template"] = chat_template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def byte_model(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """A model of one layer that takes text: every byte is a token."""
+    size = {"vocab_size": 256, "max_position_embeddings": 4096, "num_hidden_layers": 1}
+    config = tiny_config("smollm2") | size
+    write_model(config, directory)
+    write_byte_tokenizer(directory, chat_template)
+    return directory
