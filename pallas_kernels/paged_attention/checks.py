@@ -123,7 +123,7 @@ def checked_tables(
         check_tables(tables, num_pages, query_positions)
         return tables
 
-    def check(given: Sequence[PageTable], positions: np.ndarray) -> list[np.ndarray]:
+    def check(given: Sequence[PageTable], positions: jax.Array | np.ndarray) -> list[np.ndarray]:
         check_tables(given, num_pages, positions)
         return [np.asarray(table.page_ids, np.int32) for table in given]
 

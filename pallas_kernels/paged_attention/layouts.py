@@ -41,6 +41,10 @@ class PageLayout(enum.Enum):
         """`[pages, K, 2, S, h]` of an array in this order."""
         return tuple(physical[axis] for axis in self.value)
 
+    def physical_shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the array in this order whose logical view is `[pages, K, 2, S, h]`."""
+        return tuple(logical[self.value.index(axis)] for axis in range(5))
+
     def physical(self, logical: Shaped[jax.Array, "P K two S h"]) -> jax.Array:
         """The array in this order whose logical view is given. Copies, except for header-centric order."""
         return logical.transpose([self.value.index(axis) for axis in range(5)])

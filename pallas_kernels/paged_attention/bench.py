@@ -1,0 +1,245 @@
+"""Measures paged attention on the device at hand, against what it has to beat, in one run.
+
+    python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
+
+On a Hopper GPU: the kernel against XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate. Elsewhere the XLA
+path against gathering everything and against a dense cache. Prints tables in Markdown. Compared calls run in turns.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_append import append_kv
+from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.layouts import PageLayout
+from pallas_kernels.paged_attention.measure import Workload, compare, matmul_rate, memory_bandwidth
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: what, seconds, bytes it has to move, operations it has to do (0 where that says nothing)."""
+
+    name: str
+    time_s: float
+    num_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device, and what it does at best: bytes and floating-point operations a second."""
+
+    device: str
+    gpu: bool
+    kernel: str
+    dtype: Any
+    bandwidth: float
+    flop_rate: float
+
+
+def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
+    """A call of `paged_attention`, compiled, over fresh arguments. Options of `Workload.make` are taken out."""
+    made = {name: options.pop(name) for name in ("extents", "kv_dtype", "layout") if name in options}
+    arguments = workload.make(machine.dtype, **made)
+    if "layout" in made:
+        options["stride_order"] = made["layout"].value
+    scale = workload.head_dim**-0.5
+    call = jax.jit(partial(paged_attention, scale=scale, implementation=implementation, **options))
+    return lambda: call(*arguments)
+
+
+def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
+    """The same attention over contiguous keys and values `[B, K, N, h]`, in plain XLA."""
+    queries, (extent,), _, positions = workload.make(machine.dtype)
+    w = workload
+    contents = extent.reshape(w.batch, w.pages, w.kv_heads, 2, w.page_size, w.head_dim)
+    kv = contents.transpose(3, 0, 2, 1, 4, 5).reshape(2, w.batch, w.kv_heads, -1, w.head_dim)
+    precision = "highest" if machine.dtype == jnp.float32 else None
+
+    @jax.jit
+    def call(queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+        grouped = queries.reshape(w.batch, w.queries, w.kv_heads, w.group, w.head_dim)
+        scores = jnp.einsum("btkgh,bknh->bkgtn", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+        mask = jnp.arange(keys.shape[2]) <= positions[:, None, None, :, None]
+        weights = jax.nn.softmax(jnp.where(mask, scores * w.head_dim**-0.5, -jnp.inf)).astype(values.dtype)
+        return jnp.einsum("bkgtn,bknh->btkgh", weights, values, precision=precision).reshape(queries.shape)
+
+    keys, values = jnp.array(kv[0]), jnp.array(kv[1])
+    return lambda: call(queries, keys, values, positions)
+
+
+def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
+    """cuDNN's attention over contiguous keys and values; causal without earlier context, otherwise over all keys."""
+    w, key = workload, jax.random.key(1)
+    queries = jax.random.normal(key, (w.batch, w.queries, w.kv_heads * w.group, w.head_dim), machine.dtype)
+    keys = jax.random.normal(key, (w.batch, w.tokens, w.kv_heads, w.head_dim), machine.dtype)
+    causal = w.queries == w.tokens
+    call = jax.jit(partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"))
+    return lambda: call(queries, keys, keys)
+
+
+def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
+    """JAX's own decode kernel (Triton), in its own layout: pages `[K, pages, S, h]` of keys and of values."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as own
+
+    w = workload
+    queries, (extent,), (table,), _ = w.make(machine.dtype)
+    keys, values = (jnp.array(extent[:, :, kv].swapaxes(0, 1)) for kv in range(2))
+    lengths = jnp.full(w.batch, w.tokens, jnp.int32)
+    scaled = queries[:, 0] * w.head_dim**-0.5
+    call = jax.jit(own)
+    return lambda: call(scaled, keys, values, table.page_ids, lengths)
+
+
+def rows_of(calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int) -> list[Row]:
+    """Measures calls in turns. One that cannot be made or run is reported and left out."""
+    ready = {}
+    for name, make in calls.items():
+        try:
+            ready[name] = make()
+            jax.block_until_ready(ready[name]())
+        except Exception as error:  # a peer that this JAX or device lacks must not end the run
+            print(f"\n`{name}` does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            ready.pop(name, None)
+    return [Row(name, seconds, num_bytes, flops) for name, seconds in compare(ready).items()]
+
+
+def decode(machine: Machine, workload: Workload) -> list[Row]:
+    calls = {machine.kernel: partial(attention, workload, machine, machine.kernel)}
+    if machine.gpu:
+        calls["xla"] = partial(attention, workload, machine, "xla")
+        calls["JAX's own kernel, its layout"] = partial(jax_kernel, workload, machine)
+    else:
+        calls["gather everything"] = partial(attention, workload, machine, "reference")
+        calls["dense contiguous cache"] = partial(dense, workload, machine)
+    return rows_of(calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), workload.flops())
+
+
+def prefill(machine: Machine, workload: Workload) -> list[Row]:
+    calls = {machine.kernel: partial(attention, workload, machine, machine.kernel)}
+    if machine.gpu:
+        calls["cuDNN, contiguous"] = partial(cudnn, workload, machine)
+    else:
+        calls["dense contiguous cache"] = partial(dense, workload, machine)
+    return rows_of(calls, 0, workload.flops())
+
+
+def variants(machine: Machine, workload: Workload) -> list[Row]:
+    """What extents, memory orders and options cost."""
+    one = partial(attention, workload, machine, machine.kernel)
+    heads = workload.kv_heads * workload.group
+    calls: dict[str, Callable[[], Callable[[], Any]]] = {"1 extent": one}
+    calls |= {f"{n} extents": partial(one, extents=n) for n in (4, 13)}
+    orders = [order for order in PageLayout if order is not PageLayout.HEADER_CENTRIC]
+    calls |= {f"{order.name.lower()} order": partial(one, layout=order) for order in orders}
+    calls["soft cap"] = partial(one, soft_cap=30.0)
+    calls["sinks"] = partial(one, sinks=jnp.zeros(heads))
+    scales = jnp.ones((2, workload.kv_heads))
+    rows = rows_of(calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), 0)
+    fp8 = {"fp8 cache": partial(one, kv_dtype=jnp.float8_e4m3fn, kv_scales=scales)}
+    return rows + rows_of(fp8, workload.kv_bytes(1), 0)
+
+
+def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
+    """New tokens into their pages, and whole pages to and from a staging buffer, in place, by XLA."""
+    w = workload
+    _, (extent,), (table,), _ = w.make(machine.dtype)
+    num_pages, itemsize = extent.shape[0], extent.dtype.itemsize
+    tokens = w.batch
+    new = jnp.ones((tokens, w.kv_heads, w.head_dim), extent.dtype)
+    targets = table.page_ids[:, 0], jnp.zeros(tokens, jnp.int32)
+    append = jax.jit(lambda e, *a: append_kv([e], (0, num_pages), *a)[0], donate_argnums=0)
+    moved = table.page_ids.reshape(-1)[: max(1, num_pages // 4)]
+    flat = extent.reshape(num_pages, -1)
+    pack = jax.jit(lambda e, ids: e[ids])
+    unpack = jax.jit(lambda e, ids, contents: e.at[ids].set(contents, mode="drop"), donate_argnums=0)
+    staged = pack(flat, moved)
+    held = {"pages": jnp.copy(extent), "flat": jnp.copy(flat)}
+
+    def run_append() -> jax.Array:
+        held["pages"] = append(held["pages"], new, new, *targets)
+        return held["pages"]
+
+    def run_unpack() -> jax.Array:
+        held["flat"] = unpack(held["flat"], moved, staged)
+        return held["flat"]
+
+    times = compare({"append": run_append, "pack": lambda: pack(flat, moved), "unpack": run_unpack})
+    written = 2 * new.size * itemsize
+    return [
+        Row(f"append of {tokens} tokens", times["append"], 2 * written, 0),
+        Row(f"pack of {moved.size} pages", times["pack"], 2 * staged.size * itemsize, 0),
+        Row(f"unpack of {moved.size} pages", times["unpack"], 2 * staged.size * itemsize, 0),
+    ]
+
+
+def show(title: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
+    """Prints a table of one comparison; ratios are to its first row."""
+    if not rows:
+        return {"title": title, "rows": []}
+    print(f"\n**{title}**\n")
+    print("| | time, us | to the first | GB/s | of bandwidth | TFLOP/s | of matmul |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        rate, work = row.num_bytes / row.time_s, row.flops / row.time_s
+        moved = f"{rate / 1e9:.1f} | {rate / machine.bandwidth:.0%}" if row.num_bytes else " | "
+        done = f"{work / 1e12:.3g} | {work / machine.flop_rate:.0%}" if row.flops else " | "
+        print(f"| {row.name} | {row.time_s * 1e6:.1f} | {row.time_s / rows[0].time_s:.2f} | {moved} | {done} |")
+    return {"title": title, "rows": [asdict(row) for row in rows]}
+
+
+def measure_machine(quick: bool) -> Machine:
+    device = jax.devices()[0]
+    hopper = getattr(device, "compute_capability", "").startswith("9.")
+    gpu = device.platform == "gpu"
+    dtype = jnp.bfloat16 if gpu else jnp.float32
+    bandwidth = memory_bandwidth((1 << 22) if quick else (1 << 30) if gpu else (1 << 28))
+    flop_rate = matmul_rate(256 if quick else 8192 if gpu else 2048, dtype)
+    name = device.device_kind if gpu else f"{platform.machine()} CPU"
+    return Machine(name, gpu, "mosaic_gpu" if hopper else "xla", dtype, bandwidth, flop_rate)
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measures everything and prints it. `quick` shrinks the workloads until their figures mean nothing."""
+    machine = measure_machine(quick)
+    print(f"{machine.device}, JAX {jax.__version__}, Python {platform.python_version()}, {jnp.dtype(machine.dtype)}")
+    print(f"bandwidth {machine.bandwidth / 1e9:.1f} GB/s ({'copy' if machine.gpu else 'read'}), ", end="")
+    print(f"matmul {machine.flop_rate / 1e12:.3g} TFLOP/s")
+    base = Workload(16, 2048, 1, kv_heads=8, group=4, head_dim=64, page_size=16)
+    decodes, chunk, contexts = [base], 256, (0, 2048)
+    if machine.gpu:
+        base = replace(base, head_dim=128)
+        decodes = [replace(base, batch=b, tokens=n) for b, n in ((8, 32768), (64, 4096), (256, 1024))]
+        chunk, contexts = 2048, (0, 32768)
+    if quick:
+        decodes, chunk, contexts = [replace(base, batch=2, tokens=64)], 16, (0, 32)
+    chunks = [replace(base, batch=1, tokens=chunk + before, queries=chunk) for before in contexts]
+    results = [show(f"Decode: {w.name}", decode(machine, w), machine) for w in decodes]
+    results += [show(f"Prefill: {w.name}", prefill(machine, w), machine) for w in chunks]
+    results.append(show(f"What variants cost: {decodes[0].name}", variants(machine, decodes[0]), machine))
+    results.append(show(f"Cache writes: {decodes[-1].name}", cache_writes(machine, decodes[-1]), machine))
+    about = {"device": machine.device, "jax": jax.__version__, "python": platform.python_version()}
+    return about | {"bandwidth": machine.bandwidth, "flop_rate": machine.flop_rate, "results": results}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--quick", action="store_true", help="tiny workloads, to see that everything runs")
+    arguments = parser.parse_args(argv)
+    results = run(arguments.quick)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

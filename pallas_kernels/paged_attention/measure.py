@@ -1,0 +1,144 @@
+"""Workloads to measure paged attention with, and how time is taken."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import cpu_count
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.base import PageTable
+from pallas_kernels.paged_attention.layouts import PageLayout
+from pallas_kernels.paged_attention.tuning import KernelShape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of equal length, the last `queries` tokens of each being new.
+
+    Attributes:
+        batch, tokens, queries: sequences, tokens of each with the new ones, and how many are new.
+        kv_heads, group: K, and query heads for each of them.
+        head_dim, page_size: h, S.
+    """
+
+    batch: int
+    tokens: int
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        new = "decode" if self.queries == 1 else f"{self.queries} new"
+        heads = f"{self.kv_heads * self.group}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{self.batch} x {self.tokens} tokens, {new}, {heads}, pages of {self.page_size}"
+
+    @property
+    def pages(self) -> int:
+        """Pages of a sequence."""
+        return -(-self.tokens // self.page_size)
+
+    def kernel_shape(self, kv_itemsize: int = 2) -> KernelShape:
+        """What the GPU kernel's sizes are chosen by, with one extent."""
+        return KernelShape(
+            batch=self.batch,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            rows=self.queries * self.group,
+            kv_itemsize=kv_itemsize,
+            max_tokens=self.pages * self.page_size,
+        )
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of the keys and values that have to be read once."""
+        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * itemsize
+
+    def flops(self) -> int:
+        """Floating-point operations of both products, keys that causality hides left out."""
+        before = self.tokens - self.queries
+        keys = self.queries * before + self.queries * (self.queries + 1) // 2
+        return 4 * self.batch * self.kv_heads * self.group * self.head_dim * keys
+
+    def make(
+        self,
+        dtype: Any,
+        *,
+        kv_dtype: Any = None,
+        extents: int = 1,
+        layout: PageLayout = PageLayout.HEADER_CENTRIC,
+    ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
+        """Queries, extents, tables and positions: random contents in pages that lie at random.
+
+        With several extents, a sequence's pages are dealt over them in turn.
+        """
+        random = np.random.default_rng(0)
+        key = jax.random.key(0)
+        width = -(-self.pages // extents)
+        pool, tables = [], []
+        for extent in range(extents):
+            places = np.arange(extent, self.pages, extents, dtype=np.int32)
+            ids = random.permutation(self.batch * width).astype(np.int32).reshape(self.batch, width)
+            row = np.zeros((self.batch, width), np.int32)
+            row[:, : len(places)] = places
+            tables.append(PageTable(*map(jnp.asarray, (ids, row, np.full(self.batch, len(places), np.int32)))))
+            shape = (self.batch * width, self.kv_heads, 2, self.page_size, self.head_dim)
+            physical = layout.physical_shape(shape)
+            contents = jax.random.normal(jax.random.fold_in(key, extent), physical, jnp.dtype(dtype))
+            pool.append(contents.astype(kv_dtype or dtype))
+        heads = self.kv_heads * self.group
+        queries = jax.random.normal(key, (self.batch, self.queries, heads, self.head_dim), jnp.dtype(dtype))
+        positions = jnp.arange(self.tokens - self.queries, self.tokens, dtype=jnp.int32)
+        return queries, pool, tables, jnp.tile(positions, (self.batch, 1))
+
+
+def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
+    """Median wall seconds of each call, taken in turns so that a change of the machine's speed meets all alike.
+
+    Each call is warmed up twice, then there are 5 to 50 rounds, as many as fit in `budget_s`. In a round a call that
+    takes less than a millisecond runs ten times, launched one after another.
+    """
+    repeats, round_s = {}, 0.0
+    for name, call in calls.items():
+        jax.block_until_ready(call())
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        once = time.perf_counter() - start
+        repeats[name] = 10 if once < 1e-3 else 1
+        round_s += once * repeats[name]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(max(5, min(50, int(budget_s / max(round_s, 1e-9))))):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            results = [call() for _ in range(repeats[name])]
+            jax.block_until_ready(results[-1])
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return {name: median(taken) for name, taken in times.items()}
+
+
+def memory_bandwidth(num_bytes: int) -> float:
+    """Bytes a second that the device moves at best: copied on a GPU (read and written), read on CPU."""
+    data = jnp.ones(num_bytes // 4, jnp.float32)
+    if jax.default_backend() == "gpu":
+        copy = jax.jit(lambda x: x + 1)
+        return 2 * num_bytes / compare({"copy": lambda: copy(data)})["copy"]
+    parts = np.array_split(np.asarray(data), cpu_count() or 1)
+    total = jax.jit(jnp.sum)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        times = compare({"numpy": lambda: list(pool.map(np.sum, parts)), "xla": lambda: total(data)})
+    return num_bytes / min(times.values())
+
+
+def matmul_rate(size: int, dtype: Any) -> float:
+    """Floating-point operations a second of a square matrix product."""
+    matrix = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / compare({"matmul": lambda: product(matrix, matrix)})["matmul"]

@@ -1,0 +1,175 @@
+"""The Hopper kernel without a GPU: every variant lowers for CUDA, and interpreted on CPU it computes attention.
+
+The interpreter runs the kernel's warpgroups as threads over simulated shared memory and barriers. From JAX 0.12 on it
+also finds accesses that no barrier orders. It is slow, so shapes are as small as the kernel allows.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Shape, check_output, make_case
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from pallas_kernels.paged_attention import Options, PageLayout, PageTable
+from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, unsupported
+from pallas_kernels.paged_attention.mosaic_gpu.support import HEAD_SIZES, PAGE_SIZES
+from pallas_kernels.paged_attention.tuning import KernelConfig
+
+FINDS_RACES = jax.__version_info__ >= (0, 12)
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+DECODE = KernelConfig(block_tokens=64, stages=4, warpgroups=2, split_keys=True, splits=2, thread_blocks=3)
+ONE_GROUP = KernelConfig(block_tokens=64, stages=2, warpgroups=1, split_keys=False, splits=1, thread_blocks=2)
+PREFILL = KernelConfig(block_tokens=64, stages=2, warpgroups=2, split_keys=False, splits=1, thread_blocks=2)
+SMALL = Shape(B=2, T=1, K=1, G=2, h=64, page_size=16, width=9, extents=1, window=None, dtype="bfloat16")
+
+# --- interpreted ----------------------------------------------------------------------------------------------
+
+# (shape, lengths of the sequences, sizes). The interpreter of JAX 0.10 takes a minute for what 0.12 does in seconds.
+CASES: dict[str, tuple[Shape, list[int], KernelConfig]] = {
+    "decode, keys split over both warpgroups and two parts": (replace(SMALL, extents=2), [130, 0], DECODE),
+    "prefill, a sliding window": (replace(SMALL, B=1, T=34, G=4, window=20), [90], PREFILL),
+}
+CASES_WITH_RACES: dict[str, tuple[Shape, list[int], KernelConfig]] = {
+    "everything at once": (
+        replace(SMALL, B=2, T=20, K=2, G=4, extents=3, window=33, soft_cap=3.0, sinks=True, dtype="float16"),
+        [130, 7],
+        replace(PREFILL, splits=2),
+    ),
+    "fp8 decode": (replace(SMALL, K=2, kv_dtype=E4M3, extents=2, sinks=True), [130, 77], DECODE),
+    "fp8 prefill": (replace(SMALL, B=1, T=70, h=80, kv_dtype=E5M2), [100], PREFILL),
+    "one warpgroup, wide heads": (replace(SMALL, h=256, page_size=8, width=18), [130, 64], ONE_GROUP),
+    "pages larger than a block": (replace(SMALL, page_size=256, width=2, h=96), [300, 100], DECODE),
+    "13 extents": (replace(SMALL, B=1, page_size=8, width=14, extents=13), [100], DECODE),
+    "page-friendly order": (replace(SMALL, K=2, layout=PageLayout.PAGE_FRIENDLY), [70, 140], DECODE),
+    "raw order": (replace(SMALL, K=2, layout=PageLayout.RAW), [70, 140], DECODE),
+}
+if FINDS_RACES:
+    CASES |= CASES_WITH_RACES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_computes_attention_without_races(name):
+    shape, lengths, config = CASES[name]
+    case = make_case(shape, lengths, seed=len(name))
+    interpret = InterpretGPUParams(detect_races=FINDS_RACES)
+    out = mosaic_gpu_paged_attention(*case.arguments, shape.options(case), config=config, interpret=interpret)
+    check_output(shape, case, out)
+
+
+# --- lowered --------------------------------------------------------------------------------------------------
+
+
+def abstract_call(shape: Shape) -> tuple[Any, ...]:
+    """Shapes and dtypes of a call: what lowering needs."""
+
+    def array(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+    logical = array((shape.width, shape.K, 2, shape.page_size, shape.h), shape.kv_dtype or shape.dtype)
+    extent = jax.eval_shape(shape.layout.physical, logical)
+    wide = array((shape.B, shape.width), jnp.int32)
+    table = PageTable(wide, wide, array((shape.B,), jnp.int32))
+    sinks = array((shape.K * shape.G,), jnp.float32) if shape.sinks else None
+    scales = array((2, shape.K), jnp.float32) if shape.kv_dtype else None
+    queries = array((shape.B, shape.T, shape.K * shape.G, shape.h), shape.dtype)
+    positions = array((shape.B, shape.T), jnp.int32)
+    return queries, [extent] * shape.extents, [table] * shape.extents, positions, sinks, scales
+
+
+def lower(shape: Shape, config: KernelConfig | None = None) -> str:
+    """The program for CUDA as text."""
+
+    def call(queries, extents, tables, positions, sinks, scales):
+        options = Options(shape.h**-0.5, shape.window, shape.soft_cap, sinks, scales, shape.layout.value)
+        assert unsupported(queries, extents, options) is None
+        return mosaic_gpu_paged_attention(queries, extents, tables, positions, options, config=config)
+
+    return jax.jit(call).trace(*abstract_call(shape)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def is_kernel(text: str) -> bool:
+    return "mosaic_gpu" in text and "paged_attention_kernel" in text
+
+
+BASE = Shape(B=3, T=1, K=2, G=4, h=128, page_size=16, width=40, extents=1, window=None, dtype="bfloat16")
+CHUNK = replace(BASE, B=1, T=200)
+LOWERED = {
+    **{f"{n} elements a head": replace(BASE, h=n) for n in HEAD_SIZES},
+    **{f"chunk, {n} elements a head": replace(CHUNK, h=n) for n in HEAD_SIZES},
+    **{f"fp8, {n} elements a head": replace(BASE, h=n, kv_dtype=E4M3) for n in HEAD_SIZES},
+    **{f"fp8 chunk, {n} elements a head": replace(CHUNK, h=n, kv_dtype=E5M2) for n in (80, 256)},
+    **{f"{n} tokens a page": replace(BASE, page_size=n, h=64) for n in PAGE_SIZES if n != 16},
+    **{f"{order.name}": replace(BASE, layout=order, h=64) for order in PageLayout},
+    "chunk of pages of 8 tokens": replace(CHUNK, page_size=8, h=64),
+    "chunk of 13 extents, everything": replace(CHUNK, extents=13, window=64, soft_cap=30.0, sinks=True),
+    "everything": replace(BASE, window=64, soft_cap=30.0, sinks=True, kv_dtype=E4M3, extents=2),
+    "one query head for each KV head": replace(BASE, G=1, dtype="float16"),
+    "seven query heads for each KV head": replace(CHUNK, G=7, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_variant_lowers_for_cuda_without_a_gpu(name):
+    assert is_kernel(lower(LOWERED[name]))
+
+
+@pytest.mark.parametrize(
+    "config", [DECODE, ONE_GROUP, PREFILL, replace(ONE_GROUP, splits=4), replace(PREFILL, splits=2, block_tokens=128)]
+)
+def test_sizes_that_a_table_may_hold_lower(config):
+    assert is_kernel(lower(replace(BASE, h=64), config))
+
+
+def test_sizes_that_do_not_fit_in_shared_memory_are_refused():
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        lower(BASE, replace(DECODE, stages=20))
+
+
+# --- dispatch -------------------------------------------------------------------------------------------------
+
+
+class Hopper:
+    """What dispatch asks a device."""
+
+    platform, compute_capability, core_count, device_kind = "gpu", "9.0", 132, "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "platform", "kernel"),
+    [
+        ("9.0", BASE, "cuda", True),
+        ("9.0", CHUNK, "cuda", True),
+        ("9.0", replace(BASE, dtype="float32"), "cuda", False),
+        ("9.0", replace(BASE, page_size=4), "cuda", False),
+        ("8.0", BASE, "cuda", False),
+        ("10.0", BASE, "cuda", False),
+        ("9.0", BASE, "cpu", False),  # a CPU mesh on a machine with a GPU
+    ],
+)
+def test_kernel_is_chosen_on_hopper_for_what_it_supports(monkeypatch, capability, shape, platform, kernel):
+    from pallas_kernels.paged_attention import api
+    from pallas_kernels.paged_attention.mosaic_gpu import launch
+
+    device = Hopper()
+    monkeypatch.setattr(device, "compute_capability", capability, raising=False)
+    for module in (api, launch):
+        monkeypatch.setattr(module, "gpu_device", lambda: device)
+    queries, extents, tables, positions, _, _ = abstract_call(shape)
+    call = jax.jit(partial(api.paged_attention, scale=0.1))
+    text = call.trace(queries, extents, tables, positions).lower(lowering_platforms=(platform,)).as_text()
+    assert is_kernel(text) == kernel
+
+
+def test_without_a_gpu_the_kernel_is_never_chosen():
+    queries, extents, tables, positions, _, _ = abstract_call(BASE)
+    from pallas_kernels.paged_attention import paged_attention
+
+    call = jax.jit(partial(paged_attention, scale=0.1))
+    text = call.trace(queries, extents, tables, positions).lower(lowering_platforms=("cuda",)).as_text()
+    assert not is_kernel(text)
+    assert np.prod(call.eval_shape(queries, extents, tables, positions).shape) == np.prod(queries.shape)
