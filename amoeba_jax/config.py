@@ -37,7 +37,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output in tokens. Default: what the model was trained for, or the largest layout holds."""
     max_num_seqs: int = 32
-    """Sequences that one instance decodes at once."""
+    """Sequences that an instance decodes at once for each of its devices: 4 times as many at TP4."""
     max_num_batched_tokens: int = 512
     """Prompt tokens that one step of an instance computes, beside its decodes; longer prompts take several steps."""
     prefix_caching: bool = True
@@ -46,6 +46,9 @@ class EngineConfig:
     """Most layers compiled into one executable. Deeper models run as several launches of one such executable."""
     transform_attention: bool = False
     """Also store the attention projections as extents that a transformation may release."""
+    phase_pages: int | None = None
+    """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 32,
+    or fewer where that is much of the memory."""
     compile_cache: str | None = None
     """Directory of the persistent compilation cache. Default: JAX's own setting if there is one, else in
     the user cache directory. "" leaves JAX's setting alone. It holds for the whole process."""
@@ -78,10 +81,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not _is_power_of_two(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")
-        for name in ("segment_layers", "max_model_len"):
+        for name in ("segment_layers", "max_model_len", "phase_pages"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
+        if self.phase_pages == 1:
+            raise ConfigError("phase_pages=1 is too few: two pages must be able to change places")
 
     @property
     def max_tp(self) -> int:

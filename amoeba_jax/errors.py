@@ -19,6 +19,10 @@ class RequestError(ValueError):
     """One request cannot be served as asked; other requests are not affected."""
 
 
+class TransformError(RuntimeError):
+    """A transformation failed on its way. Requests go on: where the message says so, computed again."""
+
+
 class EngineClosedError(RuntimeError):
     """The engine was closed, or died of an earlier error, which is then its cause."""
 
@@ -31,4 +35,5 @@ __all__ = [
     "MemoryBudgetError",
     "ModelNotFoundError",
     "RequestError",
+    "TransformError",
 ]

@@ -27,6 +27,7 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.reports import engine_stats, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
+from amoeba_jax.engine.transformation import TransformOptions
 from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
 from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.models.config import ModelConfig
@@ -38,6 +39,7 @@ from amoeba_jax.request import Delivery, OutputThread, Request, wait_for, wait_f
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.transform import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceView, MemoryReport
 
 Prompt = str | list[int]
@@ -277,11 +279,51 @@ class LLM:
         """Who owns which bytes on each device."""
         return self._dispatcher.call(memory_report, self._engine).result()
 
-    def set_layout(self, tensor_parallel_size: int) -> float:
-        """Regroup the devices into instances of another degree; returns the seconds it took.
+    def transform(
+        self,
+        tensor_parallel_size: int,
+        devices: list[int] | None = None,
+        variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
+        release_weights: bool = True,
+        layers_per_step: int = 1,
+    ) -> TransformReport:
+        """Merge or split instances while requests run; returns when it is done.
 
-        Weights stay where they are and are only viewed differently. No request may be waiting or running
-        (`RequestError`).
+        Running requests go on: nothing of them is lost or computed again. They generate a token in every step of the
+        transformation, those whose prompt is computed; others, and new ones, wait on the devices that change until it
+        has ended.
+
+        Args:
+            tensor_parallel_size: degree that instances have afterwards.
+            devices: those of the instances that change: whole instances, and whole groups of the new degree. Default:
+                all devices.
+            variant: how; see `TransformVariant`.
+            release_weights: whether merging instances give FFN weights that their ranks do not need to the KV cache.
+                Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
+                Splitting restores what the lower degree needs.
+            layers_per_step: layers that change between two steps.
+
+        Raises:
+            LayoutError: if such instances cannot be made of these devices.
+            RequestError: if running or waiting requests would not fit, or the devices are being transformed already.
+                Nothing has changed then.
+            TransformError: if it failed on its way; the message says how it ended.
+        """
+        try:
+            how = TransformVariant(variant)
+        except ValueError:
+            known = ", ".join(TransformVariant)
+            raise RequestError(f"variant={variant!r} is not known: it must be one of {known}") from None
+        if isinstance(layers_per_step, bool) or not isinstance(layers_per_step, int) or layers_per_step < 1:
+            raise RequestError(f"layers_per_step={layers_per_step!r} must be a positive integer")
+        chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
+        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step)
+        return self._dispatcher.call(self._engine.transform, options).result().result()
+
+    def set_layout(self, tensor_parallel_size: int) -> float:
+        """`transform` on all devices of an engine without requests; returns the seconds it took.
+
+        Raises `RequestError` while a request is waiting or running.
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
@@ -293,13 +335,14 @@ class LLM:
         do not fit the budget.
         """
         engine = self._engine
-        degrees = tensor_parallel_sizes or [engine.tensor_parallel_size]
+        degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
         with self._bar("compiling", engine.count_programs(degrees)) as advance:
             return self._dispatcher.call(engine.warmup, degrees, advance).result()
 
     def save(self, directory: str | Path) -> None:
         """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""
-        self._dispatcher.call(save, Path(directory), self._engine.weights, self._hf_config, self._directory).result()
+        weights = self._engine.cluster.weights
+        self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
     def close(self) -> None:
         """End running requests and free the device memory. May be called twice."""

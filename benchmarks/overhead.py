@@ -51,11 +51,11 @@ def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
     engine, instance = llm._engine, llm._engine.instances[0]
     pages = engine.dims.pages.pages_for(prompt + new_tokens)
     tables = [instance.pages.allocate(pages) for _ in range(batch)]
-    steps = [decode_step(instance, engine.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
+    steps = [decode_step(instance, instance.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
     start = time.perf_counter()
     for step in steps:
         head = instance.launch(step)
-        instance._last_tokens = head.last_tokens
+        instance.last_tokens = head.last_tokens
     jax.block_until_ready(head.likeliest)
     elapsed = time.perf_counter() - start
     for table in tables:

@@ -22,8 +22,7 @@ def exchange_pieces(
 ) -> list[jax.Array]:
     """One rank's part of a `Phase`, for one layer, inside `shard_map` over `p` ranks.
 
-    In place where the extents are donated. Temporaries are the `p * K` pieces received and, for each extent that is
-    read, so many to be sent.
+    In place where the extents are donated. Temporaries are the `p * K` pieces to be sent and, at most, twice as many.
 
     Args:
         extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
@@ -40,7 +39,13 @@ def exchange_pieces(
     pieces = rows[0][jnp.clip(send, 0, len(rows[0]) - 1)]
     for r, start in zip(rows[1:num_read], starts[1:], strict=False):
         inside = (send >= start) & (send < start + len(r))
-        pieces = jnp.where(inside[:, None], r[jnp.where(inside, send - start, 0)], pieces)
+        # A branch of its own: XLA would gather from all extents before it selects, and most have nothing to send.
+        pieces = jax.lax.cond(
+            jnp.any(inside),
+            lambda r, pieces, inside, ids: jnp.where(inside[:, None], r[ids], pieces),
+            lambda r, pieces, inside, ids: pieces,
+            *(r, pieces, inside, jnp.where(inside, send - start, 0)),
+        )
     # As integers, since XLA's CPU backend exchanges bf16 as f32: twice the bytes, and NaNs change.
     bits = jax.lax.bitcast_convert_type(pieces, jnp.dtype(f"uint{8 * pieces.dtype.itemsize}"))
     bits = jax.lax.all_to_all(bits.reshape(p, num_pieces, -1), TP_AXIS, split_axis=0, concat_axis=0)

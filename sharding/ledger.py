@@ -68,6 +68,16 @@ class Ledger:
             )
         self.entries[(layer, what)] += num_bytes
 
+    def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
+        """Book a buffer under another owner. Raises `MemoryBudgetError` if the first has not as much."""
+        if num_bytes > self.entries[(layer, what)]:
+            raise MemoryBudgetError(
+                f"{format_bytes(num_bytes)} of {what} cannot become {to}: there are "
+                f"{format_bytes(self.entries[(layer, what)])}"
+            )
+        self.entries[(layer, what)] -= num_bytes
+        self.entries[(layer, to)] += num_bytes
+
     def reserve(self, what: str, num_bytes: int) -> None:
         """Set aside bytes for programs' temporaries, in place of what was set aside under that name before.
 

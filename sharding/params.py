@@ -51,9 +51,10 @@ class Source:
 class ParamSpec:
     """One parameter: where it comes from, its chunks, and how devices hold them.
 
-    Every device holds all `num_chunks` chunks of every parameter (it must be able to serve alone, at TP1). At
-    TP p, rank r computes with chunks `r*max_tp/p .. (r+1)*max_tp/p`. `num_chunks == 1` with `placement
-    "replicated"` is used whole by every rank.
+    Every device is loaded with all `num_chunks` chunks of every parameter (it must be able to serve alone, at TP1). At
+    TP p, rank r computes with chunks `r*max_tp/p .. (r+1)*max_tp/p`, or, where `strided`, with `r, r + p, ...`: then
+    its chunks at a higher degree are among those at a lower one, so that merging instances needs none from elsewhere.
+    `num_chunks == 1` with `placement "replicated"` is used whole by every rank.
 
     Attributes:
         name: unique name, e.g. `layers.3.mlp.gate_up`.
@@ -64,6 +65,7 @@ class ParamSpec:
         page_elems: if set, a chunk is stored as an extent `[pages, page_elems]`, which a transformation may
             release to the KV cache.
         init: distribution for random initialization.
+        strided: which chunks a rank computes with. For parameters whose chunks are summed, in any order.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ParamSpec:
     placement: Literal["sharded", "replicated"] = "replicated"
     page_elems: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
+    strided: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -97,6 +100,8 @@ class ParamSpec:
         """Chunks that `rank` computes with at degree `tp`."""
         if self.placement == "replicated":
             return range(self.num_chunks)
+        if self.strided:
+            return range(rank, self.num_chunks, tp)
         per_rank = self.num_chunks // tp
         return range(rank * per_rank, (rank + 1) * per_rank)
 

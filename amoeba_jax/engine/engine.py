@@ -4,31 +4,29 @@ import bisect
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.buckets import Buckets
-from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.instance import Instance, PendingStep, Row, SamplingState
-from amoeba_jax.engine.memory import plan_memory
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.instance import Instance, PendingStep, Row
 from amoeba_jax.engine.sampling import logprob_entry, pack, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.engine.weights import LoadChunks, WeightStore
-from amoeba_jax.errors import RequestError
-from amoeba_jax.models.decoder import plan_segments
+from amoeba_jax.engine.transformation import Transformations, TransformOptions
+from amoeba_jax.engine.weights import LoadChunks
+from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
-from kvcache.allocator import BuddyAllocator, OutOfPagesError
-from kvcache.pages import PagePool, SequencePages
-from kvcache.prefix_cache import PageKeys, PrefixCache
-from sharding.ledger import Ledger
-from sharding.mesh import SubMeshPool, assemble, disassemble
+from amoeba_jax.transform import TransformReport
+from kvcache.allocator import OutOfPagesError
+from kvcache.pages import SequencePages
+from kvcache.prefix_cache import PageKeys
 
 # The step that computes, and one behind it so that the device need not wait for the host.
 MAX_PENDING_STEPS = 2
@@ -59,106 +57,65 @@ class Engine:
     ):
         self.config = config
         self.dims = dims
-        self.sub_meshes = SubMeshPool(devices, config.max_tp)
-        self.weights = WeightStore(dims, devices)
-        self.memory_plan = plan_memory(dims, config, self.weights.num_bytes, devices[0])
-        self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
-        for name in self.weights.load(load_chunks, self.ledgers, after_layer):
-            on_load(name)
-        self.allocators = [BuddyAllocator(dims.max_tp) for _ in devices]
-        self._sampling_states = [
-            SamplingState.zeros(config.max_num_seqs, dims.config.vocab_size, device) for device in devices
-        ]
-        for ledger in self.ledgers:
-            ledger.add("sampling", self.memory_plan.sampling_bytes)
-        self.plans = plan_segments(dims, config.segment_layers)
-        self.executables = Executables(dims)
+        self.cluster = Cluster(config, dims, devices, load_chunks, after_layer, on_load)
+        self.cluster.on_result = lambda: self.on_result()
+        self.max_model_len = self.cluster.max_model_len
+        self.transformations = Transformations(self.cluster, self._drain, self._preempt)
         self.waiting: list[Sequence] = []
-        self.instances: tuple[Instance, ...] = ()
         self.stats = EngineStats()
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
-        kv = self._allocate_kv()
-        self._build_instances(config.tensor_parallel_size, kv)
-        capacity = max(self.capacity_tokens(tp) for tp in self.sub_meshes.degrees())
-        self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
-        table_width = dims.pages.pages_for(self.max_model_len)
-        self.buckets = Buckets(config.max_num_seqs, config.max_num_batched_tokens, table_width)
-        for ledger in self.ledgers:
-            ledger.reserve("activations", self.memory_plan.activation_bytes)
 
-    def _allocate_kv(self) -> list[list[list[jax.Array]]]:
-        """Zeroed base extents, `kv[device][layer]` a list of extents."""
-        plan, dims = self.memory_plan, self.dims
-        kv = []
-        for device, allocator, ledger in zip(self.sub_meshes.devices, self.allocators, self.ledgers, strict=True):
-            layers = []
-            for layer in range(dims.config.num_layers):
-                ledger.add("kv cache", plan.num_pages * plan.page_bytes, layer)
-                shape = (plan.num_pages, dims.pages.page_elems)
-                layers.append([jnp.zeros(shape, dims.dtype, device=device)])
-            allocator.add_extent(plan.num_pages)
-            kv.append(layers)
-        return kv
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """The serving replicas."""
+        return self.cluster.instances
 
-    def _build_instances(self, tp: int, kv: list[list[list[jax.Array]]]) -> None:
-        """Instances of degree `tp` over all devices. `kv[device][layer]` are single-device extents."""
-        instances = []
-        for group in self.sub_meshes.groups(tp):
-            buffers = [kv[device] for device in group.device_indices]
-            layers = [
-                [assemble(group, extents) for extents in zip(*per_rank, strict=True)]
-                for per_rank in zip(*buffers, strict=True)
-            ]
-            pool = PagePool(self.dims.pages, [self.allocators[device] for device in group.device_indices], tp)
-            cache = PrefixCache(pool, self.config.prefix_caching)
-            instances.append(
-                Instance(
-                    group,
-                    pool,
-                    cache,
-                    layers,
-                    self.plans,
-                    self.weights,
-                    self.executables,
-                    self._sampling_states[group.start],
-                    lambda: self.on_result(),
-                )
-            )
-        self.instances = tuple(instances)
-        self.tensor_parallel_size = tp
+    def transform(self, options: TransformOptions) -> "Future[TransformReport]":
+        """Begin to change the degree of instances, while requests run. See `LLM.transform`.
+
+        Raises `LayoutError` or `RequestError`, with nothing changed, where it cannot be done.
+        """
+        degree = options.tensor_parallel_size
+        self.cluster.sub_meshes.check_degree(degree)
+        limit = self.capacity_tokens(degree)
+        others = [i for i in self.instances if i.id not in options.devices]
+        if not any(instance.capacity_tokens >= limit for instance in others):
+            for sequence in self.waiting:
+                if (total := len(sequence.prompt) + sequence.params.max_tokens) > limit:
+                    raise RequestError(
+                        f"the transformation is refused: request {sequence.request_id!r}, which waits, needs {total} "
+                        f"tokens, and a TP{degree} instance holds {limit}"
+                    )
+        return self.transformations.request(options)
 
     def set_layout(self, tp: int) -> float:
-        """Rebuild all instances at degree `tp` over the same buffers; returns the seconds it took.
+        """Regroup all devices into instances of degree `tp`; returns the seconds it took.
 
-        Nothing is copied or loaded. Raises `RequestError` while requests are waiting or running.
+        Raises `RequestError` while requests are waiting or running.
         """
-        self.sub_meshes.check_degree(tp)
+        self.cluster.sub_meshes.check_degree(tp)
         self.drain()
-        if self.has_work:
+        if self.has_requests or self.transformations.busy:
             running = sum(len(instance.running) for instance in self.instances)
             raise RequestError(
                 f"the layout cannot change with {running} running and {len(self.waiting)} waiting requests: "
-                "wait for them to finish"
+                "wait for them to finish, or use transform()"
             )
         start = time.perf_counter()
-        kv: list[list[list[jax.Array]]] = [[] for _ in self.sub_meshes.devices]
-        for instance in self.instances:
-            instance.cache.clear()
-            for extents in instance.kv:
-                split = [disassemble(instance.group, extent) for extent in extents]
-                for rank, device in enumerate(instance.group.device_indices):
-                    kv[device].append([buffers[rank] for buffers in split])
-            instance.close()
-        self._build_instances(tp, kv)
+        devices = tuple(range(len(self.cluster.sub_meshes.devices)))
+        report = self.transform(TransformOptions(tp, devices))
+        while self.transformations.busy:
+            self.advance()
+        report.result()
         return time.perf_counter() - start
 
     def capacity_tokens(self, tp: int) -> int:
-        """Tokens that the KV cache of one instance of degree `tp` holds when empty."""
-        return self.memory_plan.num_pages * tp * self.dims.page_size
+        """Tokens that an empty instance of degree `tp` holds, with the weights released that its ranks do not need."""
+        return self.cluster.capacity_tokens(tp, tp)
 
     @property
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         """Requests are waiting or running. (Siblings wait for one that is.)"""
         return bool(self.waiting) or any(instance.running for instance in self.instances)
 
@@ -166,9 +123,12 @@ class Engine:
 
     def count_programs(self, degrees: list[int]) -> int:
         """Programs that `warmup` of these degrees goes through."""
-        segments = len({plan.shape for plan in self.plans})
-        groups = sum(len(self.sub_meshes.groups(tp)) for tp in degrees)
-        return groups * (len(self.buckets.all()) * segments + len(self._sampler_rows()))
+        segments = len({plan.shape for plan in self.cluster.plans})
+        return sum(
+            len(self.cluster.sub_meshes.groups(tp))
+            * (len(self.cluster.buckets(tp).all()) * segments + len(_sampler_rows(self.cluster.buckets(tp))))
+            for tp in degrees
+        )
 
     def warmup(self, degrees: list[int], on_program: Callable[[], None]) -> int:
         """Compile what serving at these degrees can need, ahead of time; returns how many programs were missing.
@@ -176,26 +136,31 @@ class Engine:
         Raises `RequestError` while requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
         do not fit the device's budget.
         """
-        present, before = self.tensor_parallel_size, len(self.executables)
+        executables = self.cluster.executables
+        present = [(instance.tp, instance.group.device_indices) for instance in self.instances]
+        before = len(executables)
         try:
             for tp in degrees:
                 self.set_layout(tp)
                 self._compile_layout(on_program)
         finally:
-            if self.tensor_parallel_size != present:
-                self.set_layout(present)
-        return len(self.executables) - before
+            self.set_layout(min(tp for tp, _ in present))
+            for tp, devices in present:
+                self.transform(TransformOptions(tp, devices))
+            while self.transformations.busy:
+                self.advance()
+        return len(executables) - before
 
     def _compile_layout(self, on_program: Callable[[], None]) -> None:
         requests = [
             (key, plan, instance.group)
             for instance in self.instances
-            for shape in self.buckets.all()
-            for key, plan in zip(instance.step_keys(shape), self.plans, strict=True)
+            for shape in instance.buckets.all()
+            for key, plan in zip(instance.step_keys(shape), self.cluster.plans, strict=True)
         ]
-        self.executables.prepare(requests, on_program)
+        self.cluster.executables.prepare(requests, on_program)
         for instance in self.instances:
-            for rows in self._sampler_rows():
+            for rows in _sampler_rows(instance.buckets):
                 self._prepare_draw(instance, rows)
                 on_program()
         self._reserve_activations()
@@ -203,27 +168,27 @@ class Engine:
     def _prepare_draw(self, instance: Instance, rows: int) -> None:
         """The sampler of plain requests; the one for penalties, masks and log-probabilities comes with the first."""
         logits = (self.dims.config.vocab_size, rows)
-        self.executables.draw(instance.group.devices[0], logits, instance.num_slots, pack([], rows).size)
-
-    def _sampler_rows(self) -> list[int]:
-        return sorted({shape.num_rows for shape in self.buckets.all()})
+        self.cluster.executables.draw(instance.group.devices[0], logits, instance.num_slots, pack([], rows).size)
 
     def _reserve_activations(self) -> None:
-        measured = max((program.temp_bytes for program in self.executables.programs), default=0)
-        for ledger in self.ledgers:
-            ledger.reserve("activations", max(measured, self.memory_plan.activation_bytes))
+        measured = max((program.temp_bytes for program in self.cluster.executables.programs), default=0)
+        for ledger in self.cluster.ledgers:
+            ledger.reserve("activations", max(measured, self.cluster.memory_plan.activation_bytes))
 
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise `RequestError` for a request that no instance of the present layout can hold."""
         total = num_prompt_tokens + max_tokens
-        limit = min(self.max_model_len, self.capacity_tokens(self.tensor_parallel_size))
+        if not self.instances:
+            raise EngineClosedError("the engine is closed")
+        largest = max(self.instances, key=lambda instance: instance.capacity_tokens)
+        limit = min(self.max_model_len, largest.capacity_tokens)
         if total > limit:
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens plus max_tokens={max_tokens} is {total} tokens, over the "
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
-                f"TP{self.tensor_parallel_size} instance holds {self.capacity_tokens(self.tensor_parallel_size)}"
+                f"TP{largest.tp} instance holds {largest.capacity_tokens}"
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
@@ -279,12 +244,15 @@ class Engine:
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
         self._admit()
-        launched = False
-        for instance in self.instances:
-            while len(instance.pending) < MAX_PENDING_STEPS and self._launch(instance):
-                launched = True
-                self._admit()
-        if not launched and self.has_work and not any(instance.pending for instance in self.instances):
+        launched, seen = False, ()
+        while seen != self.instances:  # a transformation may end here and leave others
+            seen = self.instances
+            for instance in seen:
+                while len(instance.pending) < MAX_PENDING_STEPS and self._launch(instance):
+                    launched = True
+                    self._admit()
+        pending = any(instance.pending for instance in self.instances)
+        if not launched and not pending and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
         return launched
 
@@ -293,12 +261,17 @@ class Engine:
         for instance in self.instances:
             while instance.pending and instance.pending[0].done:
                 self._take(instance, instance.pending.popleft())
+        self.transformations.collect()
 
     def drain(self) -> None:
         """Wait for all launched steps and take in their results."""
         for instance in self.instances:
-            while instance.pending:
-                self._take(instance, instance.pending.popleft())
+            self._drain(instance)
+        self.transformations.collect()
+
+    def _drain(self, instance: Instance) -> None:
+        while instance.pending:
+            self._take(instance, instance.pending.popleft())
 
     def _admit(self) -> None:
         """Place waiting sequences, in order: nobody overtakes within a priority, so nobody starves."""
@@ -324,7 +297,9 @@ class Engine:
             page_size = self.dims.page_size
             total = min(sequence.num_known + page_size, len(sequence.prompt) + sequence.params.max_tokens)
             total += page_size * len(instance.running)
-            if instance.has_free_slot and instance.cache.fits(keys, total):
+            most = len(sequence.prompt) + sequence.params.max_tokens
+            admits = instance.transition is None and instance.has_free_slot and instance.capacity_tokens >= most
+            if admits and instance.cache.fits(keys, total):
                 new = sequence.num_known - instance.cache.num_cached(keys) * self.dims.page_size
                 backlog = sum(s.num_left for s in instance.running)
                 candidates.append((new + backlog + _DECODE_COST * len(instance.running), instance.id, instance))
@@ -336,6 +311,8 @@ class Engine:
         if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
             return None
         home = self._home(leader)
+        if home.transition is not None:
+            return None
         return home if home.has_free_slot and home.cache.num_available_pages > 0 else None
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
@@ -376,7 +353,8 @@ class Engine:
 
     def _preempt_lower_priority(self, sequence: Sequence) -> bool:
         """Preempt the last in order of all running sequences, if it has a lower priority than this one."""
-        running = [(s.order, instance) for instance in self.instances for s in instance.running if not s.finished]
+        instances = [instance for instance in self.instances if instance.transition is None]
+        running = [(s.order, instance) for instance in instances for s in instance.running if not s.finished]
         if not running:
             return False
         order, instance = max(running, key=lambda item: item[0])
@@ -416,8 +394,11 @@ class Engine:
 
     def _launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute."""
+        if instance.transition is not None:
+            self.transformations.advance(instance, self._reserve_next_tokens)
+            return True
         self._reserve_next_tokens(instance)
-        plan = plan_step(instance.running, self.buckets, instance.num_launched % 2 == 0)
+        plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
         if plan is None:
             return False
         instance.launch_plan(plan)
@@ -437,9 +418,8 @@ class Engine:
         """Give every sequence that decodes a page for its next token, the last in order going without if need be."""
         for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
             while sequence.slot >= 0:
-                assert sequence.pages is not None
                 try:
-                    instance.cache.reserve(sequence.pages, sequence.num_tokens)
+                    instance.reserve(sequence, sequence.num_tokens)
                     break
                 except OutOfPagesError:
                     self._preempt(instance, max(instance.running, key=lambda s: s.order))
@@ -493,7 +473,10 @@ class Engine:
         Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
         """
         self.check_request(len(tokens), 0)
-        instance = max(self.instances, key=lambda i: (i.cache.num_available_pages, -i.id))
+        steady = [instance for instance in self.instances if instance.transition is None]
+        if not steady:
+            raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")
+        instance = max(steady, key=lambda i: (i.cache.num_available_pages, -i.id))
         if (need := self.dims.pages.pages_for(len(tokens))) > instance.cache.num_available_pages:
             raise RequestError(
                 f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
@@ -504,9 +487,9 @@ class Engine:
         rows, start = [], 0
         try:
             while start < len(tokens):
-                chunk = self.buckets.chunk_size(decode_from - start) if start < decode_from else 1
+                chunk = instance.buckets.chunk_size(decode_from - start) if start < decode_from else 1
                 stop = min(start + chunk, decode_from) if start < decode_from else start + 1
-                shape = self.buckets.step(0, 1, chunk) if start < decode_from else self.buckets.step(1)
+                shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
                 head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
                 rows.append(np.asarray(head.logits)[:, : stop - start].T)
                 start = stop
@@ -516,11 +499,11 @@ class Engine:
 
     def close(self) -> None:
         """Drop every device buffer."""
-        for instance in self.instances:
-            instance.close()
-        self.instances = ()
-        self._sampling_states.clear()
-        self.weights.release()
+        self.cluster.close()
+
+
+def _sampler_rows(buckets: Buckets) -> list[int]:
+    return sorted({shape.num_rows for shape in buckets.all()})
 
 
 def _sequence_batch(

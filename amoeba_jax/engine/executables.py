@@ -7,14 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from amoeba_jax.engine import sampler
 from amoeba_jax.engine.page_copy import compile_page_copy
 from amoeba_jax.engine.program import Program, StepKey, compile_step
+from amoeba_jax.engine.restore import compile_restore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.models.dims import ModelDims
+from kvcache.exchange import compile_exchange
 from sharding.mesh import SubMesh
+from sharding.release import ReleasedChunk
 
 Request = tuple[StepKey, SegmentPlan, SubMesh]
 _I32, _F32 = jnp.int32, jnp.float32
@@ -82,6 +86,49 @@ class Executables:
         key = ("page_copy", group.device_indices, extent_pages, num_layers)
         if key not in self._others:
             self._others[key] = compile_page_copy(self._dims, group, extent_pages, num_layers)
+        return self._others[key]
+
+    def exchange(
+        self,
+        dims: ModelDims,
+        group: SubMesh,
+        old_extents: tuple[int, ...],
+        new_extents: tuple[int, ...],
+        phase_pieces: int,
+    ) -> jax.stages.Compiled:
+        """`compile_exchange` for one layer."""
+        key = ("exchange", group.device_indices, old_extents, new_extents, phase_pieces)
+        if key not in self._others:
+            dtype = jnp.dtype(dims.dtype)
+            self._others[key] = compile_exchange(dims.pages, dtype, group, old_extents, new_extents, 1, phase_pieces)
+        return self._others[key]
+
+    def restore(self, group: SubMesh, released: ReleasedChunk, dims: ModelDims, step_pages: int) -> jax.stages.Compiled:
+        """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
+        places = tuple(released.chunks[device % dims.max_tp] for device in group.device_indices)
+        key = ("restore", group.device_indices, released.spec.stored_shape, places, step_pages)
+        if key not in self._others:
+            dtype = jnp.dtype(dims.dtype)
+            self._others[key] = compile_restore(released, dims.max_tp, dtype, group, step_pages)
+        return self._others[key]
+
+    def mapped(
+        self,
+        name: Hashable,
+        group: SubMesh,
+        function: Callable[[jax.Array], jax.Array],
+        shape: tuple[int, ...],
+        spec: P,
+        result: P,
+        dtype: str,
+    ) -> jax.stages.Compiled:
+        """A function of one array under `shard_map` over a group."""
+        key = (name, group.device_indices, shape, dtype)
+        if key not in self._others:
+            run = jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=result, check_vma=False)
+            inputs, outputs = NamedSharding(group.mesh, spec), NamedSharding(group.mesh, result)
+            jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
+            self._others[key] = jitted.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
         return self._others[key]
 
     def _get(

@@ -4,13 +4,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.engine.batch import BatchShape, StepBatch
+from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey
 from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, pair_bucket, sampling_row, state_rows
@@ -21,6 +22,9 @@ from amoeba_jax.sampling_params import SamplingParams
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.mesh import SubMesh, assemble, disassemble
+
+if TYPE_CHECKING:
+    from amoeba_jax.engine.transition import Transition
 
 # A row that samples nothing: padding, or a chunk in mid-prompt.
 _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
@@ -93,6 +97,11 @@ class Instance:
     `kv[layer]` is that layer's list of extents, each `[tp * pages, page_elems]` sharded over the ranks. Every step
     donates them and puts the returned arrays (the same memory) in their place. So whatever is launched later sees
     what was launched before, and a page may change hands before the steps that use it have run.
+
+    Attributes:
+        buckets: its step shapes.
+        released: the degree for which chunks of its weights are KV extents.
+        transition: what runs its steps while its layers are in two layouts.
     """
 
     def __init__(
@@ -106,6 +115,9 @@ class Instance:
         executables: Executables,
         state: SamplingState,
         on_result: Callable[[], None],
+        *,
+        buckets: Buckets,
+        released: int,
     ):
         self.id = group.start
         self.group = group
@@ -119,9 +131,12 @@ class Instance:
         self.running: list[Sequence] = []
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
+        self.buckets = buckets
+        self.released = released
+        self.transition: Transition | None = None
         self._weights = [weights.view(group, plan) for plan in plans]
         self._free_slots = list(range(num_slots))[::-1]
-        self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
+        self.last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
         self._on_result = on_result
         # Waiting for the device happens here, in a thread that launches nothing.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{group.start}")
@@ -135,11 +150,21 @@ class Instance:
         """Pages of each extent of a layer, the same for all layers."""
         return tuple(extent.shape[0] // self.tp for extent in self.kv[0])
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that it holds when empty."""
+        return self.pages.num_total_pages * self.pages.geometry.page_size
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that it decodes at once."""
+        return self.buckets.max_num_seqs
+
     # Sequences
 
     @property
     def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+        return len(self.running) < self.max_running
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that has its pages."""
@@ -151,8 +176,17 @@ class Instance:
             program = self.executables.set_state(self.group.devices[0], state.flags.shape)
             state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), flags, bias)
 
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Pages for so many tokens of a sequence, in all views. Raises `OutOfPagesError` where they do not fit."""
+        assert sequence.pages is not None
+        if self.transition is not None:
+            self.transition.reserve(sequence, num_tokens)
+        self.cache.reserve(sequence.pages, num_tokens)
+
     def remove(self, sequence: Sequence) -> None:
         """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
+        if self.transition is not None:
+            self.transition.remove(sequence)
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -186,7 +220,7 @@ class Instance:
         programs = [self.executables.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]
         for plan, program, weights in zip(self.plans, programs, self._weights, strict=True):
             layers = plan.layers
-            tokens = self._last_tokens if plan.shape.embedding or plan.shape.head else None
+            tokens = self.last_tokens if plan.shape.embedding or plan.shape.head else None
             kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed, tokens)
             self.kv[layers.start : layers.stop] = kv
         assert head is not None, "the last segment has the head"
@@ -194,7 +228,11 @@ class Instance:
 
     def launch_plan(self, plan: StepPlan) -> None:
         """Dispatch a step and what samples its tokens, and have the results read in the background."""
-        head = self.launch(self._batch(plan), plan.logits_of)
+        batch = self._batch(plan)
+        if self.transition is not None:
+            head = self.transition.run(plan, batch)
+        else:
+            head = self.launch(batch, plan.logits_of)
         sampled = [row for row in plan.rows if row.samples]
         prompt_row = prompt_result = None
         if plan.logits_of == "all":
@@ -222,9 +260,9 @@ class Instance:
         """
         kinds = {row.sequence.sampling.kind for row in sampled}
         if kinds == {"greedy"} and plan.logits_of == "last":
-            self._last_tokens = head.last_tokens
+            self.last_tokens = head.last_tokens
             return self._first_rank(head.likeliest)
-        logits, tokens = self._first_rank(head.logits), self._first_rank(self._last_tokens)
+        logits, tokens = self._first_rank(head.logits), self._first_rank(self.last_tokens)
         device = self.group.devices[0]
         if plan.logits_of == "all":
             logits = self.executables.take_column(device, logits.shape)(logits, np.int32(sampled[0].length - 1))
@@ -237,9 +275,9 @@ class Instance:
             program = self.executables.draw(device, logits.shape, self.num_slots, packed.size)
             tokens, result = program(logits, tokens, packed)
         if self.tp == 1:
-            self._last_tokens = assemble(self.group, [tokens], replicated=True)
+            self.last_tokens = assemble(self.group, [tokens], replicated=True)
         else:
-            self._last_tokens = jax.device_put(tokens, self.group.replicated)
+            self.last_tokens = jax.device_put(tokens, self.group.replicated)
         return result
 
     def _pack_sampling(self, plan: StepPlan, sampled: list[Row]) -> np.ndarray:
@@ -298,9 +336,14 @@ class Instance:
         program = self.executables.page_copy(self.group, self._extent_pages, len(self.kv))
         self.kv = program(self.kv, jax.device_put(ids, self.group.sharded))
 
+    def retire(self) -> None:
+        """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
+        self.transition = None
+        self._reader.shutdown(wait=True)
+        self._weights.clear()
+        del self.state, self.last_tokens
+
     def close(self) -> None:
         """Stop the reader and drop all device buffers."""
-        self._reader.shutdown(wait=True)
+        self.retire()
         self.kv.clear()
-        self._weights.clear()
-        del self.state, self._last_tokens

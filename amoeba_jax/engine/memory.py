@@ -11,6 +11,11 @@ from amoeba_jax.models.dims import ModelDims
 from sharding.ledger import format_bytes, parse_bytes
 
 DEFAULT_CPU_MEMORY = "2GiB"
+DEFAULT_PHASE_PAGES = 32
+# Staging takes no more than this part of what is left for the KV cache, where the number of pages is not given.
+STAGING_SHARE = 32
+# Ids and masks of the pieces in an exchange.
+STAGING_IDS = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,10 @@ class MemoryPlan:
     weight_bytes: int
     activation_bytes: int
     sampling_bytes: int
+    staging_bytes: int
+    """Pages on their way from one device to another while instances merge or split."""
+    phase_pages: int
+    """Pages that two devices exchange at once."""
     page_bytes: int
     """One page of one layer."""
     num_pages: int
@@ -42,19 +51,28 @@ def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
 
     `Engine.warmup` replaces it by the programs' real figure where that is larger.
     """
-    tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    rows = config.max_num_seqs * config.max_tp
+    tokens = config.max_num_batched_tokens + rows
     heads, model = dims.heads, dims.config
     per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_chunk * dims.max_tp
     per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
     # Scores and weights of one block of keys, f32, with their masks.
     per_token += 4 * heads.kv_heads * heads.group * 128
-    logits = 8 * config.max_num_seqs * dims.vocab_chunk * dims.max_tp
+    logits = 8 * rows * dims.vocab_chunk * dims.max_tp
     return 4 * (tokens * per_token + logits)
 
 
 def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
-    """What a device keeps for the sampling of its sequences: last tokens (i32), flags (i32) and biases (f32)."""
-    return config.max_num_seqs * (4 + 8 * dims.config.vocab_size)
+    """What a device keeps for the sampling of its sequences: last tokens (i32), flags (i32) and biases (f32).
+
+    There is room for the sequences of all devices of the largest instance: its first device samples for all.
+    """
+    return config.max_num_seqs * config.max_tp * (4 + 8 * dims.config.vocab_size)
+
+
+def staging_bytes(page_bytes: int, phase_pages: int) -> int:
+    """Temporaries of an exchange of pages: those a rank sends, those of one extent among them, those it receives."""
+    return 3 * phase_pages * page_bytes + STAGING_IDS
 
 
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
@@ -67,13 +85,20 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
     all_layers = page_bytes * dims.config.num_layers
-    num_pages = (budget - weight_bytes - activations - sampling) // all_layers
+    phase_pages = staging = 0
+    if config.max_tp > 1:
+        left = budget - weight_bytes - activations - sampling
+        few = left // STAGING_SHARE // (3 * page_bytes)
+        phase_pages = config.phase_pages or max(2, min(DEFAULT_PHASE_PAGES, few))
+        staging = staging_bytes(page_bytes, phase_pages)
+    num_pages = (budget - weight_bytes - activations - sampling - staging) // all_layers
     if num_pages < 1:
-        need = weight_bytes + activations + sampling + all_layers
+        need = weight_bytes + activations + sampling + staging + all_layers
         raise MemoryBudgetError(
             f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
             f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)}, sampling "
-            f"{format_bytes(sampling)} and one KV page of all layers {format_bytes(all_layers)}: at least "
+            f"{format_bytes(sampling)}, staging {format_bytes(staging)} and one KV page of all layers "
+            f"{format_bytes(all_layers)}: at least "
             f"{format_bytes(need)} ({need} bytes) per device"
         )
-    return MemoryPlan(budget, weight_bytes, activations, sampling, page_bytes, num_pages)
+    return MemoryPlan(budget, weight_bytes, activations, sampling, staging, phase_pages, page_bytes, num_pages)

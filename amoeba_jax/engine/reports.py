@@ -27,7 +27,8 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
 def memory_report(engine: Engine) -> MemoryReport:
     """Who owns which bytes on each device."""
     dims = engine.dims
-    padding_bytes = engine.weights.padding_bytes()
+    cluster = engine.cluster
+    padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
     copied_heads = 1 - 1 / dims.heads.kv_padding
     entries = tuple(
         MemoryEntry(
@@ -35,20 +36,22 @@ def memory_report(engine: Engine) -> MemoryReport:
             layer,
             owner,
             size,
-            padding_bytes=round(size * copied_heads) if owner == "kv cache" else padding_bytes.get((layer, owner), 0),
+            padding_bytes=(
+                round(size * copied_heads) if owner == "kv cache" else padding_bytes[device].get((layer, owner), 0)
+            ),
         )
-        for device, ledger in enumerate(engine.ledgers)
+        for device, ledger in enumerate(cluster.ledgers)
         for (layer, owner), size in ledger.entries.items()
     )
-    unit_bytes = engine.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
-    kept = [0] * len(engine.allocators)
+    unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
+    kept = [0] * len(cluster.allocators)
     for instance in engine.instances:
         for device in instance.group.device_indices:
             kept[device] = instance.cache.num_evictable_pages * dims.pages.units_per_page(instance.tp) * unit_bytes
-    used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(engine.allocators, kept, strict=True))
-    padding = {kind: padding.ratio for kind, padding in engine.weights.padding().items()}
+    used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
+    padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding["kv cache"] = dims.heads.kv_padding
-    ledger = engine.ledgers[0]
+    ledger = cluster.ledgers[0]
     return MemoryReport(
         ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding, kv_kept_bytes=tuple(kept)
     )
@@ -56,4 +59,4 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 def engine_stats(engine: Engine) -> EngineStats:
     """Running totals."""
-    return replace(engine.stats, compiled_programs=len(engine.executables))
+    return replace(engine.stats, compiled_programs=len(engine.cluster.executables))

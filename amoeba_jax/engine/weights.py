@@ -14,8 +14,9 @@ from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.decoder import Segment, SegmentPlan, model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.ledger import Ledger
-from sharding.mesh import SubMesh, assemble
+from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.params import ParamSpec
+from sharding.release import ReleasedChunk, released_chunks
 
 ChunkKey = tuple[str, int]
 LoadChunks = Callable[[ParamSpec], list[np.ndarray]]
@@ -42,6 +43,13 @@ class WeightStore:
         self.specs = model_specs(dims)
         self._chunks: list[dict[ChunkKey, jax.Array]] = [{} for _ in devices]
         self._views: dict[tuple[int, int], dict[tuple[ChunkKey, bool], jax.Array]] = {}
+        self._ledgers: list[Ledger] = []
+        self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
+        by_layer = defaultdict(list)
+        for layer, spec in self.specs.values():
+            if layer is not None and spec.page_elems is not None:
+                by_layer[layer].append(spec)
+        self._released = [released_chunks(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
 
     @property
     def num_bytes(self) -> int:
@@ -59,12 +67,17 @@ class WeightStore:
             total[1] += spec.model_elements
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
-    def padding_bytes(self) -> dict[tuple[int | None, str], int]:
-        """Bytes of padding and copied heads on one device, by layer and owner as the ledger has them."""
+    def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
+        """Bytes of padding and copied heads on a device, by layer and owner as the ledger has them.
+
+        Chunks of a parameter count alike, and those that are released not at all.
+        """
         itemsize = jnp.dtype(self.dims.dtype).itemsize
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, (layer, spec) in self.specs.items():
-            totals[(layer, _kind(name, layer))] += (spec.num_elements - spec.model_elements) * itemsize
+            present = sum((name, index) in self._chunks[device] for index in range(spec.num_chunks))
+            padding = (spec.num_elements - spec.model_elements) * itemsize
+            totals[(layer, _kind(name, layer))] += padding * present // spec.num_chunks
         return totals
 
     def load(self, load_chunks: LoadChunks, ledgers: list[Ledger], after_layer: Callable[[], None]) -> Iterator[str]:
@@ -73,6 +86,7 @@ class WeightStore:
         `load_chunks(spec)` returns a parameter's chunks in their stored shape; each goes straight to the devices
         and is then forgotten. `after_layer` runs between layers (a checkpoint drops its memory maps then).
         """
+        self._ledgers = ledgers
         previous: int | None = None
         for name, (layer, spec) in self.specs.items():
             if layer != previous:
@@ -95,30 +109,96 @@ class WeightStore:
         """
         cache = self._views.setdefault((group.start, group.tp), {})
         arrays = []
-        for variable in leaf_variables(Segment(self.dims, plan, group.tp)):
-            metadata = variable.get_metadata()
-            spec, chunk = metadata["spec"], metadata["chunk"]
-            sharded = is_sharded(variable)
-            key = ((spec.name, chunk), sharded)
+        for spec, place, sharded in self._segment_leaves(plan, group.tp):
+            if sharded:
+                arrays.append(self.assembled(group, spec, place))
+                continue
+            key = ((spec.name, place), sharded)
             if key not in cache:
-                per_rank = spec.local_chunks(group.tp) if sharded else 0
-                buffers = [
-                    self._chunks[device][(spec.name, rank * per_rank + chunk)]
-                    for rank, device in enumerate(group.device_indices)
-                ]
-                cache[key] = assemble(group, buffers, replicated=not sharded)
+                buffers = [self._chunks[device][(spec.name, place)] for device in group.device_indices]
+                cache[key] = assemble(group, buffers, replicated=True)
             arrays.append(cache[key])
         return arrays
+
+    def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
+        """The chunk at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
+        cache = self._views.setdefault((group.start, group.tp), {})
+        key = ((spec.name, place), True)
+        if key not in cache:
+            buffers = [
+                self._chunks[device][(spec.name, spec.chunk_indices(group.tp, rank)[place])]
+                for rank, device in enumerate(group.device_indices)
+            ]
+            cache[key] = assemble(group, buffers)
+        return cache[key]
+
+    def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
+        """Parameter, place among a rank's chunks, and whether ranks differ, of each of a segment's leaves."""
+        if (plan, tp) not in self._leaves:
+            leaves = []
+            for variable in leaf_variables(Segment(self.dims, plan, tp)):
+                metadata = variable.get_metadata()
+                leaves.append((metadata["spec"], metadata["chunk"], is_sharded(variable)))
+            self._leaves[plan, tp] = leaves
+        return self._leaves[plan, tp]
+
+    # Chunks that are KV extents at higher degrees
+
+    def released(self, layer: int, degree: int) -> tuple[ReleasedChunk, ...]:
+        """Chunks of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
+        return tuple(chunk for chunk in self._released[layer] if chunk.degree <= degree)
+
+    def extent_pages(self, degree: int) -> tuple[int, ...]:
+        """Pages of each extent that a layer gets where chunks are released for `degree`: the same for all layers."""
+        return tuple(chunk.num_pages for chunk in self.released(0, degree))
+
+    def release(self, group: SubMesh, layer: int, before: int, degree: int) -> list[jax.Array]:
+        """Give up the chunks that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
+
+        The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
+        held of them is forgotten. `before` is the degree for which chunks of the layer are released already.
+        """
+        extents = []
+        for released in self.released(layer, degree)[len(self.released(layer, before)) :]:
+            name, buffers = released.spec.name, []
+            for device in group.device_indices:
+                buffers.append(self._chunks[device].pop((name, self._chunk_on(released, device))))
+                self._ledgers[device].transfer(_kind(name, layer), "kv cache", buffers[-1].nbytes, layer)
+            extents.append(assemble(group, buffers))
+            self._forget_views(group, name)
+        return extents
+
+    def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
+        """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
+        for released, extent in zip(
+            self.released(layer, before)[len(self.released(layer, degree)) :], extents, strict=True
+        ):
+            name = released.spec.name
+            for device, buffer in zip(group.device_indices, disassemble(group, extent), strict=True):
+                self._chunks[device][(name, self._chunk_on(released, device))] = buffer
+                self._ledgers[device].transfer("kv cache", _kind(name, layer), buffer.nbytes, layer)
+
+    def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
+        return released.chunks[device % self.dims.max_tp]
+
+    def _forget_views(self, group: SubMesh, name: str) -> None:
+        """Drop assembled chunks of a parameter on a group's devices: released buffers must not live on in them."""
+        devices = set(group.device_indices)
+        for (start, tp), cache in self._views.items():
+            if devices.intersection(range(start, start + tp)):
+                for key in [key for key in cache if key[0][0] == name]:
+                    del cache[key]
 
     def chunk(self, device: int, name: str, index: int) -> jax.Array:
         """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
         return self._chunks[device][(name, index)]
 
     def host_chunks(self, spec: ParamSpec) -> list[np.ndarray]:
-        """Copies of a parameter's chunks, from the first device."""
-        return [np.asarray(self._chunks[0][(spec.name, index)]) for index in range(spec.num_chunks)]
+        """Copies of a parameter's chunks, from the first device that has each."""
+        keys = [(spec.name, index) for index in range(spec.num_chunks)]
+        return [np.asarray(next(chunks[key] for chunks in self._chunks if key in chunks)) for key in keys]
 
-    def release(self) -> None:
+    def release_all(self) -> None:
         """Drop all buffers and views."""
         self._views.clear()
         for buffers in self._chunks:

@@ -215,7 +215,12 @@ class FeedForward(nnx.Module):
         prefix, hf = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp"
         rows = deal_rows(config.ffn_size, dims.max_tp, chunk)
         shape = (config.ffn_size, config.hidden_size)
-        common = {"num_chunks": dims.max_tp, "placement": "sharded", "page_elems": dims.ffn_page_elems}
+        common = {
+            "num_chunks": dims.max_tp,
+            "placement": "sharded",
+            "page_elems": dims.ffn_page_elems,
+            "strided": True,
+        }
         gate, up = Source(f"{hf}.gate_proj.weight", shape, rows), Source(f"{hf}.up_proj.weight", shape, rows)
         down = Source(f"{hf}.down_proj.weight", shape[::-1], rows, axis=1)
         self.gate_up = chunks(

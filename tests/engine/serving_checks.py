@@ -15,7 +15,7 @@ def memory_for_pages(directory: Path, settings: dict[str, Any], num_pages: int) 
     """The `device_memory` that leaves the KV cache of each device exactly so many pages."""
     ample: dict[str, Any] = {**settings, "device_memory": "64MiB"}
     with LLM(directory, **ample) as llm:
-        plan, num_layers = llm._engine.memory_plan, llm.dims.config.num_layers
+        plan, num_layers = llm._engine.cluster.memory_plan, llm.dims.config.num_layers
     fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
     return fixed + num_pages * plan.page_bytes * num_layers
 
@@ -42,5 +42,5 @@ def check_idle(llm: LLM) -> None:
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
     assert not llm._requests
     forget_prefixes(llm)
-    for allocator in llm._engine.allocators:
+    for allocator in llm._engine.cluster.allocators:
         assert allocator.free_units == allocator.total_units

@@ -163,7 +163,7 @@ def test_prompt_over_the_context_names_the_limit(llm: LLM):
 
 
 def test_prompt_over_the_cache_names_the_limit(directory: Path):
-    settings = SETTINGS | {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "600KiB"}
+    settings = SETTINGS | {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "700KiB"}
     with LLM(directory, num_devices=2, **settings) as llm:
         capacity = llm.instances[0].kv_total_pages * 16
         assert 16 <= capacity < 128, "the test wants a cache smaller than the context"

@@ -125,7 +125,7 @@ def test_layout_does_not_change_under_running_requests(llm: LLM):
 
 def test_request_checked_in_one_layout_is_not_stuck_in_another(tmp_path: Path, compile_cache: str):
     """The layout may change between a caller's check and the engine taking the request."""
-    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "600KiB", "progress": False}
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "700KiB", "progress": False}
     directory = tiny_model("llama2", tmp_path)
     with LLM(directory, num_devices=2, tensor_parallel_size=2, compile_cache=compile_cache, **settings) as llm:
         stream = llm.stream([1] * llm._engine.capacity_tokens(1), SamplingParams(max_tokens=1))
@@ -213,18 +213,18 @@ def test_warmup_compiles_all_that_serving_needs(tmp_path: Path, compile_cache: s
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
-        # Steps of a chunk of 16, decodes of 1 and 2, and both together (2), on two instances and on one; samplers of
-        # 1, 2 and 3 rows on each device.
-        assert llm.warmup([1, 2]) == 4 * 2 + 4 + 3 * 2
+        # Steps of a chunk of 16, decodes of 1 and 2 (and 4 at TP2), and both together, on two instances and on one;
+        # samplers of 1, 2 and 3 rows on each device, of 4 and 5 on the first; two kinds of chunks that are restored.
+        assert llm.warmup([1, 2]) == 4 * 2 + 5 + 3 * 2 + 2 + 2
         assert llm.warmup([1, 2]) == 0
         assert llm.instances[0].tensor_parallel_size == 1
-        programs = llm._engine.executables.programs
+        programs = llm._engine.cluster.executables.programs
         for tp in (1, 2):
             llm.set_layout(tp)
             llm.generate(prompts(5), SamplingParams(temperature=0, max_tokens=4))
             llm.generate(prompts(5), SamplingParams(temperature=1, max_tokens=4))
-        assert llm._engine.executables.programs == programs
-        assert len(llm._engine.executables) == 18
+        assert llm._engine.cluster.executables.programs == programs
+        assert len(llm._engine.cluster.executables) == 23
 
 
 def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
@@ -239,7 +239,7 @@ def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
             progress=False,
         ) as llm:
             results.append(llm.logits(list(range(40)), decode_from=30))
-            count = len(llm._engine.executables.programs)
+            count = len(llm._engine.cluster.executables.programs)
     np.testing.assert_allclose(results[0], results[1], atol=1e-6)
     # Two layers of one executable, embedding and head beside it, each for prefill (two buckets) and decode.
-    assert count == 3 * len({program.key.batch for program in llm._engine.executables.programs})
+    assert count == 3 * len({program.key.batch for program in llm._engine.cluster.executables.programs})

@@ -23,7 +23,7 @@ marks = []
 allocate = engine.Engine._allocate_kv
 engine.Engine._allocate_kv = lambda self: (marks.append(peak()), allocate(self))[1]
 with LLM(large, **settings) as llm:
-    weights = llm._engine.weights.num_bytes * devices
+    weights = llm._engine.cluster.weights.num_bytes * devices
 print(json.dumps({"peak": marks[0] - before, "weights": weights}))
 """
 

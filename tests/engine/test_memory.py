@@ -47,7 +47,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     with LLM(
         directory,
         num_devices=4,
-        device_memory="16MiB",
+        device_memory="32MiB",
         page_size=8,
         max_num_batched_tokens=16,
         compile_cache=compile_cache,
@@ -58,7 +58,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_cache: str):
     before = live_bytes()
-    settings = {"device_memory": "16MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
     with LLM(directory, num_devices=4, max_num_batched_tokens=16, **settings) as llm:
         for tp in (1, 2, 4, 1):
             llm.set_layout(tp)
@@ -85,8 +85,8 @@ def test_weights_exist_once_per_device(llm: LLM):
 
 def test_views_share_the_tp1_buffers(llm: LLM):
     """Pointers of TP2 and TP4 arrays are those of the chunks on each device, at their places."""
-    store, pool = llm._engine.weights, llm._engine.sub_meshes
-    (plan,) = llm._engine.plans
+    store, pool = llm._engine.cluster.weights, llm._engine.cluster.sub_meshes
+    (plan,) = llm._engine.cluster.plans
     for tp in (1, 2, 4):
         for group in pool.groups(tp):
             variables = leaf_variables(Segment(llm.dims, plan, tp))
@@ -97,7 +97,7 @@ def test_views_share_the_tp1_buffers(llm: LLM):
                     shards = {shard.device: shard.data for shard in array.addressable_shards}
                     chunk = metadata["chunk"]
                     if is_sharded(variable):
-                        chunk += rank * (4 // tp)
+                        chunk = spec.chunk_indices(tp, rank)[chunk]
                     pointer = shards[group.devices[rank]].unsafe_buffer_pointer()
                     assert pointer == store.chunk(device, spec.name, chunk).unsafe_buffer_pointer()
 
@@ -118,12 +118,12 @@ def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
     for tp in (2, 4, 1):
         llm.set_layout(tp)
         llm.generate([PROMPT, [7, 7]], GREEDY)
-        assert pointers() == before
+        assert pointers() > before if tp > 1 else pointers() == before, "released weights come and go"
 
 
 def test_ffn_chunks_are_extents_of_the_cache(llm: LLM):
     """A releasable chunk has the row length and dtype of a KV extent."""
-    store, kv = llm._engine.weights, llm._engine.instances[0].kv
+    store, kv = llm._engine.cluster.weights, llm._engine.instances[0].kv
     for name in ("layers.0.mlp.gate_up", "layers.1.mlp.down"):
         for index in range(4):
             chunk = store.chunk(0, name, index)
@@ -147,11 +147,11 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
 
 
 def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: str):
-    settings = {"device_memory": "16MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
     outputs = []
     for transform_attention in (False, True):
         with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:
-            chunk = llm._engine.weights.chunk(1, "layers.0.attention.qkv", 2)
+            chunk = llm._engine.cluster.weights.chunk(1, "layers.0.attention.qkv", 2)
             assert (chunk.shape[1] == llm.dims.pages.page_elems) == transform_attention
             outputs.append(llm.logits(PROMPT))
             llm.set_layout(4)
@@ -162,15 +162,15 @@ def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: s
 def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str):
     old_jax = jax.__version_info__ < (0, 12)
     with pytest.warns(UserWarning, match="bfloat16") if old_jax else nullcontext():
-        llm = LLM(directory, dtype="bfloat16", device_memory="16MiB", compile_cache=compile_cache, progress=False)
+        llm = LLM(directory, dtype="bfloat16", device_memory="32MiB", compile_cache=compile_cache, progress=False)
     with llm:
         assert llm._engine.instances[0].kv[0][0].dtype == jnp.bfloat16
-        assert llm._engine.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
+        assert llm._engine.cluster.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
         assert np.isfinite(llm.logits(PROMPT)).all()
 
 
 def test_saved_checkpoint_loads_in_the_same_and_in_other_layouts(directory: Path, tmp_path: Path, compile_cache: str):
-    settings = {"device_memory": "16MiB", "compile_cache": compile_cache, "progress": False}
+    settings = {"device_memory": "32MiB", "compile_cache": compile_cache, "progress": False}
     with LLM(directory, num_devices=4, page_size=8, **settings) as llm:
         llm.save(tmp_path / "saved")
         expected = llm.logits(PROMPT)

@@ -188,7 +188,7 @@ def test_feed_forward_over_chunks_is_the_dense_one(sizes):
     for tp in (degree for degree in (1, 2, 4) if degree <= dims.max_tp):
         spec = weights.specs["layers.0.mlp.gate_up"]
         chunks = [c for rank in range(tp) for c in spec.chunk_indices(tp, rank)]
-        assert chunks == list(range(dims.max_tp)), "ranks share the chunks out in order"
+        assert sorted(chunks) == list(range(dims.max_tp)), "ranks share the chunks out"
         assert spec.local_chunks(tp) == dims.max_tp // tp
         total = sum(
             gated(x @ weights.matrix("layers.0.mlp.gate_up", c).T) @ weights.matrix("layers.0.mlp.down", c).T

@@ -1,0 +1,141 @@
+"""The devices of an engine, what lies in their memory, and the instances over them."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.engine.buckets import Buckets
+from amoeba_jax.engine.executables import Executables
+from amoeba_jax.engine.instance import Instance, SamplingState
+from amoeba_jax.engine.memory import plan_memory
+from amoeba_jax.engine.weights import LoadChunks, WeightStore
+from amoeba_jax.models.decoder import plan_segments
+from amoeba_jax.models.dims import ModelDims
+from kvcache.allocator import BuddyAllocator
+from kvcache.pages import PagePool
+from kvcache.prefix_cache import PrefixCache
+from sharding.ledger import Ledger
+from sharding.mesh import SubMesh, SubMeshPool, assemble
+
+KvBuffers = list[list[jax.Array]]
+"""Extents of each layer."""
+
+
+class Cluster:
+    """Loads the weights onto every device, divides the rest of its memory, and makes instances.
+
+    Attributes:
+        instances: the present ones, by their first device.
+        allocators: of the pages of each device.
+        on_result: called from other threads whenever a step's result has arrived; must not block.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        dims: ModelDims,
+        devices: tuple[jax.Device, ...],
+        load_chunks: LoadChunks,
+        after_layer: Callable[[], None],
+        on_load: Callable[[str], None],
+    ):
+        self.config, self.dims = config, dims
+        self.sub_meshes = SubMeshPool(devices, config.max_tp)
+        self.weights = WeightStore(dims, devices)
+        self.memory_plan = plan_memory(dims, config, self.weights.num_bytes, devices[0])
+        self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
+        for name in self.weights.load(load_chunks, self.ledgers, after_layer):
+            on_load(name)
+        self._sampling_states = [
+            SamplingState.zeros(config.max_num_seqs * dims.max_tp, dims.config.vocab_size, device) for device in devices
+        ]
+        for ledger in self.ledgers:
+            ledger.add("sampling", self.memory_plan.sampling_bytes)
+        self.plans = plan_segments(dims, config.segment_layers)
+        self.executables = Executables(dims)
+        self.on_result: Callable[[], None] = lambda: None
+        self.allocators: list[BuddyAllocator] = []
+        self.instances: tuple[Instance, ...] = ()
+        capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
+        self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
+        self._buckets = {tp: self._make_buckets(tp) for tp in self.sub_meshes.degrees()}
+        self._build(config.tensor_parallel_size)
+        for ledger in self.ledgers:
+            ledger.reserve("activations", self.memory_plan.activation_bytes)
+            ledger.reserve("staging", self.memory_plan.staging_bytes)
+
+    def _make_buckets(self, tp: int) -> Buckets:
+        table_width = self.dims.pages.pages_for(self.max_model_len)
+        return Buckets(self.config.max_num_seqs * tp, self.config.max_num_batched_tokens, table_width)
+
+    def buckets(self, tp: int) -> Buckets:
+        """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
+        return self._buckets[tp]
+
+    def capacity_tokens(self, tp: int, released: int) -> int:
+        """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
+        pages = self.memory_plan.num_pages + sum(self.weights.extent_pages(released))
+        return pages * tp * self.dims.page_size
+
+    def new_allocator(self, released: int) -> BuddyAllocator:
+        """An empty allocator over the base extent and those that are released for a degree."""
+        allocator = BuddyAllocator(self.dims.max_tp)
+        for num_pages in (self.memory_plan.num_pages, *self.weights.extent_pages(released)):
+            allocator.add_extent(num_pages)
+        return allocator
+
+    def new_instance(self, group: SubMesh, allocators: list[BuddyAllocator], kv: KvBuffers, released: int) -> Instance:
+        """An instance over extents and the allocators of their pages, one a rank."""
+        pool = PagePool(self.dims.pages, allocators, group.tp)
+        return Instance(
+            group,
+            pool,
+            PrefixCache(pool, self.config.prefix_caching),
+            kv,
+            self.plans,
+            self.weights,
+            self.executables,
+            self._sampling_states[group.start],
+            lambda: self.on_result(),
+            buckets=self.buckets(group.tp),
+            released=released,
+        )
+
+    def replace(self, old: list[Instance], new: list[Instance]) -> None:
+        """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
+        kept = [instance for instance in self.instances if instance not in old]
+        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
+        for instance in old:
+            instance.retire()
+
+    def _build(self, tp: int) -> None:
+        """The first instances, of degree `tp`. What their ranks do not need of the weights is KV cache at once."""
+        plan, dims = self.memory_plan, self.dims
+        for ledger in self.ledgers:
+            for layer in range(dims.config.num_layers):
+                ledger.add("kv cache", plan.num_pages * plan.page_bytes, layer)
+        self.allocators = [self.new_allocator(tp) for _ in self.sub_meshes.devices]
+        instances = []
+        for group in self.sub_meshes.groups(tp):
+            kv = [
+                [assemble(group, list(self._base_extents(group))), *self.weights.release(group, layer, 1, tp)]
+                for layer in range(dims.config.num_layers)
+            ]
+            allocators = [self.allocators[device] for device in group.device_indices]
+            instances.append(self.new_instance(group, allocators, kv, tp))
+        self.instances = tuple(instances)
+
+    def _base_extents(self, group: SubMesh) -> Iterator[jax.Array]:
+        shape = (self.memory_plan.num_pages, self.dims.pages.page_elems)
+        for device in group.devices:
+            yield jnp.zeros(shape, self.dims.dtype, device=device)
+
+    def close(self) -> None:
+        """Drop every device buffer."""
+        for instance in self.instances:
+            instance.close()
+        self.instances = ()
+        self._sampling_states.clear()
+        self.weights.release_all()

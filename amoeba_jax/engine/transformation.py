@@ -1,0 +1,470 @@
+"""Transformations: which groups of devices change their degree, from the request to the report.
+
+A group's transition has a point of no return: the switch of its first layer. What fails before it leaves the instances
+as they were. What fails after it ends at the higher degree, whose weights are never given away, with all extents that
+are not weights as an empty cache: the group's requests are computed again from their tokens.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.transition import Member, Transition
+from amoeba_jax.engine.transition_programs import TransitionPrograms
+from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.transform import GroupTransform, TransformReport, TransformVariant
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.pages import PagePool, SequencePages
+from kvcache.relayout import assign_down, place_down, place_up
+from sharding.mesh import SubMesh
+
+
+@dataclass(frozen=True)
+class TransformOptions:
+    """See `LLM.transform`."""
+
+    tensor_parallel_size: int
+    devices: tuple[int, ...]
+    variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
+    release_weights: bool = True
+    layers_per_step: int = 1
+
+
+@dataclass(eq=False)
+class _Job:
+    """A call of `LLM.transform`: transitions of groups, one after the other where they depend on each other."""
+
+    options: TransformOptions
+    future: "Future[TransformReport]" = field(default_factory=Future)
+    start: float = field(default_factory=time.perf_counter)
+    prepare_s: float = 0.0
+    groups: list[GroupTransform] = field(default_factory=list)
+    active: int = 0
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class _Active:
+    """A transition under way."""
+
+    job: _Job
+    transition: Transition
+    allocators: list[BuddyAllocator]
+    """Of the view to come, one a device."""
+    old: list[Instance]
+    staging_bytes: int
+    start: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.transition.instance.group.device_indices
+
+
+class Transformations:
+    """Starts, advances and ends transitions of a cluster's instances. Used by the dispatcher thread only.
+
+    Args:
+        drain: waits for what an instance has launched, and takes in the results.
+        requeue: takes a sequence off its instance, to be computed again.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        drain: Callable[[Instance], None],
+        requeue: Callable[[Instance, Sequence], None],
+    ):
+        self._cluster, self._drain, self._requeue = cluster, drain, requeue
+        self._jobs: list[_Job] = []
+        self._active: dict[Instance, _Active] = {}
+        self._settling: list[tuple[_Active, Future[np.ndarray]]] = []
+
+    @property
+    def busy(self) -> bool:
+        """A transformation has not ended yet."""
+        return bool(self._jobs)
+
+    def request(self, options: TransformOptions) -> "Future[TransformReport]":
+        """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
+        self._check(options)
+        job = _Job(options)
+        self._jobs.append(job)
+        self._proceed(job)
+        return job.future
+
+    def _check(self, options: TransformOptions) -> None:
+        tp, devices = options.tensor_parallel_size, options.devices
+        meshes = self._cluster.sub_meshes
+        meshes.check_degree(tp)
+        if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
+            raise LayoutError(
+                f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
+            )
+        for instance in self._cluster.instances:
+            group = set(instance.group.device_indices)
+            if group.isdisjoint(devices):
+                continue
+            if instance.transition is not None:
+                raise RequestError(f"devices {sorted(group)} are being transformed: wait until that has ended")
+            if not group <= set(devices):
+                raise LayoutError(
+                    f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
+                )
+        for start in range(0, len(meshes.devices), tp):
+            named = set(range(start, start + tp)) & set(devices)
+            if named and len(named) < tp:
+                raise LayoutError(
+                    f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
+                    "belong together"
+                )
+        for job in self._jobs:
+            if not set(job.options.devices).isdisjoint(devices):
+                raise RequestError(
+                    f"devices {list(job.options.devices)} are being transformed: wait until they are done"
+                )
+
+    # The course of a job
+
+    def _proceed(self, job: _Job) -> None:
+        """Start whatever transitions of a job can start now; report if there are none left."""
+        if job.error is None:
+            try:
+                for old in self._next_groups(job):
+                    self._begin(job, old)
+            except Exception as error:
+                for active in [a for a in self._active.values() if a.job is job and not a.transition.started]:
+                    self._abort(active)
+                    job.active -= 1
+                if not job.groups and not job.active:
+                    self._jobs.remove(job)
+                    raise _refusal(error) from error
+                job.error = error
+        if job.active:
+            return
+        self._jobs.remove(job)
+        if job.error is not None:
+            failure = TransformError(f"the transformation to TP{job.options.tensor_parallel_size} failed: {job.error}")
+            failure.__cause__ = job.error
+            job.future.set_exception(failure)
+            return
+        options = job.options
+        seconds = time.perf_counter() - job.start
+        job.future.set_result(
+            TransformReport(options.variant, options.tensor_parallel_size, seconds, job.prepare_s, tuple(job.groups))
+        )
+
+    def _next_groups(self, job: _Job) -> list[list[Instance]]:
+        """Instances that change next: one that falls apart, or several of one degree that merge."""
+        tp, devices = job.options.tensor_parallel_size, set(job.options.devices)
+        mine = [i for i in self._cluster.instances if i.transition is None and i.id in devices]
+        groups = [[instance] for instance in mine if instance.tp > tp]
+        size = tp
+        while size > 1:
+            for start in range(0, len(self._cluster.sub_meshes.devices), size):
+                inside = [i for i in mine if start <= i.id < start + size and i.tp < size]
+                degrees = {instance.tp for instance in inside}
+                if sum(i.tp for i in inside) == size and len(degrees) == 1:
+                    covered = {i for group in groups for i in group}
+                    if not covered.intersection(inside):
+                        groups.append(inside)
+            size //= 2
+        return groups
+
+    def _begin(self, job: _Job, old: list[Instance]) -> None:
+        for instance in old:
+            self._drain(instance)
+        active = self._begin_up(job, old) if len(old) > 1 else self._begin_down(job, old[0])
+        self._active[active.transition.instance] = active
+        active.transition.instance.transition = active.transition
+        job.active += 1
+
+    def _begin_up(self, job: _Job, old: list[Instance]) -> _Active:
+        cluster, geometry = self._cluster, self._cluster.dims.pages
+        group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
+        before = max(instance.released for instance in old)
+        after = max(group.tp, before) if job.options.release_weights else before
+        rows = max(len(instance.running) for instance in old)
+        programs, staging = self._prepare(job, group, old[0].tp, True, (before, after), rows)
+        for instance in old:
+            instance.cache.clear()
+        distinct = [_distinct_pages(instance.running, instance.tp) for instance in old]
+        allocators = [cluster.new_allocator(after) for _ in group.devices]
+        tables = place_up([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
+        for instance in old:
+            for layer, extents in enumerate(instance.kv):
+                extents += cluster.weights.release(instance.group, layer, instance.released, before)
+        new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after)
+        new.cache.enabled = False
+        members = []
+        for instance, pages, table in zip(old, distinct, tables, strict=True):
+            members.append(Member(instance.group, instance.pages, instance.kv))
+            for sequence in instance.running:
+                assert sequence.pages is not None, "it runs"
+                members[-1].sequences[sequence] = sequence.pages
+                sequence.pages = SequencePages(new.pages, table[:, pages.columns(sequence.pages)])
+                new.add(sequence)
+            instance.running.clear()
+        cluster.replace(old, [new])
+        transition = self._transition(job, new, members, programs)
+        return _Active(job, transition, allocators, old, staging)
+
+    def _begin_down(self, job: _Job, instance: Instance) -> _Active:
+        cluster, geometry = self._cluster, self._cluster.dims.pages
+        group, tp = instance.group, job.options.tensor_parallel_size
+        before, after = instance.released, min(instance.released, tp)
+        limit = cluster.capacity_tokens(tp, after)
+        for sequence in instance.running:
+            if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
+                raise RequestError(
+                    f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
+                )
+        allocators = [cluster.new_allocator(after) for _ in group.devices]
+        parts = _deal(instance.running, [a.num_free(geometry.order(tp)) for a in allocators[::tp]])
+        slots, rows = cluster.buckets(tp).max_num_seqs, max(len(part) for part in parts)
+        if rows > slots:
+            raise RequestError(f"{rows} requests would come to one TP{tp} instance, which decodes {slots} at once")
+        programs, staging = self._prepare(job, group, tp, False, (before, after), rows)
+        instance.cache.clear()
+        instance.cache.enabled = False
+        distinct = [_distinct_pages(part, instance.tp) for part in parts]
+        tables = place_down([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
+        members = []
+        for index, (part, pages, table) in enumerate(zip(parts, distinct, tables, strict=True)):
+            pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
+            members.append(Member(programs.members[index], pool, [[] for _ in instance.kv]))
+            for sequence in part:
+                assert sequence.pages is not None, "it runs"
+                members[-1].sequences[sequence] = SequencePages(pool, table[:, pages.columns(sequence.pages)])
+        transition = self._transition(job, instance, members, programs)
+        return _Active(job, transition, allocators, [instance], staging)
+
+    def _prepare(
+        self, job: _Job, group: SubMesh, lower: int, up: bool, released: tuple[int, int], rows: int
+    ) -> tuple[TransitionPrograms, int]:
+        """Compile what the transition needs, before anything changes. Also returns the staging buffer's bytes.
+
+        Raises `MemoryBudgetError` where that is over the budget.
+        """
+        cluster, config = self._cluster, self._cluster.config
+        start = time.perf_counter()
+        degrees = cluster.buckets(lower)
+        programs = TransitionPrograms(
+            cluster.weights,
+            cluster.executables,
+            group,
+            [cluster.sub_meshes.group(first, lower) for first in range(group.start, group.start + group.tp, lower)],
+            up=up,
+            released=released,
+            rows=next(size for size in degrees.mixed_decode_sizes if size >= rows),
+            base_pages=cluster.memory_plan.num_pages,
+            longest_run=1 << (min(config.segment_layers, cluster.dims.config.num_layers).bit_length() - 1),
+            table_width=degrees.table_width,
+            num_slots=config.max_num_seqs * cluster.dims.max_tp,
+            phase_pieces=cluster.memory_plan.phase_pages,
+        )
+        staging = programs.prepare(steps=rows > 0)
+        for device in group.device_indices:
+            ledger = cluster.ledgers[device]
+            ledger.reserve("staging", max(staging, ledger.reserved["staging"]))
+        job.prepare_s += time.perf_counter() - start
+        return programs, staging
+
+    def _transition(
+        self, job: _Job, instance: Instance, members: list[Member], programs: TransitionPrograms
+    ) -> Transition:
+        return Transition(
+            instance,
+            members,
+            programs,
+            self._cluster.weights,
+            self._cluster.executables,
+            layers_per_step=job.options.layers_per_step,
+            overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
+        )
+
+    # The course of a transition
+
+    def advance(self, instance: Instance, reserve: Callable[[Instance], None]) -> None:
+        """Switch the next layers of an instance in transition and launch a step behind them, if anything decodes.
+
+        `reserve` gives the instance's sequences pages for their next tokens.
+        """
+        active = self._active[instance]
+        transition = active.transition
+        try:
+            reserve(instance)
+            plan = transition.plan()
+            transition.switch_layers()
+            if plan is None:
+                while not transition.done:
+                    transition.switch_layers()
+            else:
+                instance.launch_plan(plan)
+                active.steps += 1
+                active.tokens += len(plan.rows)
+            if transition.done:
+                self._finish(active)
+        except Exception as error:
+            self._fail(active, error)
+
+    def _finish(self, active: _Active) -> None:
+        cluster, transition = self._cluster, active.transition
+        instance = transition.instance
+        if transition.up:
+            instance.transition = None
+            instance.cache.enabled = cluster.config.prefix_caching
+        else:
+            self._drain(instance)
+            instance.running.clear()
+            new = []
+            for index, member in enumerate(transition.members):
+                allocators = active.allocators[index * member.group.tp : (index + 1) * member.group.tp]
+                new.append(cluster.new_instance(member.group, allocators, member.kv, transition.programs.released[1]))
+                for sequence, pages in member.sequences.items():
+                    sequence.pages = pages
+                    new[-1].add(sequence)
+            cluster.replace([instance], new)
+        for device, allocator in zip(instance.group.device_indices, active.allocators, strict=True):
+            cluster.allocators[device] = allocator
+        del self._active[instance]
+        if transition.up and instance.pending:
+            self._settling.append((active, instance.pending[-1].result))
+            return
+        jax.block_until_ready([instance.kv for instance in cluster.instances if instance.id in active.devices])
+        self._settle(active)
+
+    def collect(self) -> None:
+        """End the transitions whose last step has run."""
+        arrived = [active for active, result in self._settling if result.done()]
+        self._settling = [(active, result) for active, result in self._settling if not result.done()]
+        for active in arrived:
+            self._settle(active)
+
+    def _settle(self, active: _Active) -> None:
+        transition, programs = active.transition, active.transition.programs
+        lower, higher = programs.lower, programs.group.tp
+        itemsize = jnp.dtype(programs.dims.dtype).itemsize
+        restored = sum(
+            chunk.spec.num_elements // chunk.spec.num_chunks * itemsize * higher
+            for switch in transition.switches
+            for chunk in (programs.restored(switch.layer) if not transition.up else ())
+        )
+        active.job.groups.append(
+            GroupTransform(
+                programs.group.device_indices,
+                lower if transition.up else higher,
+                higher if transition.up else lower,
+                time.perf_counter() - active.start,
+                tuple(transition.switches),
+                active.steps,
+                active.tokens,
+                active.staging_bytes,
+                restored,
+            )
+        )
+        active.job.active -= 1
+        self._proceed(active.job)
+
+    # Failures
+
+    def _fail(self, active: _Active, error: Exception) -> None:
+        """A step or a switch failed: back to what was, or, after the point of no return, on with an empty cache."""
+        if active.transition.started:
+            self._recover(active)
+            how = "its requests are computed again"
+        else:
+            self._abort(active)
+            how = "its instances are as they were"
+        devices = list(active.devices)
+        active.job.error = active.job.error or error
+        active.job.error.add_note(f"on devices {devices}: {how}")
+        active.job.active -= 1
+        self._proceed(active.job)
+
+    def _abort(self, active: _Active) -> None:
+        """Before the point of no return: nothing has moved, and the view to come is dropped."""
+        transition = active.transition
+        instance = transition.instance
+        del self._active[instance]
+        instance.transition = None
+        if not transition.up:
+            instance.cache.enabled = self._cluster.config.prefix_caching
+            return
+        self._drain(instance)
+        instance.running.clear()
+        old = []
+        for before, member in zip(active.old, transition.members, strict=True):
+            allocators = [self._cluster.allocators[device] for device in member.group.device_indices]
+            old.append(self._cluster.new_instance(member.group, allocators, member.kv, before.released))
+            for sequence, pages in member.sequences.items():
+                sequence.pages = pages
+                old[-1].add(sequence)
+        self._cluster.replace([instance], old)
+
+    def _recover(self, active: _Active) -> None:
+        """After it: the group goes on at the higher degree, and computes its requests again."""
+        cluster, transition = self._cluster, active.transition
+        instance = transition.instance
+        del self._active[instance]
+        instance.pending.clear()
+        for sequence in list(instance.running):
+            sequence.num_in_flight = 0
+            self._requeue(instance, sequence)
+        kv = transition.undo()
+        released = max(transition.programs.released)
+        allocators = [cluster.new_allocator(released) for _ in instance.group.devices]
+        for device, allocator in zip(instance.group.device_indices, allocators, strict=True):
+            cluster.allocators[device] = allocator
+        cluster.replace([instance], [cluster.new_instance(instance.group, allocators, kv, released)])
+
+
+def _refusal(error: Exception) -> Exception:
+    """What the caller of a transformation gets that never began."""
+    if isinstance(error, OutOfPagesError | RequestError):
+        return RequestError(f"the transformation is refused: {error}")
+    return error
+
+
+@dataclass(frozen=True)
+class _DistinctPages:
+    """The pages of an instance's sequences, each once.
+
+    Attributes:
+        table: `[tp, pages]` local ids.
+        references: of each, by sequences.
+    """
+
+    table: np.ndarray
+    references: np.ndarray
+
+    def columns(self, pages: SequencePages) -> np.ndarray:
+        """Where a sequence's pages are in `table`."""
+        return np.searchsorted(self.table[0], pages.table[0])
+
+
+def _distinct_pages(sequences: list[Sequence], tp: int) -> _DistinctPages:
+    tables = [np.zeros((tp, 0), np.int32), *(s.pages.table for s in sequences if s.pages is not None)]
+    table = np.concatenate(tables, axis=1)
+    # By their ids on rank 0, which tell pages apart.
+    _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
+    return _DistinctPages(table[:, first], counts)
+
+
+def _deal(sequences: list[Sequence], room: list[int]) -> list[list[Sequence]]:
+    """The sequences of each of the instances to come, by their room in pages. Raises `OutOfPagesError`."""
+    parts: list[list[Sequence]] = [[] for _ in room]
+    if sequences:
+        pages = [s.pages.table[0] for s in sequences if s.pages is not None]
+        for sequence, index in zip(sequences, assign_down(pages, room, together=False), strict=True):
+            parts[index].append(sequence)
+    return parts

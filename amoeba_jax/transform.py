@@ -1,0 +1,121 @@
+"""What a transformation is asked to do, and what it did."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.table import Table
+
+from sharding.ledger import format_bytes
+
+
+class TransformVariant(StrEnum):
+    """How instances change their tensor-parallel degree."""
+
+    IN_PLACE_OVERLAPPED = "in_place_overlapped"
+    """Layer by layer between steps, in the memory there is; steps are launched behind it without waiting."""
+    IN_PLACE = "in_place"
+    """Likewise, and each layer's switch is waited for, so that its parts can be timed."""
+
+
+@dataclass(frozen=True)
+class LayerSwitch:
+    """One layer's passage to the new layout. Seconds are the host's: of launching, or of running if waited for.
+
+    Attributes:
+        plan_s: planning which pages go where; nothing where the plan of the layer before still holds.
+        kv_s: moving pages.
+        weights_s: handing extents over to the KV cache, or making them weights again.
+        phases: exchanges that moved the pages.
+        moved_bytes: of pages that changed their place, on all ranks together.
+    """
+
+    layer: int
+    plan_s: float
+    kv_s: float
+    weights_s: float
+    phases: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupTransform:
+    """A group of devices that went from one degree to another.
+
+    Attributes:
+        seconds: from its start to its last layer's switch, steps in between included.
+        layers: in the order in which they switched.
+        steps: that ran while it was under way.
+        tokens: that these steps generated.
+        staging_bytes: temporaries of the exchange on each device: all that is allocated.
+        restored_bytes: of weights that came back from peers, on all ranks together.
+    """
+
+    devices: tuple[int, ...]
+    from_degree: int
+    to_degree: int
+    seconds: float
+    layers: tuple[LayerSwitch, ...]
+    steps: int
+    tokens: int
+    staging_bytes: int
+    restored_bytes: int
+
+
+@dataclass(frozen=True)
+class TransformReport:
+    """What `LLM.transform` did. Prints as a table.
+
+    Attributes:
+        tensor_parallel_size: degree that was asked for.
+        seconds: from the call to the end, compilation of missing programs included.
+        prepare_s: of these, compiling.
+        groups: what happened, in the order of completion; empty where all instances had the degree already.
+    """
+
+    variant: TransformVariant
+    tensor_parallel_size: int
+    seconds: float
+    prepare_s: float
+    groups: tuple[GroupTransform, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of pages that changed their place."""
+        return sum(layer.moved_bytes for group in self.groups for layer in group.layers)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Most bytes that any device needed besides what it had."""
+        return max((group.staging_bytes for group in self.groups), default=0)
+
+    @property
+    def steps(self) -> int:
+        """Steps that ran meanwhile on the devices that changed."""
+        return sum(group.steps for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that these steps generated."""
+        return sum(group.tokens for group in self.groups)
+
+    def __str__(self) -> str:
+        table = Table(title=f"to TP{self.tensor_parallel_size}, {self.variant}, {self.seconds * 1e3:.0f} ms")
+        for column in ("devices", "degree", "ms", "layers", "steps", "tokens", "pages moved", "restored", "staging"):
+            table.add_column(column, justify="right")
+        for group in self.groups:
+            table.add_row(
+                f"{group.devices[0]}-{group.devices[-1]}",
+                f"{group.from_degree} to {group.to_degree}",
+                f"{group.seconds * 1e3:.0f}",
+                str(len(group.layers)),
+                str(group.steps),
+                str(group.tokens),
+                format_bytes(sum(layer.moved_bytes for layer in group.layers)),
+                format_bytes(group.restored_bytes),
+                format_bytes(group.staging_bytes),
+            )
+        console = Console(width=110, no_color=True)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().rstrip()
