@@ -34,16 +34,20 @@ from pallas_kernels.paged_attention.mosaic_gpu.variant import Item, Refs, Varian
 def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
     """The kernel's body. Grid axis `block`, thread axis `wg`."""
     worker = lax.axis_index("wg")
+    # Three warpgroups start with 168 registers a thread, of which the copying one needs few. Two have all they can use.
+    share_registers = v.warpgroups == 2
 
     @pl.when(worker == v.warpgroups)
     def _copy():
-        plgpu.set_max_registers(40, action="decrease")
+        if share_registers:
+            plgpu.set_max_registers(40, action="decrease")
         steps = _for_items(v, refs, lambda n, item, step: copy_item(v, refs, scratch, n, item, step))
         drain(v, scratch, steps)
 
     @pl.when(worker < v.warpgroups)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        if share_registers:
+            plgpu.set_max_registers(232, action="increase")
         _for_items(v, refs, lambda n, item, step: compute_item(v, refs, scratch, worker, item, step))
 
 
