@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device, and what it does at best: bytes and floating-point operations a second."""
+    """The device, what it does at best (bytes and operations a second), and seconds to spend on each comparison."""
 
     device: str
     gpu: bool
@@ -44,6 +44,7 @@ class Machine:
     dtype: Any
     bandwidth: float
     flop_rate: float
+    budget_s: float
 
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
@@ -100,7 +101,9 @@ def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
     return lambda: call(scaled, keys, values, table.page_ids, lengths)
 
 
-def rows_of(calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int) -> list[Row]:
+def rows_of(
+    machine: Machine, calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int
+) -> list[Row]:
     """Measures calls in turns. One that cannot be made or run is reported and left out."""
     ready = {}
     for name, make in calls.items():
@@ -110,7 +113,7 @@ def rows_of(calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, f
         except Exception as error:  # a peer that this JAX or device lacks must not end the run
             print(f"\n`{name}` does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             ready.pop(name, None)
-    return [Row(name, seconds, num_bytes, flops) for name, seconds in compare(ready).items()]
+    return [Row(name, seconds, num_bytes, flops) for name, seconds in compare(ready, machine.budget_s).items()]
 
 
 def decode(machine: Machine, workload: Workload) -> list[Row]:
@@ -121,7 +124,7 @@ def decode(machine: Machine, workload: Workload) -> list[Row]:
     else:
         calls["gather everything"] = partial(attention, workload, machine, "reference")
         calls["dense contiguous cache"] = partial(dense, workload, machine)
-    return rows_of(calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), workload.flops())
+    return rows_of(machine, calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), workload.flops())
 
 
 def prefill(machine: Machine, workload: Workload) -> list[Row]:
@@ -130,7 +133,7 @@ def prefill(machine: Machine, workload: Workload) -> list[Row]:
         calls["cuDNN, contiguous"] = partial(cudnn, workload, machine)
     else:
         calls["dense contiguous cache"] = partial(dense, workload, machine)
-    return rows_of(calls, 0, workload.flops())
+    return rows_of(machine, calls, 0, workload.flops())
 
 
 def variants(machine: Machine, workload: Workload) -> list[Row]:
@@ -144,9 +147,9 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
     calls["soft cap"] = partial(one, soft_cap=30.0)
     calls["sinks"] = partial(one, sinks=jnp.zeros(heads))
     scales = jnp.ones((2, workload.kv_heads))
-    rows = rows_of(calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), 0)
+    rows = rows_of(machine, calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), 0)
     fp8 = {"fp8 cache": partial(one, kv_dtype=jnp.float8_e4m3fn, kv_scales=scales)}
-    return rows + rows_of(fp8, workload.kv_bytes(1), 0)
+    return rows + rows_of(machine, fp8, workload.kv_bytes(1), 0)
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
@@ -173,7 +176,8 @@ def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
         held["flat"] = unpack(held["flat"], moved, staged)
         return held["flat"]
 
-    times = compare({"append": run_append, "pack": lambda: pack(flat, moved), "unpack": run_unpack})
+    calls = {"append": run_append, "pack": lambda: pack(flat, moved), "unpack": run_unpack}
+    times = compare(calls, machine.budget_s)
     written = 2 * new.size * itemsize
     return [
         Row(f"append of {tokens} tokens", times["append"], 2 * written, 0),
@@ -205,7 +209,7 @@ def measure_machine(quick: bool) -> Machine:
     bandwidth = memory_bandwidth((1 << 22) if quick else (1 << 30) if gpu else (1 << 28))
     flop_rate = matmul_rate(256 if quick else 8192 if gpu else 2048, dtype)
     name = device.device_kind if gpu else f"{platform.machine()} CPU"
-    return Machine(name, gpu, "mosaic_gpu" if hopper else "xla", dtype, bandwidth, flop_rate)
+    return Machine(name, gpu, "mosaic_gpu" if hopper else "xla", dtype, bandwidth, flop_rate, 0.02 if quick else 4.0)
 
 
 def run(quick: bool) -> dict[str, Any]:

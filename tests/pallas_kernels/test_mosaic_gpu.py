@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Shape, check_output, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from pallas_kernels.paged_attention import Options, PageLayout, PageTable
@@ -58,6 +60,19 @@ def test_interpreted_kernel_computes_attention_without_races(name):
     case = make_case(shape, lengths, seed=len(name))
     interpret = InterpretGPUParams(detect_races=FINDS_RACES)
     out = mosaic_gpu_paged_attention(*case.arguments, shape.options(case), config=config, interpret=interpret)
+    check_output(shape, case, out)
+
+
+@pytest.mark.skipif(not FINDS_RACES, reason="the interpreter before JAX 0.12 takes minutes")
+@settings(max_examples=4, deadline=None)
+@given(lengths=st.lists(st.integers(0, 144), min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
+def test_interpreted_kernel_takes_any_lengths_and_positions(lengths, seed):
+    """Queries at positions with gaps between them, sequences of no tokens, pages dealt over extents at random."""
+    shape = replace(SMALL, T=3, extents=2, window=40, sinks=True)
+    case = make_case(shape, lengths, seed)
+    out = mosaic_gpu_paged_attention(
+        *case.arguments, shape.options(case), config=DECODE, interpret=InterpretGPUParams(detect_races=True)
+    )
     check_output(shape, case, out)
 
 
