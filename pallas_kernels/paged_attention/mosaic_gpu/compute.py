@@ -130,8 +130,7 @@ def _compute_block(
     keys = scratch["keys"].at[slot]
     if v.converts:
         operand = scratch["key_operand"].at[worker]
-        operand[...] = keys[...].astype(v.dtype)
-        plgpu.commit_smem()
+        _convert(v, keys, operand)
         keys = operand
     scores = _product(v, scratch["queries"].at[part], keys, transpose=True)
     _release(v, scratch["keys_free"].at[slot])
@@ -168,21 +167,18 @@ def _compute_block(
         seen = jnp.where(visible(), 1.0, 0.0).max(axis=0)
         scratch["seen"].at[worker][...] = seen
         seen = _cast(v, scratch["seen"][worker], _WGMMA.reduce(1))
-        values = _cast(v, stage[...].astype(v.dtype), _WGMMA)
-        operand[...] = jnp.where(_columns(v, seen, values.shape) > 0, values, jnp.zeros_like(values))
+        for c in _chunks(v):
+            values = _cast(v, stage.at[:, c][...].astype(v.dtype), _WGMMA)
+            kept = jnp.where(_columns(v, seen, values.shape) > 0, values, jnp.zeros_like(values))
+            operand.at[:, c][...] = kept
         plgpu.commit_smem()
 
     pl.when(partly)(clean)
     if v.converts:
-
-        @pl.when(jnp.logical_not(partly))
-        def _convert():
-            operand[...] = stage[...].astype(v.dtype)
-            plgpu.commit_smem()
+        pl.when(jnp.logical_not(partly))(lambda: _convert(v, stage, operand))
 
     def weighted(source: Any) -> tuple[jax.Array, ...]:
-        columns = [pl.ds(c * v.chunk, v.chunk) for c in range(len(state.values))]
-        return tuple(_product(v, weights, source.at[:, c]) for c in columns)
+        return tuple(_product(v, weights, source.at[:, c]) for c in _chunks(v))
 
     if v.copies_values and not v.converts:
         update = lax.cond(partly, lambda: weighted(operand), lambda: weighted(stage))
@@ -191,6 +187,18 @@ def _compute_block(
     _release(v, scratch["values_free"].at[slot])
     values = [old * _columns(v, decay, old.shape) + new for old, new in zip(state.values, update, strict=True)]
     return _State(peak, total, tuple(values))
+
+
+def _chunks(v: Variant) -> list[Any]:
+    """Slices of the elements of a head that are worked on at a time."""
+    return [pl.ds(c, v.chunk) for c in range(0, v.head_dim, v.chunk)]
+
+
+def _convert(v: Variant, source: Any, target: Any) -> None:
+    """Copies a block of keys or values from fp8 to what is multiplied, within shared memory."""
+    for c in _chunks(v):
+        target.at[:, c][...] = source.at[:, c][...].astype(v.dtype)
+    plgpu.commit_smem()
 
 
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:

@@ -103,8 +103,8 @@ class Variant:
 
     @property
     def chunk(self) -> int:
-        """Columns of P V computed at a time: registers do not hold 256 twice."""
-        return 128 if self.head_dim % 128 == 0 else self.head_dim
+        """Elements of a head that are worked on at a time: registers do not hold a result and an update of 256."""
+        return min(self.head_dim, 128)
 
     @property
     def store_chunk(self) -> int:
