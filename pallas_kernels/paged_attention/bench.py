@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from pallas_kernels.kv_append import append_kv
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.layouts import PageLayout
-from pallas_kernels.paged_attention.measure import Workload, compare, matmul_rate, memory_bandwidth
+from pallas_kernels.paged_attention.measure import Workload, compare, matmul_rate, memory_probe
+
+MEMORY = "memory alone (copy on a GPU, read on CPU)"
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device, what it does at best (bytes and operations a second), and seconds to spend on each comparison."""
+    """The device, bytes to measure its memory with, its operations a second, and seconds for each comparison."""
 
     device: str
     gpu: bool
     kernel: str
     dtype: Any
-    bandwidth: float
+    probe_bytes: int
     flop_rate: float
     budget_s: float
 
@@ -113,7 +115,12 @@ def rows_of(
         except Exception as error:  # a peer that this JAX or device lacks must not end the run
             print(f"\n`{name}` does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             ready.pop(name, None)
-    return [Row(name, seconds, num_bytes, flops) for name, seconds in compare(ready, machine.budget_s).items()]
+    moved = 0
+    if num_bytes:  # in turns with the others, as the speed of a shared machine changes
+        ready[MEMORY], moved = memory_probe(machine.probe_bytes)
+    times = compare(ready, machine.budget_s)
+    rows = [Row(name, seconds, num_bytes, flops) for name, seconds in times.items() if name != MEMORY]
+    return rows + ([Row(MEMORY, times[MEMORY], moved, 0)] if num_bytes else [])
 
 
 def decode(machine: Machine, workload: Workload) -> list[Row]:
@@ -149,7 +156,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
     scales = jnp.ones((2, workload.kv_heads))
     rows = rows_of(machine, calls, workload.kv_bytes(jnp.dtype(machine.dtype).itemsize), 0)
     fp8 = {"fp8 cache": partial(one, kv_dtype=jnp.float8_e4m3fn, kv_scales=scales)}
-    return rows + rows_of(machine, fp8, workload.kv_bytes(1), 0)
+    return rows + [row for row in rows_of(machine, fp8, workload.kv_bytes(1), 0) if row.name != MEMORY]
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
@@ -177,12 +184,14 @@ def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
         return held["flat"]
 
     calls = {"append": run_append, "pack": lambda: pack(flat, moved), "unpack": run_unpack}
-    times = compare(calls, machine.budget_s)
+    probe, moved_by_probe = memory_probe(machine.probe_bytes)
+    times = compare(calls | {MEMORY: probe}, machine.budget_s)
     written = 2 * new.size * itemsize
     return [
         Row(f"append of {tokens} tokens", times["append"], 2 * written, 0),
         Row(f"pack of {moved.size} pages", times["pack"], 2 * staged.size * itemsize, 0),
         Row(f"unpack of {moved.size} pages", times["unpack"], 2 * staged.size * itemsize, 0),
+        Row(MEMORY, times[MEMORY], moved_by_probe, 0),
     ]
 
 
@@ -190,12 +199,13 @@ def show(title: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
     """Prints a table of one comparison; ratios are to its first row."""
     if not rows:
         return {"title": title, "rows": []}
+    memory = [row.num_bytes / row.time_s for row in rows if row.name == MEMORY]
     print(f"\n**{title}**\n")
     print("| | time, us | to the first | GB/s | of bandwidth | TFLOP/s | of matmul |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
         rate, work = row.num_bytes / row.time_s, row.flops / row.time_s
-        moved = f"{rate / 1e9:.1f} | {rate / machine.bandwidth:.0%}" if row.num_bytes else " | "
+        moved = f"{rate / 1e9:.1f} | {rate / memory[0]:.0%}" if row.num_bytes else " | "
         done = f"{work / 1e12:.3g} | {work / machine.flop_rate:.0%}" if row.flops else " | "
         print(f"| {row.name} | {row.time_s * 1e6:.1f} | {row.time_s / rows[0].time_s:.2f} | {moved} | {done} |")
     return {"title": title, "rows": [asdict(row) for row in rows]}
@@ -206,17 +216,16 @@ def measure_machine(quick: bool) -> Machine:
     hopper = getattr(device, "compute_capability", "").startswith("9.")
     gpu = device.platform == "gpu"
     dtype = jnp.bfloat16 if gpu else jnp.float32
-    bandwidth = memory_bandwidth((1 << 22) if quick else (1 << 30) if gpu else (1 << 28))
+    probe_bytes = (1 << 22) if quick else (1 << 30) if gpu else (1 << 28)
     flop_rate = matmul_rate(256 if quick else 8192 if gpu else 2048, dtype)
     name = device.device_kind if gpu else f"{platform.machine()} CPU"
-    return Machine(name, gpu, "mosaic_gpu" if hopper else "xla", dtype, bandwidth, flop_rate, 0.02 if quick else 4.0)
+    return Machine(name, gpu, "mosaic_gpu" if hopper else "xla", dtype, probe_bytes, flop_rate, 0.02 if quick else 4.0)
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Measures everything and prints it. `quick` shrinks the workloads until their figures mean nothing."""
     machine = measure_machine(quick)
     print(f"{machine.device}, JAX {jax.__version__}, Python {platform.python_version()}, {jnp.dtype(machine.dtype)}")
-    print(f"bandwidth {machine.bandwidth / 1e9:.1f} GB/s ({'copy' if machine.gpu else 'read'}), ", end="")
     print(f"matmul {machine.flop_rate / 1e12:.3g} TFLOP/s")
     base = Workload(16, 2048, 1, kv_heads=8, group=4, head_dim=64, page_size=16)
     decodes, chunk, contexts = [base], 256, (0, 2048)
@@ -232,7 +241,7 @@ def run(quick: bool) -> dict[str, Any]:
     results.append(show(f"What variants cost: {decodes[0].name}", variants(machine, decodes[0]), machine))
     results.append(show(f"Cache writes: {decodes[-1].name}", cache_writes(machine, decodes[-1]), machine))
     about = {"device": machine.device, "jax": jax.__version__, "python": platform.python_version()}
-    return about | {"bandwidth": machine.bandwidth, "flop_rate": machine.flop_rate, "results": results}
+    return about | {"flop_rate": machine.flop_rate, "results": results}
 
 
 def main(argv: list[str] | None = None) -> None:

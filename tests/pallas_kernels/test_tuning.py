@@ -143,7 +143,7 @@ def test_benchmark_measures_all_comparisons_of_a_cpu(tmp_path, capsys):
     assert "does not run here" not in printed
     sections = {section["title"].split(":")[0]: section["rows"] for section in json.loads(file.read_text())["results"]}
     names = {title: {row["name"] for row in rows} for title, rows in sections.items()}
-    assert names["Decode"] == {"xla", "gather everything", "dense contiguous cache"}
+    assert names["Decode"] == {"xla", "gather everything", "dense contiguous cache", bench.MEMORY}
     assert {"1 extent", "13 extents", "raw order", "page_friendly order", "fp8 cache"} <= names["What variants cost"]
-    assert len(names["Cache writes"]) == 3
+    assert len(names["Cache writes"]) == 4
     assert all(row["time_s"] > 0 and row["name"] in printed for rows in sections.values() for row in rows)
