@@ -103,7 +103,7 @@ def run_demo(model: str, num_devices: int, device_memory: str, max_tokens: int) 
         _print_agreement(console, runs)
         console.print()
         console.print(llm.memory().table())
-        console.print("Every device holds each weight once. All layouts share it: switching copies nothing.")
+        console.print("At TP4 each device lends the FFN weights that it does not need to the KV cache.")
     console.print(f"\n{time.perf_counter() - start:.1f} s in all")
 
 

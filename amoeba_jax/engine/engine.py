@@ -456,6 +456,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""
+        self.transformations.fail(error)
         sequences = [*self.waiting, *(s for instance in self.instances for s in instance.running)]
         sequences += [sibling for sequence in sequences for sibling in sequence.siblings]
         self.waiting.clear()

@@ -303,8 +303,8 @@ class Transformations:
         transition = active.transition
         try:
             reserve(instance)
-            plan = transition.plan()
             transition.switch_layers()
+            plan = transition.plan()
             if plan is None:
                 while not transition.done:
                     transition.switch_layers()
@@ -390,6 +390,16 @@ class Transformations:
         active.job.error.add_note(f"on devices {devices}: {how}")
         active.job.active -= 1
         self._proceed(active.job)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine fails: so do the transformations under way."""
+        for job in self._jobs:
+            failure = TransformError(f"the engine failed: {error}")
+            failure.__cause__ = error
+            job.future.set_exception(failure)
+        self._jobs.clear()
+        self._active.clear()
+        self._settling.clear()
 
     def _abort(self, active: _Active) -> None:
         """Before the point of no return: nothing has moved, and the view to come is dropped."""

@@ -1,9 +1,13 @@
 """What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.memory import plan_memory
 from amoeba_jax.llm import Prompt
 from amoeba_jax.outputs import CompletionOutput
 
@@ -15,9 +19,16 @@ def memory_for_pages(directory: Path, settings: dict[str, Any], num_pages: int) 
     """The `device_memory` that leaves the KV cache of each device exactly so many pages."""
     ample: dict[str, Any] = {**settings, "device_memory": "64MiB"}
     with LLM(directory, **ample) as llm:
-        plan, num_layers = llm._engine.cluster.memory_plan, llm.dims.config.num_layers
-    fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
-    return fixed + num_pages * plan.page_bytes * num_layers
+        dims, config, plan = llm.dims, llm.config, llm._engine.cluster.memory_plan
+    size = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
+    size += num_pages * plan.page_bytes * dims.config.num_layers
+    # The staging buffer's size follows from what is left.
+    while (
+        plan_memory(dims, replace(config, device_memory=size), plan.weight_bytes, jax.devices()[0]).num_pages
+        < num_pages
+    ):
+        size += plan.page_bytes
+    return size
 
 
 def forget_prefixes(llm: LLM) -> None:

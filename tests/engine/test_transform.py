@@ -1,0 +1,479 @@
+"""Instances merge and split while requests run: every token is the one that an undisturbed run gives."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S, check_idle, forget_prefixes, memory_for_pages
+from tiny_models import tiny_model
+
+from amoeba_jax import LLM, RequestOutput, SamplingParams
+from amoeba_jax.engine.transition import Transition
+from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.llm import Prompt
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+SETTINGS: dict[str, Any] = {
+    "device_memory": "4MiB",
+    "page_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 128,
+    "segment_layers": 2,
+    "progress": False,
+}
+CHAINS = [[4, 1], [2, 4, 2, 1], [4, 2, 1]]
+
+
+def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
+    return LLM(directory, compile_cache=compile_cache, **{**SETTINGS, "num_devices": 4, **changes})
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    with make(directory, compile_cache) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
+    yield llm
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+    check_idle(llm)
+
+
+def requests(count: int, seed: int = 0, max_tokens: int = 48) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, half of which begin alike, with settings of every kind."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(3, 200, 13).tolist()
+    prompts, params = [], []
+    for index in range(count):
+        own = random.integers(3, 200, random.integers(1, 30)).tolist()
+        prompts.append(shared + own if index % 2 else own)
+        kinds = [
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=1, seed=index, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=0.8, seed=index, n=2, max_tokens=max_tokens, ignore_eos=True, logprobs=1),
+        ]
+        params.append(kinds[index % len(kinds)])
+    return prompts, params
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(output.token_ids) for output in request.outputs] for request in outputs]
+
+
+class Background:
+    """`generate` in a thread of its own."""
+
+    def __init__(self, llm: LLM, prompts: list[Prompt], params: Any, **arguments: Any):
+        self.outputs: list[RequestOutput] = []
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.outputs = llm.generate(prompts, params, **arguments)
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> list[RequestOutput]:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "the requests never ended"
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+
+def wait_until_decoding(llm: LLM, count: int) -> None:
+    """Until so many sequences run and have a token."""
+
+    def decoding() -> int:
+        running = [s for instance in llm._engine.instances for s in instance.running]
+        return sum(bool(sequence.output) for sequence in running)
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while llm._dispatcher.call(decoding).result(TIMEOUT_S) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(map(str, chain)))
+def test_tokens_do_not_depend_on_transformations(idle: LLM, chain: list[int]):
+    prompts, params = requests(20)
+    expected = tokens(idle.generate(prompts, params))
+    forget_prefixes(idle)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 8)
+    reports = [idle.transform(tp) for tp in chain]
+    assert tokens(running.result()) == expected
+    assert sum(report.tokens for report in reports) > 0, "the requests had ended before"
+    assert {view.tensor_parallel_size for view in idle.instances} == {chain[-1]}
+    assert all(request.metrics.num_preemptions == 0 for request in running.outputs)
+
+
+@pytest.mark.parametrize(
+    ("layers_per_step", "variant", "release_weights"),
+    [
+        (1, "in_place", True),
+        (2, "in_place_overlapped", True),
+        (1, "in_place_overlapped", False),
+        (100, "in_place", False),
+    ],
+)
+def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, variant: str, release_weights: bool):
+    prompts, params = requests(8, max_tokens=32)
+    expected = tokens(idle.generate(prompts, params))
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 4)
+    how = {"variant": variant, "release_weights": release_weights, "layers_per_step": layers_per_step}
+    up = idle.transform(4, **how)
+    capacity = idle.instances[0].kv_total_pages
+    idle.transform(1, **how)
+    assert tokens(running.result()) == expected
+    plan = idle._engine.cluster.memory_plan
+    assert (capacity > 4 * plan.num_pages) == release_weights
+    layers = idle.dims.config.num_layers
+    assert [len(group.layers) for group in up.groups] == [layers]
+    assert up.steps == -(-layers // layers_per_step)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [
+        ("qwen2", 2),
+        *(
+            pytest.param(name, 4, marks=pytest.mark.slow)
+            for name in ("qwen2", "qwen3", "mistral-window", "llama3-scaled-rope", "smollm2")
+        ),
+    ],
+)
+def test_other_models(name: str, num_devices: int, tmp_path: Path, compile_cache: str):
+    """Heads that do not divide, query and key norms, biases, sliding windows."""
+    with make(tiny_model(name, tmp_path), compile_cache, num_devices=num_devices) as llm:
+        prompts, params = requests(8, max_tokens=32)
+        expected = tokens(llm.generate(prompts, params))
+        running = Background(llm, prompts, params)
+        wait_until_decoding(llm, 4)
+        for tp in (4, 2, 1) if num_devices == 4 else (2, 1):
+            llm.transform(tp)
+        assert tokens(running.result()) == expected
+        check_idle(llm)
+
+
+@pytest.mark.slow
+def test_attention_weights_too(directory: Path, compile_cache: str):
+    with make(directory, compile_cache, transform_attention=True) as llm:
+        prompts, params = requests(8, max_tokens=32)
+        expected = tokens(llm.generate(prompts, params))
+        running = Background(llm, prompts, params)
+        wait_until_decoding(llm, 4)
+        for tp in (2, 4, 1):
+            llm.transform(tp)
+        assert tokens(running.result()) == expected
+        ffn_only = [c for c in llm._engine.cluster.weights.released(0, 4) if ".mlp." in c.spec.name]
+        assert len(llm._engine.cluster.weights.released(0, 4)) == 2 * len(ffn_only)
+        check_idle(llm)
+
+
+@pytest.mark.slow
+def test_two_groups_of_eight_devices(directory: Path, compile_cache: str):
+    """One changes while the other serves, and then both at once."""
+    with make(directory, compile_cache, num_devices=8) as llm:
+        prompts, params = requests(24)
+        expected = tokens(llm.generate(prompts, params))
+        running = Background(llm, prompts, params)
+        wait_until_decoding(llm, 8)
+        llm.transform(4, devices=[4, 5, 6, 7])
+        assert [view.tensor_parallel_size for view in llm.instances] == [1, 1, 1, 1, 4]
+        llm.transform(2, devices=[0, 1])
+        assert [view.devices for view in llm.instances] == [(0, 1), (2,), (3,), (4, 5, 6, 7)]
+        llm.transform(4)
+        assert [view.tensor_parallel_size for view in llm.instances] == [4, 4]
+        llm.transform(1)
+        assert tokens(running.result()) == expected
+        check_idle(llm)
+
+
+def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
+    """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
+
+    def read() -> dict[str, list[np.ndarray]]:
+        llm._engine.drain()
+        found = {}
+        for instance in llm._engine.instances:
+            shape = llm.dims.pages.sub_page_shape(instance.tp)
+            for sequence in instance.running:
+                layers = []
+                for extents in instance.kv:
+                    shards = [
+                        np.concatenate(
+                            [np.asarray(e.addressable_shards[rank].data).reshape(-1, *shape) for e in extents]
+                        )
+                        for rank in range(instance.tp)
+                    ]
+                    pages = [shard[row] for shard, row in zip(shards, sequence.pages.table, strict=True)]
+                    whole = np.concatenate(pages, axis=1)  # [pages, heads, 2, page_size, head_dim]
+                    by_token = whole.transpose(0, 3, 1, 2, 4).reshape(-1, *whole.shape[1:3], whole.shape[4])
+                    layers.append(by_token[: sequence.num_computed].copy())
+                found[sequence.request_id] = layers
+        return found
+
+    return llm._dispatcher.call(read).result(TIMEOUT_S)
+
+
+def test_kv_is_the_same_after_a_round_trip(idle: LLM):
+    """Byte by byte, for tokens that were there before."""
+    prompts, _ = requests(6)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    names = [f"kv-{index}" for index in range(len(prompts))]
+    running = Background(idle, prompts, params, request_ids=names)
+    wait_until_decoding(idle, len(prompts))
+    before = kv_of(idle)
+    idle.transform(4)
+    merged = kv_of(idle)
+    idle.transform(2)
+    idle.transform(1)
+    after = kv_of(idle)
+    assert set(before) == set(merged) == set(after) == set(names)
+    for name, layers in before.items():
+        for then, meanwhile, now in zip(layers, merged[name], after[name], strict=True):
+            assert len(now) > len(then), "it went on"
+            np.testing.assert_array_equal(meanwhile[: len(then)], then)
+            np.testing.assert_array_equal(now[: len(then)], then)
+    running.result()
+
+
+def test_memory_in_use_does_not_change(idle: LLM):
+    """Device arrays before, after, and the ledger: extents change their owner, and nothing else."""
+    expected = tokens(idle.generate(*requests(4)))
+
+    def live() -> int:
+        idle._dispatcher.call(idle._engine.drain).result(TIMEOUT_S)
+        # An array is counted once, however many views there are of its buffers.
+        buffers = {
+            (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+            for array in jax.live_arrays()
+            for shard in array.addressable_shards
+        }
+        return sum(buffers.values())
+
+    idle.transform(4), idle.transform(1)
+    before, ledgers = live(), [dict(ledger.entries) for ledger in idle._engine.cluster.ledgers]
+    for _ in range(3):
+        idle.transform(4)
+        released = idle._engine.cluster.ledgers[0].entries
+        assert released[(0, "kv cache")] > ledgers[0][(0, "kv cache")]
+        assert sum(released.values()) == sum(ledgers[0].values())
+        idle.transform(1)
+    assert [dict(ledger.entries) for ledger in idle._engine.cluster.ledgers] == ledgers
+    assert abs(live() - before) <= 64 << 10, "a step's inputs and outputs, a few KiB, may come and go"
+    assert tokens(idle.generate(*requests(4))) == expected, "restored weights are what they were"
+
+
+def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
+    """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
+    settings = {**SETTINGS, "num_devices": 4, "max_model_len": None, "max_num_seqs": 2, "compile_cache": compile_cache}
+    memory = memory_for_pages(directory, settings, 15)
+    with LLM(directory, **{**settings, "device_memory": memory}) as llm:
+        at_tp1 = llm.instances[0].kv_total_pages * 4
+        long = np.random.default_rng(0).integers(3, 200, 4 * at_tp1).tolist()
+        one = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        with pytest.raises(RequestError, match="TP1 instance holds"):
+            llm.generate([long], one)
+        prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        expected = tokens(llm.generate(prompts, params))
+        running = Background(llm, prompts, params)
+        wait_until_decoding(llm, 2)
+        llm.transform(4)
+        assert len(llm.generate([long], one)[0].outputs[0].token_ids) == 4
+        llm.transform(1)
+        assert tokens(running.result()) == expected
+        check_idle(llm)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensor_parallel_size": 3}, LayoutError, "tensor_parallel_size=3"),
+        ({"tensor_parallel_size": 4, "devices": [0, 1]}, LayoutError, r"devices=\[0, 1\]"),
+        ({"tensor_parallel_size": 2, "devices": [1, 2]}, LayoutError, r"devices=\[1, 2\]"),
+        ({"tensor_parallel_size": 2, "devices": [0, 9]}, LayoutError, r"\[0, 9\].*4 devices"),
+        ({"tensor_parallel_size": 2, "devices": []}, LayoutError, r"devices=\[\]"),
+        ({"tensor_parallel_size": 2, "variant": "magic"}, RequestError, "magic.*in_place"),
+        ({"tensor_parallel_size": 2, "layers_per_step": 0}, RequestError, "layers_per_step=0"),
+    ],
+)
+def test_what_cannot_be(idle: LLM, arguments: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        idle.transform(**arguments)
+    assert [view.tensor_parallel_size for view in idle.instances] == [1] * 4
+
+
+def test_degree_that_is_there_already(idle: LLM):
+    report = idle.transform(1)
+    assert report.groups == ()
+    assert "to TP1" in str(report)
+
+
+def test_instances_are_not_cut_in_two(idle: LLM):
+    idle.transform(4)
+    with pytest.raises(LayoutError, match="cut instance"):
+        idle.transform(1, devices=[0, 1])
+    assert [view.tensor_parallel_size for view in idle.instances] == [4]
+
+
+def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str):
+    """A request that has grown beyond one device keeps its instance; it goes on, and the split is possible later."""
+    settings = {**SETTINGS, "num_devices": 4, "max_model_len": None, "max_num_seqs": 2, "compile_cache": compile_cache}
+    memory = memory_for_pages(directory, settings, 15)
+    with LLM(directory, **{**settings, "device_memory": memory}) as llm:
+        at_tp1 = llm.instances[0].kv_total_pages * 4
+        llm.transform(4)
+        prompt = np.random.default_rng(0).integers(3, 200, at_tp1).tolist()
+        running = Background(llm, [prompt], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        wait_until_decoding(llm, 1)
+        with pytest.raises(RequestError, match=f"may grow to {at_tp1 + 60} tokens"):
+            llm.transform(1)
+        assert len(running.result()[0].outputs[0].token_ids) == 60
+        llm.transform(1)
+        check_idle(llm)
+
+
+def test_one_at_a_time(idle: LLM):
+    """A second request for the same devices is refused, one for others is not."""
+    prompts, params = requests(8)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 4)
+    outcomes: list[Any] = []
+
+    def transform(devices: list[int]) -> None:
+        try:
+            outcomes.append(idle.transform(2, devices=devices))
+        except RequestError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=transform, args=(devices,)) for devices in ([0, 1], [0, 1], [2, 3])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, RequestError)]
+    assert len(outcomes) == 3
+    assert all("being transformed" in str(error) for error in refused)
+    assert [view.tensor_parallel_size for view in idle.instances] == [2, 2]
+    running.result()
+
+
+# While it is under way
+
+
+def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:
+    """Call in the dispatcher thread after every layer's switch."""
+    switch = Transition._switch
+
+    def wrapped(transition: Transition, layer: int) -> None:
+        switch(transition, layer)
+        call(transition)
+
+    monkeypatch.setattr(Transition, "_switch", wrapped)
+
+
+def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
+    prompts, _ = requests(6)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = tokens(idle.generate(prompts, params))
+    names = [f"on-the-way-{index}" for index in range(5)]
+    running = Background(idle, prompts[:5], params, request_ids=names)
+    wait_until_decoding(idle, 5)
+    late: list[Background] = []
+
+    def on_switch(transition: Any) -> None:
+        if transition.num_switched == 1:
+            victim = next(s for s in transition.instance.running if s.request_id == names[2])
+            idle._engine.finish([victim], "abort")
+            late.append(Background(idle, prompts[5:], params))
+
+    after_each_switch(monkeypatch, on_switch)
+    idle.transform(4)
+    outputs = tokens(running.result())
+    assert [outputs[i] for i in (0, 1, 3, 4)] == [expected[i] for i in (0, 1, 3, 4)]
+    assert running.outputs[2].outputs[0].finish_reason == "abort"
+    assert tokens(late[0].result()) == expected[5:]
+
+
+# Failures
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+@pytest.mark.parametrize("layers_done", [0, 1])
+@pytest.mark.parametrize("where", ["plan", "exchange", "step"])
+def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
+    """Before the first layer: as it was. After it: at the higher degree, and requests are computed again."""
+    prompts, params = requests(10, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 6)
+    name = {"plan": "_plan_phases", "exchange": "_all_extents", "step": "run"}[where]
+    method = getattr(Transition, name)
+    failures = [RuntimeError("injected")]
+
+    def fails(transition: Any, *arguments: Any) -> Any:
+        if failures and transition.num_switched == layers_done + (where == "step"):
+            raise failures.pop()
+        return method(transition, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transition, name, fails)
+        with pytest.raises(TransformError, match="injected") as caught:
+            idle.transform(4 if up else 1)
+    assert caught.value.__cause__ is not None
+    untouched = where == "plan" and layers_done == 0
+    degree = (1 if up else 4) if untouched else 4
+    assert {view.tensor_parallel_size for view in idle.instances} == {degree}
+    assert tokens(running.result()) == expected
+    assert any(output.metrics.num_preemptions for output in running.outputs) != untouched
+    idle.transform(2)
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
+def test_budget_that_is_exceeded_refuses(idle: LLM):
+    """Temporaries that the budget has no room for: refused, and the requests go on."""
+    prompts, params = requests(6)
+    expected = tokens(idle.generate(prompts, params))
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 3)
+    ledger = idle._engine.cluster.ledgers[2]
+    ledger.reserve("test", ledger.free_bytes)
+    needed, ledger.reserved["staging"] = ledger.reserved["staging"], 0
+    ledger.reserve("test", ledger.free_bytes + ledger.reserved["test"])
+    try:
+        with pytest.raises(Exception, match="staging"):
+            idle.transform(4)
+    finally:
+        del ledger.reserved["test"]
+        ledger.reserved["staging"] = needed
+    assert [view.tensor_parallel_size for view in idle.instances] == [1] * 4
+    assert tokens(running.result()) == expected
