@@ -15,6 +15,7 @@ layer holds them where its layout says. New tokens get pages in both.
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,8 @@ class Transition:
             self._switch(self.boundary - 1)
 
     def _switch(self, layer: int) -> None:
+        # The steps before this, so that they are not timed with it.
+        self._wait([member.kv[layer] for member in self.members] if self.up else self.instance.kv[layer])
         times = [time.perf_counter()]
         phases = self._plan_phases()
         times.append(time.perf_counter())
@@ -147,7 +150,7 @@ class Transition:
             LayerSwitch(layer, plan_s, kv_s, weights_s, len(phases), self._num_pieces * self.piece_bytes)
         )
 
-    def _wait(self, arrays: list[jax.Array]) -> None:
+    def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
             jax.block_until_ready(arrays)
 
