@@ -19,7 +19,7 @@ from amoeba_jax.engine.sampling import logprob_entry, pack, unpack_logprobs, unp
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
 from amoeba_jax.engine.weights import LoadChunks
-from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.errors import RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
@@ -181,7 +181,7 @@ class Engine:
         """Raise `RequestError` for a request that no instance of the present layout can hold."""
         total = num_prompt_tokens + max_tokens
         if not self.instances:
-            raise EngineClosedError("the engine is closed")
+            return  # closed: whatever is asked next says so
         largest = max(self.instances, key=lambda instance: instance.capacity_tokens)
         limit = min(self.max_model_len, largest.capacity_tokens)
         if total > limit:

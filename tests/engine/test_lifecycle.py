@@ -76,17 +76,17 @@ def other_thread(function: Callable[[], object]) -> Iterator[None]:
         raise errors[0]
 
 
-def wait_until_running(llm: LLM) -> None:
+def wait_until_running(llm: LLM, count: int = 1) -> None:
     pause = threading.Event()
-    while not any(instance.running for instance in llm.instances):
+    while sum(instance.running for instance in llm.instances) < count:
         pause.wait(0.001)
 
 
-def interrupt_when_running(llm: LLM) -> None:
-    """What Ctrl-C does, once requests run."""
+def interrupt_when_running(llm: LLM, count: int = 1) -> None:
+    """What Ctrl-C does, once so many sequences run: those of the caller's block among them."""
     main = threading.main_thread().ident
     assert main is not None
-    wait_until_running(llm)
+    wait_until_running(llm, count)
     signal.pthread_kill(main, signal.SIGINT)
 
 
@@ -247,7 +247,7 @@ def test_close_after_interrupts_cancels_and_streams_leaves_no_buffer(directory: 
     llm = LLM(directory, **settings)
     stream = llm.stream([1, 2, 3], ENDLESS)
     next(stream)
-    with other_thread(lambda: interrupt_when_running(llm)), pytest.raises(KeyboardInterrupt):
+    with other_thread(lambda: interrupt_when_running(llm, 2)), pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, index] for index in range(16)], ENDLESS)
     llm.close()
     assert live_bytes() == before
