@@ -198,9 +198,12 @@ def test_load_with_cancels_and_preemption(
     before = live_bytes()
     launches = count_launching_threads(monkeypatch)
     settings: dict[str, Any] = {**SETTINGS, "compile_cache": compile_cache, "num_devices": num_devices}
+    if tp > 1:
+        settings["max_num_seqs"] = 8  # an instance has the pages of released weights too: it takes more to fill it
     settings["device_memory"] = memory_for_pages(directory, settings, num_pages)
     with LLM(directory, tensor_parallel_size=tp, **settings) as llm:
-        llm.warmup()
+        if tp == 1:  # the temporaries of larger instances' largest steps are over so small a budget
+            llm.warmup()
         serve(llm, [replace(case, name=f"warm-up {case.name}", cancel=None) for case in cases[:64]])
         check_idle(llm)
         warm = live_bytes()
