@@ -32,6 +32,10 @@ class EngineConfig:
     """Budget per device, such as "2GiB". Default: on CPU 2 GiB, on GPU `memory_utilization` of the device."""
     memory_utilization: float = 0.9
     """Share of a GPU's memory to use where `device_memory` is not given."""
+    kv_cache_tokens: int | None = None
+    """Tokens that one device's KV cache holds. Default: as many as the budget has room for. What fewer tokens leave of
+    the budget is there for what is not known at the start: programs that are compiled later, and transformations that
+    copy (`TransformVariant.BASIC`)."""
     page_size: int = 16
     """Tokens per KV page, a power of two."""
     max_model_len: int | None = None
@@ -81,7 +85,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not _is_power_of_two(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")
-        for name in ("segment_layers", "max_model_len", "phase_pages"):
+        for name in ("segment_layers", "max_model_len", "phase_pages", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a positive integer")

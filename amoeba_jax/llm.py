@@ -18,18 +18,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
-from amoeba_jax.checkpoint.config_only import RandomCheckpoint
-from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint, save
+from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.engine.reports import engine_stats, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import TransformOptions
-from amoeba_jax.engine.weights import LoadChunks, check_checkpoint, checkpoint_reader, random_reader
+from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
@@ -63,19 +63,11 @@ class LLM:
     def __init__(self, model: str | Path = EngineConfig.model, *, progress: bool = True, **settings: Any):
         self.config = EngineConfig.from_fields({"model": model, **settings})
         self._progress = progress
-        resolved = resolve_model(self.config.model)
-        self.name = resolved.name
-        source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint
-        if self.config.load_format == "random":
-            source = RandomCheckpoint(resolved.path)
-        elif resolved.kind == "orbax":
-            source = OrbaxCheckpoint(resolved.path)
-        else:
-            source = open_resolved(resolved)
+        source = ModelSource(self.config)
         try:
-            self._hf_config = source.config
-            self._directory = source.directory
-            model_config = ModelConfig.from_hf(source.config)
+            self.name = source.name
+            self._hf_config, self._directory = source.hf_config, source.directory
+            model_config = ModelConfig.from_hf(source.hf_config)
             devices = serving_devices(self.config.num_devices)
             enable_compile_cache(self.config.compile_cache)
             self.dims = ModelDims(
@@ -86,16 +78,9 @@ class LLM:
                 transform_attention=self.config.transform_attention,
             )
             self.tokenizer = _load_tokenizer(self._directory)
-            load: LoadChunks
-            if isinstance(source, OrbaxCheckpoint):
-                load = source.reader(self.dims)
-            elif isinstance(source, RandomCheckpoint):
-                load = random_reader(self.dims, self.config.seed)
-            else:
-                check_checkpoint(source, self.dims)
-                load = checkpoint_reader(source, self.dims)
             with self._bar("loading weights", len(model_specs(self.dims))) as advance:
-                engine = Engine(self.config, self.dims, devices, load, source.release, lambda _: advance())
+                open_weights = partial(source.weights, self.dims)
+                engine = Engine(self.config, self.dims, devices, open_weights, lambda _: advance())
         finally:
             source.close()
         self._engine = engine
@@ -261,7 +246,7 @@ class LLM:
         start = len(tokens) if decode_from is None else decode_from
         if not 0 <= start <= len(tokens):
             raise RequestError(f"decode_from={decode_from} must be between 0 and the {len(tokens)} tokens given")
-        return self._dispatcher.call(self._engine.logits, tokens, start).result()
+        return self._dispatcher.call(sequence_logits, self._engine, tokens, start).result()
 
     # Layout, memory, life cycle
 
@@ -336,8 +321,8 @@ class LLM:
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
-        with self._bar("compiling", engine.count_programs(degrees)) as advance:
-            return self._dispatcher.call(engine.warmup, degrees, advance).result()
+        with self._bar("compiling", count_programs(engine, degrees)) as advance:
+            return self._dispatcher.call(warm_up, engine, degrees, advance).result()
 
     def save(self, directory: str | Path) -> None:
         """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""

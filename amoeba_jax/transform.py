@@ -16,6 +16,13 @@ class TransformVariant(StrEnum):
     """Layer by layer between steps, in the memory there is; steps are launched behind it without waiting."""
     IN_PLACE = "in_place"
     """Likewise, and each layer's switch is waited for, so that its parts can be timed."""
+    BASIC = "basic"
+    """By copying: a layer's pages move into fresh extents, which are packed afterwards, and its FFN weights into fresh
+    buffers. Needs memory for a layer's cache twice (`EngineConfig.kv_cache_tokens`). A baseline, as those below."""
+    HOST_MEMORY = "host_memory"
+    """Through host memory: pages and FFN weights."""
+    RESTART = "restart"
+    """Weights are read again, the cache is made anew, and requests are computed again from their tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,9 @@ class GroupTransform:
         layers: in the order in which they switched.
         steps: that ran while it was under way.
         tokens: that these steps generated.
-        staging_bytes: temporaries of the exchange on each device: all that is allocated.
+        staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
         restored_bytes: of weights that came back from peers, on all ranks together.
+        recomputed: requests that are computed again.
     """
 
     devices: tuple[int, ...]
@@ -60,6 +68,7 @@ class GroupTransform:
     tokens: int
     staging_bytes: int
     restored_bytes: int
+    recomputed: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,18 @@ class TransformReport:
 
     def __str__(self) -> str:
         table = Table(title=f"to TP{self.tensor_parallel_size}, {self.variant}, {self.seconds * 1e3:.0f} ms")
-        for column in ("devices", "degree", "ms", "layers", "steps", "tokens", "pages moved", "restored", "staging"):
+        for column in (
+            "devices",
+            "degree",
+            "ms",
+            "layers",
+            "steps",
+            "tokens",
+            "pages moved",
+            "restored",
+            "extra",
+            "recomputed",
+        ):
             table.add_column(column, justify="right")
         for group in self.groups:
             table.add_row(
@@ -114,6 +134,7 @@ class TransformReport:
                 format_bytes(sum(layer.moved_bytes for layer in group.layers)),
                 format_bytes(group.restored_bytes),
                 format_bytes(group.staging_bytes),
+                str(group.recomputed),
             )
         console = Console(width=110, no_color=True)
         with console.capture() as capture:

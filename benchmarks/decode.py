@@ -57,7 +57,7 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
     """Median seconds of a decode step of `batch` sequences with `context` tokens each, and what it has to read."""
     engine = llm._engine
     instance = engine.instances[0]
-    shape = engine.buckets.step(batch)
+    shape = instance.buckets.step(batch)
     step = StepBatch(shape, instance.tp)
     pages = engine.dims.pages.pages_for(context)
     tables = [instance.pages.allocate(pages) for _ in range(batch)]

@@ -1,198 +1,422 @@
-"""Merging 4 x TP1 into TP4 and splitting it again, with requests running: what it takes, and what steps take meanwhile.
+"""Merging 4 x TP1 into TP4 and splitting it again, with requests running: what it takes, by which means.
 
-    python benchmarks/transformation.py [--model Llama-125M] [--requests 32] [--repeats 3] [--json transformation.json]
+    python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--json transformation.json]
 
-Random weights of real shapes, f32, greedy decodes on all instances, KV cache filled to about the share asked for. A
-step is timed from launch to launch of all instances' steps: each is one step ahead of the device, so launches keep the
-device's pace. "Hybrid" steps are those between two layers of a transformation, the layers' switches included.
+For every variant and number of layers a step: time and memory of moving the KV cache and the weights, steps and tokens
+meanwhile, and how long requests waited. Requests decode greedily on all instances with the KV cache about as full as
+asked for. Then: what a layer's switch costs a step, against steps of the same hybrid work without one; weights released
+and restored, and views switched, with nothing running; and what padding costs the FFN.
+
+A step's time is from result to result: programs run in the order in which they were launched, so it is the step's own
+and that of all that was launched between it and the one before. SmolLM2 has its real weights.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from decode import MODELS
+from machine import seconds
 from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.instance import Instance, StepPlan
+from amoeba_jax.engine.transition import Transition
+from amoeba_jax.models.layers import matmul
 from amoeba_jax.transform import TransformReport
 from sharding.ledger import format_bytes
 
-PROMPT = 128
-Launch = tuple[float, int, bool]
+PROMPT = 448
+NEW_TOKENS = 192
+DEVICES = 4
+DEEP = MODELS["Llama-125M"] | {
+    "hidden_size": 512,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+    "vocab_size": 8192,
+}
+RANDOM_MODELS = MODELS | {"Deep-48": DEEP}
+REAL_MODEL = {"SmolLM2-135M": "smollm2-135m"}
+IN_PLACE = ("in_place_overlapped", "in_place")
+BASELINES = ("basic", "host_memory")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has run: when its result came, and what kind of step it was."""
+
+    arrived: float
+    device: int
+    degree: int
+    boundary: int | None
+    switched: bool
 
 
 @contextmanager
-def launches() -> Iterator[list[Launch]]:
-    """Every step's time of launch, first device, and whether its instance is in transition."""
-    found: list[Launch] = []
-    launch_plan = Instance.launch_plan
+def watched(plain_steps: int = 0) -> Iterator[list[Step]]:
+    """All steps as they end. With `plain_steps`, so many hybrid steps run between two that switch layers."""
+    found: list[Step] = []
+    launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
+    turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
+    switched: dict[Transition, bool] = {}
 
-    def timed(instance: Instance, plan: StepPlan) -> None:
+    def launch(instance: Instance, plan: StepPlan) -> None:
+        transition = instance.transition
+        boundary = None if transition is None else transition.boundary
+        did = transition is not None and switched.get(transition, False)
         launch_plan(instance, plan)
-        found.append((time.perf_counter(), instance.id, instance.transition is not None))
 
-    Instance.launch_plan = timed
+        def arrived(_: Any) -> None:
+            found.append(Step(time.perf_counter(), instance.id, instance.tp, boundary, did))
+
+        instance.pending[-1].result.add_done_callback(arrived)
+
+    def switch(transition: Transition) -> None:
+        # The last switch ends the transition: before it too there are plain steps.
+        switched[transition] = next(turns[transition]) % (plain_steps + 1) == 0
+        if switched[transition] or transition.plan_step() is None:
+            switch_layers(transition)
+
+    Instance.launch_plan, Transition.switch_layers = launch, switch
     try:
         yield found
     finally:
-        Instance.launch_plan = launch_plan
+        Instance.launch_plan, Transition.switch_layers = launch_plan, switch_layers
 
 
-def step_s(found: list[Launch], start: float, stop: float, hybrid: bool) -> float:
-    """Median seconds from launch to launch on the first instance."""
-    times = [t for t, device, transition in found if device == 0 and transition == hybrid and start <= t <= stop]
-    return median(np.diff(times)) if len(times) > 2 else float("nan")
+class Running:
+    """Requests that decode on all instances, in the background."""
 
-
-def round_trip(llm: LLM, prompts: list[list[int]], new_tokens: int, steady_s: float, **how: Any) -> dict[str, Any]:
-    """One merge and one split while requests decode."""
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    thread = threading.Thread(target=llm.generate, args=(prompts, params))
-    with launches() as found:
-        thread.start()
-        while sum(view.running for view in llm.instances) < len(prompts) or not _all_decode(llm):
+    def __init__(self, llm: LLM, prompts: list[list[int]]):
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        self._thread = threading.Thread(target=llm.generate, args=(prompts, params), daemon=True)
+        self._thread.start()
+        while sum(view.running for view in llm.instances) < len(prompts) or not self._all_decode(llm):
             time.sleep(0.01)
-        marks = [time.perf_counter()]
-        time.sleep(steady_s)
-        marks.append(time.perf_counter())
-        up: TransformReport = llm.transform(4, **how)
-        marks.append(time.perf_counter())
-        time.sleep(steady_s)
-        marks.append(time.perf_counter())
-        down: TransformReport = llm.transform(1, **how)
-        marks.append(time.perf_counter())
-        thread.join()
-    return {
-        "up": _figures(up) | {"step_s": step_s(found, marks[1], marks[2], True)},
-        "down": _figures(down) | {"step_s": step_s(found, marks[3], marks[4], True)},
-        "tp1_step_s": step_s(found, marks[0], marks[1], False),
-        "tp4_step_s": step_s(found, marks[2], marks[3], False),
-    }
+        self.start = time.perf_counter()
+
+    def _all_decode(self, llm: LLM) -> bool:
+        running = [s for instance in llm._engine.instances for s in list(instance.running)]
+        return all(sequence.output for sequence in running)
+
+    def end(self, llm: LLM) -> None:
+        with llm._lock:
+            names = list(llm._requests)
+        for name in names:
+            llm.cancel(name)
+        self._thread.join()
 
 
-def _all_decode(llm: LLM) -> bool:
-    running = [s for instance in llm._engine.instances for s in list(instance.running)]
-    return all(sequence.output for sequence in running)
+def round_trip(llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0) -> dict[str, Any]:
+    """One merge and one split while requests decode."""
+    with watched(plain_steps) as found:
+        running = Running(llm, prompts)
+        marks = [running.start]
+        time.sleep(0.6)
+        result: dict[str, Any] = {"kv_use": kv_use(llm)}
+        for name, degree in (("up", 4), ("down", 1)):
+            marks.append(time.perf_counter())
+            report = llm.transform(degree, **way)
+            marks.append(time.perf_counter())
+            # A restart computes its requests again: until all of them decode, they wait.
+            while not running._all_decode(llm):
+                time.sleep(0.002)
+            time.sleep(0.6)
+            result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
+        result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
+        result["tp4_step_s"] = steady_step_s(found, marks[2], marks[3])
+        running.end(llm)
+    result["steps"] = [vars(step) for step in found if step.boundary is not None]
+    result["switches"] = switch_costs(found)
+    return result
 
 
-def _figures(report: TransformReport) -> dict[str, Any]:
+def kv_use(llm: LLM) -> float:
+    views = llm.instances
+    return sum(view.kv_used_pages for view in views) / sum(view.kv_total_pages for view in views)
+
+
+def figures(report: TransformReport) -> dict[str, Any]:
     (group,) = report.groups
     return {
         "seconds": group.seconds,
+        "prepare_s": report.prepare_s,
         "steps": group.steps,
+        "tokens": group.tokens,
         "kv_s": sum(layer.kv_s for layer in group.layers),
         "weights_s": sum(layer.weights_s for layer in group.layers),
         "plan_s": sum(layer.plan_s for layer in group.layers),
+        "phases": sum(layer.phases for layer in group.layers),
         "moved_bytes": report.moved_bytes,
-        "restored_bytes": group.restored_bytes,
-        "staging_bytes": group.staging_bytes,
+        "extra_bytes": report.extra_bytes,
+        "recomputed": group.recomputed,
     }
+
+
+def longest_gap(found: list[Step], start: float) -> float:
+    """The longest time between two results of the first device's requests since `start`, the one before included."""
+    times = sorted(step.arrived for step in found if step.device == 0)
+    first = max((i for i, t in enumerate(times) if t <= start), default=0)
+    return float(np.diff(times[first:]).max())
+
+
+def steady_step_s(found: list[Step], start: float, stop: float) -> float:
+    times = [s.arrived for s in found if s.device == 0 and s.boundary is None and start <= s.arrived <= stop]
+    return median(np.diff(times)) if len(times) > 2 else float("nan")
+
+
+def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
+    """For each boundary: seconds of the step behind the switch, and the median of plain steps at the same boundary."""
+    costs = []
+    for _, group in itertools.groupby(sorted(found, key=lambda s: s.arrived), key=lambda s: (s.boundary, s.degree)):
+        steps = list(group)
+        if steps[0].boundary is None or not steps[0].switched or len(steps) < 3:
+            continue
+        before = max((s.arrived for s in found if s.arrived < steps[0].arrived), default=None)
+        if before is not None:
+            plain = np.diff([step.arrived for step in steps])
+            costs.append((steps[0].arrived - before, float(median(plain))))
+    return costs
+
+
+def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
+    """Host seconds of a merge and a split with nothing running: weights released and restored, or views switched."""
+
+    def timed(degree: int, **how: Any) -> float:
+        report = llm.transform(degree, variant="in_place_overlapped", layers_per_step=1000, **how)
+        (group,) = report.groups
+        return sum(layer.weights_s for layer in group.layers) if how["release_weights"] else group.seconds
+
+    times = defaultdict(list)
+    for _ in range(repeats + 1):
+        for release in (True, False):
+            for degree in (4, 1):
+                times[(release, degree)].append(timed(degree, release_weights=release))
+    return {
+        "release_s": median(times[True, 4][1:]),
+        "restore_s": median(times[True, 1][1:]),
+        "switch_up_s": median(times[False, 4][1:]),
+        "switch_down_s": median(times[False, 1][1:]),
+    }
+
+
+def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
+    """Seconds of all layers' FFN on one device: as padded chunks, and as whole matrices without padding."""
+    dims, store = llm.dims, llm._engine.cluster.weights
+    hidden, ffn = dims.config.hidden_size, dims.config.ffn_size
+    device = jax.devices()[0]
+    random = np.random.default_rng(0)
+
+    def make(*shape: int) -> jax.Array:
+        return jax.device_put(random.standard_normal(shape, np.float32) * 0.02, device)
+
+    def layer(gate_up: list[jax.Array], down: list[jax.Array], x: jax.Array) -> jax.Array:
+        total = x
+        for g, d in zip(gate_up, down, strict=True):
+            gate, up = jnp.split(matmul(g, x), 2)
+            total = total + matmul(d, jax.nn.silu(gate) * up)
+        return total
+
+    def model(layers: list[tuple[list[jax.Array], list[jax.Array]]], x: jax.Array) -> jax.Array:
+        for gate_up, down in layers:
+            x = layer(gate_up, down, x)
+        return x
+
+    x = make(hidden, tokens)
+    found = {}
+    for name, width, parts in (("chunks", dims.ffn_chunk, dims.max_tp), ("whole", ffn, 1)):
+        layers = [
+            ([make(2 * width, hidden) for _ in range(parts)], [make(hidden, width) for _ in range(parts)])
+            for _ in range(dims.config.num_layers)
+        ]
+        run = jax.jit(model)
+        found[f"{name}_s"] = seconds(lambda run=run, layers=layers: run(layers, x).block_until_ready(), repeats)
+    padding = store.padding()
+    stored = sum(padding[kind].stored for kind in ("mlp.gate_up", "mlp.down"))
+    wanted = sum(padding[kind].model for kind in ("mlp.gate_up", "mlp.down"))
+    return found | {"padding": stored / wanted - 1, "ffn_bytes": stored * jnp.dtype(dims.dtype).itemsize}
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything for one model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model, settings = scratch, {"load_format": "random"}
+        if name in REAL_MODEL:
+            model, settings = REAL_MODEL[name], {}
+        else:
+            (Path(scratch) / "config.json").write_text(json.dumps(RANDOM_MODELS[name]))
+        rows = options.requests // DEVICES
+        tokens = rows * -(-(PROMPT + NEW_TOKENS) // 16) * 16
+        llm = LLM(
+            model,
+            num_devices=DEVICES,
+            device_memory="3GiB",
+            kv_cache_tokens=tokens,
+            max_num_seqs=max(2, rows),
+            max_model_len=PROMPT + NEW_TOKENS,
+            prefix_caching=False,
+            progress=False,
+            **settings,
+        )
+        with llm:
+            random = np.random.default_rng(0)
+            size = (options.requests, PROMPT)
+            prompts = random.integers(0, llm.dims.config.vocab_size, size).tolist()
+            layers = llm.dims.config.num_layers
+            ways = [
+                {"variant": variant, "layers_per_step": n}
+                for variant in (*IN_PLACE, *BASELINES)
+                for n in (options.layers_per_step if variant in IN_PLACE else [1, layers])
+                if n < layers or n == layers
+            ]
+            ways += [{"variant": variant, "layers_per_step": layers} for variant in IN_PLACE]
+            ways.append({"variant": "restart"})
+            results = []
+            for way in ways:
+                round_trip(llm, prompts, way)  # compiles
+                trips = [round_trip(llm, prompts, way) for _ in range(options.repeats)]
+                results.append(way | {"trips": trips})
+                log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
+            switches = []
+            for _ in range(options.repeats):
+                trip = round_trip(llm, prompts, {"variant": "in_place_overlapped"}, plain_steps=3)
+                switches += trip["switches"]
+            log(f"{name}: {len(switches)} switches beside plain steps")
+            cluster = llm._engine.cluster
+            kv_bytes = cluster.memory_plan.num_pages * cluster.memory_plan.page_bytes * layers
+            return {
+                "model": name,
+                "layers": layers,
+                "kv_bytes": kv_bytes,
+                "staging_bytes": cluster.memory_plan.staging_bytes,
+                "ways": results,
+                "switches": switches,
+                "idle": idle_times(llm, 2 * options.repeats),
+                "ffn": {n: ffn_times(llm, n, 9) for n in (1, 8)},
+            }
+
+
+def log(message: str) -> None:
+    print(f"{time.strftime('%X')} {message}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="Llama-125M")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--layers-per-step", type=int, nargs="+", default=[1, 4, 100])
-    parser.add_argument("--kv-use", type=float, default=0.9, help="share of the TP1 caches that requests fill")
+    parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
+    parser.add_argument("--requests", type=int, default=8, help="a multiple of 4")
+    parser.add_argument("--layers-per-step", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    config = MODELS[options.model]
-    random = np.random.default_rng(0)
-    prompts = random.integers(0, config["vocab_size"], (options.requests, PROMPT)).tolist()
-    ways = [
-        {"variant": variant, "layers_per_step": layers}
-        for variant in ("in_place_overlapped", "in_place")
-        for layers in options.layers_per_step
-    ]
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps(config))
-        settings: dict[str, Any] = {
-            "load_format": "random",
-            "num_devices": 4,
-            "max_num_seqs": max(8, options.requests // 4),
-            "max_model_len": 512,
-            "prefix_caching": False,
-            "progress": False,
-        }
-        memory = _memory(scratch, settings, options)
-        with LLM(scratch, device_memory=memory, **settings) as llm:
-            for way in ways:
-                round_trip(llm, prompts, options.new_tokens, 0.5, **way)  # compiles
-                trips = [round_trip(llm, prompts, options.new_tokens, 2.0, **way) for _ in range(options.repeats)]
-                results.append(way | {"trips": trips})
-                print(f"{time.strftime('%X')} {way}: {trips[0]['up']['seconds']:.2f} s up", flush=True)
-    _print(options, results)
+    results = [measure(name, options) for name in options.models]
+    console = Console(width=170)
+    for result in results:
+        print_model(console, result)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def _memory(scratch: str, settings: dict[str, Any], options: argparse.Namespace) -> int:
-    """The budget of a device with which the requests fill the share asked for."""
-    with LLM(scratch, device_memory="4GiB", **settings) as llm:
-        plan, layers = llm._engine.cluster.memory_plan, llm.dims.config.num_layers
-        pages = options.requests // 4 * llm.dims.pages.pages_for(PROMPT + options.new_tokens)
-    fixed = plan.budget_bytes - plan.num_pages * plan.page_bytes * layers
-    return fixed + int(pages / options.kv_use) * plan.page_bytes * layers
-
-
-def _print(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    title = f"{options.model}, {options.requests} requests, KV cache {options.kv_use:.0%} full, medians, ms"
-    table = Table(title=title)
-    columns = (
-        "variant",
-        "layers/step",
-        "",
-        "all",
-        "steps",
-        "KV",
-        "weights",
-        "hybrid step",
-        "TP1 step",
-        "TP4 step",
-        "moved",
+def print_model(console: Console, result: dict[str, Any]) -> None:
+    use = median(trip["kv_use"] for way in result["ways"] for trip in way["trips"])
+    table = Table(
+        title=f"{result['model']}, {result['layers']} layers, {format_bytes(result['kv_bytes'])} of KV cache a device "
+        f"{use:.0%} full when merging; medians, ms"
     )
-    for column in (*columns, "staging"):
+    columns = ("variant", "layers/step", "", "all", "steps", "tokens", "plan", "KV", "weights", "longest wait")
+    for column in (*columns, "TP1 step", "TP4 step", "moved", "extra a device"):
         table.add_column(column, justify="left" if column in ("variant", "") else "right")
+    for way in result["ways"]:
+        for direction in ("up", "down"):
+            values = [trip[direction] for trip in way["trips"]]
 
-    def ms(values: list[float]) -> str:
-        return f"{median(values) * 1e3:.1f}"
+            def ms(key: str, values: list[dict[str, Any]] = values) -> str:
+                return f"{median(v[key] for v in values) * 1e3:.1f}"
 
-    for result in results:
-        for way in ("up", "down"):
-            trips = result["trips"]
-            figures = [trip[way] for trip in trips]
             table.add_row(
-                result["variant"],
-                str(result["layers_per_step"]),
-                way,
-                ms([f["seconds"] for f in figures]),
-                str(figures[0]["steps"]),
-                ms([f["kv_s"] for f in figures]),
-                ms([f["weights_s"] for f in figures]),
-                ms([f["step_s"] for f in figures]),
-                ms([trip["tp1_step_s"] for trip in trips]),
-                ms([trip["tp4_step_s"] for trip in trips]),
-                format_bytes(int(median(f["moved_bytes"] for f in figures))),
-                format_bytes(max(f["staging_bytes"] for f in figures)),
+                way["variant"],
+                str(way.get("layers_per_step", "")),
+                direction,
+                ms("seconds"),
+                str(int(median(v["steps"] for v in values))),
+                str(int(median(v["tokens"] for v in values))),
+                ms("plan_s"),
+                ms("kv_s"),
+                ms("weights_s"),
+                ms("gap_s"),
+                f"{median(trip['tp1_step_s'] for trip in way['trips']) * 1e3:.1f}",
+                f"{median(trip['tp4_step_s'] for trip in way['trips']) * 1e3:.1f}",
+                format_bytes(int(median(v["moved_bytes"] for v in values))),
+                format_bytes(max(v["extra_bytes"] for v in values)),
             )
-    console = Console(width=150)
     console.print(table)
-    console.print("KV and weights: of in_place what they took; of in_place_overlapped what launching them took.")
+    console.print("plan, KV and weights: what they took, or, of in_place_overlapped, what launching them took.")
+    for line in summary(result):
+        console.print(f"  {line}")
+
+
+def summary(result: dict[str, Any]) -> Iterator[str]:
+    """The figures that the variants are held against."""
+    ways = {(way["variant"], way.get("layers_per_step")): way["trips"] for way in result["ways"]}
+    layers = result["layers"]
+
+    def of(variant: str, n: int | None, read: Callable[[dict[str, Any]], float]) -> float:
+        return median(read(trip) for trip in ways[variant, n])
+
+    for way in ("up", "down"):
+        kv = [of(v, layers, lambda t, way=way: t[way]["kv_s"]) for v in ("in_place", "basic", "host_memory")]
+        extra = [of(v, layers, lambda t, way=way: t[way]["extra_bytes"]) for v in ("in_place", "basic")]
+        yield (
+            f"{way}: KV in place {kv[0] * 1e3:.1f} ms, basic {kv[1] * 1e3:.1f} ms, host {kv[2] * 1e3:.1f} ms: "
+            f"{kv[0] / kv[1]:.2f}x of basic, {kv[0] / kv[2]:.2f}x of host; extra memory {extra[0] / extra[1]:.3f}x of "
+            "basic"
+        )
+        waits = {
+            v: of(v, n, lambda t, way=way: t[way]["gap_s"])
+            for v, n in (("in_place_overlapped", 1), ("basic", layers), ("host_memory", layers), ("restart", None))
+        }
+        yield f"{way}: longest wait for a token: " + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in waits.items())
+    switched, plain = (np.array(values) for values in zip(*result["switches"], strict=True))
+    tp1 = of("in_place_overlapped", 1, lambda t: t["tp1_step_s"])
+    yield (
+        f"step with a layer's switch / plain step of the same hybrid work: median {median(switched / plain):.3f} "
+        f"({median(switched) * 1e3:.1f} / {median(plain) * 1e3:.1f} ms, {len(plain)} pairs); "
+        f"hybrid steps {median(plain) / tp1:.2f}x of a TP1 step, with the switch {median(switched) / tp1:.2f}x"
+    )
+    delay = sum(switched - plain) / len(switched) * layers
+    whole = of("host_memory", layers, lambda t: t["up"]["gap_s"] + t["down"]["gap_s"]) / 2
+    yield (
+        f"what all switches of one way add to the steps: {delay * 1e3:.1f} ms, {delay / layers * 1e3:.2f} ms a step; "
+        f"host_memory stops requests for {whole * 1e3:.0f} ms: {delay / whole:.2f}x in all, "
+        f"{delay / layers / whole:.3f}x a step"
+    )
+    idle = result["idle"]
+    yield (
+        f"nothing running: release of all weights {idle['release_s'] * 1e3:.2f} ms, restore "
+        f"{idle['restore_s'] * 1e3:.1f} ms; switch of views {idle['switch_up_s'] * 1e3:.2f} ms up, "
+        f"{idle['switch_down_s'] * 1e3:.2f} ms down"
+    )
+    for tokens, ffn in result["ffn"].items():
+        yield (
+            f"FFN of {tokens} tokens: {ffn['chunks_s'] * 1e3:.2f} ms in padded chunks, {ffn['whole_s'] * 1e3:.2f} ms "
+            f"whole: {ffn['chunks_s'] / ffn['whole_s']:.3f}x; padding {ffn['padding']:.1%} of "
+            f"{format_bytes(int(ffn['ffn_bytes']))}"
+        )
 
 
 if __name__ == "__main__":

@@ -32,29 +32,55 @@ def exchange_pieces(
         receive: ids of where the pieces from each rank are put; a negative id puts nothing.
     """
     p, num_pieces = send.shape
-    # Rows of one flat leading axis, as in `append_kv`, so that XLA neither transposes nor copies the extents.
-    rows = [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
-    starts = list(itertools.accumulate((len(r) for r in rows), initial=0))
-    send, receive = send.reshape(-1), receive.reshape(-1)
-    pieces = rows[0][jnp.clip(send, 0, len(rows[0]) - 1)]
-    for r, start in zip(rows[1:num_read], starts[1:], strict=False):
-        inside = (send >= start) & (send < start + len(r))
+    rows = as_pieces(extents, p)
+    sent = gather_pieces(rows[:num_read], send.reshape(-1))
+    received = trade_pieces(sent.reshape(p, num_pieces, -1))
+    rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), received.reshape(p * num_pieces, -1))
+    return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
+
+
+def as_pieces(extents: Sequence[Float[Array, "_ elems"]], p: int) -> list[jax.Array]:
+    """Extents of one rank as rows of one piece each: one flat leading axis, which XLA neither transposes nor copies."""
+    return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
+
+
+def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
+    """Pieces by their ids, which count over all of `rows`. A negative id gives anything."""
+    pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
+    for r, start in list(zip(rows, _starts(rows), strict=True))[1:]:
+        inside = (ids >= start) & (ids < start + len(r))
         # A branch of its own: XLA would gather from all extents before it selects, and most have nothing to send.
         pieces = jax.lax.cond(
             jnp.any(inside),
             lambda r, pieces, inside, ids: jnp.where(inside[:, None], r[ids], pieces),
             lambda r, pieces, inside, ids: pieces,
-            *(r, pieces, inside, jnp.where(inside, send - start, 0)),
+            *(r, pieces, inside, jnp.where(inside, ids - start, 0)),
         )
+    return pieces
+
+
+def trade_pieces(pieces: Float[Array, "p K elems"]) -> Float[Array, "p K elems"]:
+    """Gives `pieces[r]` to rank `r`; returns what each rank gave."""
     # As integers, since XLA's CPU backend exchanges bf16 as f32: twice the bytes, and NaNs change.
     bits = jax.lax.bitcast_convert_type(pieces, jnp.dtype(f"uint{8 * pieces.dtype.itemsize}"))
-    bits = jax.lax.all_to_all(bits.reshape(p, num_pieces, -1), TP_AXIS, split_axis=0, concat_axis=0)
-    pieces = jax.lax.bitcast_convert_type(bits.reshape(p * num_pieces, -1), pieces.dtype)
-    for i, (r, start) in enumerate(zip(rows[:num_written], starts, strict=False)):
-        inside = (receive >= start) & (receive < start + len(r))
-        place = jnp.where(inside, receive - start, len(r))  # past the end, so dropped
-        rows[i] = r.at[place].set(pieces, mode="drop")
-    return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
+    bits = jax.lax.all_to_all(bits, TP_AXIS, split_axis=0, concat_axis=0)
+    return jax.lax.bitcast_convert_type(bits, pieces.dtype)
+
+
+def scatter_pieces(
+    rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
+) -> list[jax.Array]:
+    """Puts pieces where their ids say, which count over all of `rows`. A negative id puts nothing."""
+    written = []
+    for r, start in zip(rows, _starts(rows), strict=True):
+        inside = (ids >= start) & (ids < start + len(r))
+        place = jnp.where(inside, ids - start, len(r))  # past the end, so dropped
+        written.append(r.at[place].set(pieces, mode="drop"))
+    return written
+
+
+def _starts(rows: Sequence[jax.Array]) -> list[int]:
+    return list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
 
 
 def compile_exchange(

@@ -215,13 +215,16 @@ def place_down(
 
 
 def moves(
-    old_tables: Sequence[Int32[np.ndarray, "_ _"]], new_tables: Sequence[Int32[np.ndarray, "_ _"]]
+    old_tables: Sequence[Int32[np.ndarray, "_ _"]],
+    new_tables: Sequence[Int32[np.ndarray, "_ _"]],
+    *,
+    staying: bool = False,
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
     """(rank, piece id) of each piece that changes its place, and of the place that it goes to, for `plan_phases`.
 
     `old_tables[i]` and `new_tables[i]` are the pages of instance `i` of the lower degree in both views, column by
     column: from `place_up` or `place_down`, with what sequences got and gave back since. A source occurs several times
-    where a page goes to several instances.
+    where a page goes to several instances. With `staying`, pieces that stay where they are are listed as well.
     """
     num_pages = [[table.shape[1] for table in tables] for tables in (old_tables, new_tables)]
     if num_pages[0] != num_pages[1]:
@@ -232,7 +235,7 @@ def moves(
         np.concatenate([empty, *(_pieces(table, i, degree) for i, table in enumerate(tables))])
         for tables in (old_tables, new_tables)
     )
-    changed = (source != target).any(axis=1)
+    changed = (source != target).any(axis=1) | staying
     return source[changed], target[changed]
 
 

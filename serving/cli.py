@@ -89,13 +89,12 @@ def demo(
     model: Model = EngineConfig.model,
     num_devices: NumDevices = 4,
     device_memory: Annotated[str, typer.Option(help="Budget per device.")] = "1GiB",
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each of the 8 answers.")] = 32,
 ) -> None:
-    """Answer 8 prompts at TP1, TP2 and TP4 on the same weights, and compare answers, speed and memory."""
+    """Answer short prompts on small instances, which merge meanwhile for a long prompt, and split again."""
     with clean_exit():
         from serving.demo import run_demo
 
-        run_demo(model, num_devices, device_memory, max_tokens)
+        run_demo(model, num_devices, device_memory)
 
 
 @app.command()

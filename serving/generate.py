@@ -8,6 +8,7 @@ import numpy as np
 
 from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams
 from amoeba_jax.errors import RequestError
+from amoeba_jax.tokenizer import Tokenizer
 
 
 def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, chat: bool | None) -> None:
@@ -22,9 +23,9 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
     start = time.perf_counter()
     with LLM(**settings, progress=sys.stderr.isatty()) as llm:
         loaded_s = time.perf_counter() - start
-        use_chat = uses_chat(llm) if chat is None else chat
+        use_chat = uses_chat(llm.tokenizer) if chat is None else chat
         outputs, times = [], []
-        for output in llm.stream(chat_prompt(llm, text) if use_chat else text, params):
+        for output in llm.stream(chat_prompt(llm.tokenizer, text) if use_chat else text, params):
             print(output.new_text, end="", flush=True)
             outputs.append(output)
             times.append(time.perf_counter())
@@ -32,16 +33,16 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
         print(_figures(outputs[-1], loaded_s, np.diff(times)), file=sys.stderr)
 
 
-def uses_chat(llm: LLM) -> bool:
-    """Whether prompts to this model are messages by default: it has a chat template."""
-    return llm.tokenizer is not None and llm.tokenizer.has_chat_template
+def uses_chat(tokenizer: Tokenizer | None) -> bool:
+    """Whether prompts to a model are messages by default: it has a chat template."""
+    return tokenizer is not None and tokenizer.has_chat_template
 
 
-def chat_prompt(llm: LLM, text: str) -> list[int]:
+def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
     """Token ids of `text` as a user's message. Raises `RequestError` if the model has no chat template."""
-    if llm.tokenizer is None:
+    if tokenizer is None:
         raise RequestError("a chat prompt needs a tokenizer, and the model has no tokenizer.json")
-    return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:

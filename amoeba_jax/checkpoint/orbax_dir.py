@@ -38,7 +38,7 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
         raise CheckpointError(f"{directory} exists and is not empty: choose a new directory to save to")
     directory.mkdir(parents=True, exist_ok=True)
     chunks = {
-        _leaf(name, index): store.chunk(0, name, index)
+        _leaf(name, index): store.any_chunk(name, index)
         for name, (_, spec) in store.specs.items()
         for index in range(spec.num_chunks)
     }

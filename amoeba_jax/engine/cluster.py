@@ -10,7 +10,7 @@ from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance, SamplingState
 from amoeba_jax.engine.memory import plan_memory
-from amoeba_jax.engine.weights import LoadChunks, WeightStore
+from amoeba_jax.engine.weights import OpenWeights, WeightStore
 from amoeba_jax.models.decoder import plan_segments
 from amoeba_jax.models.dims import ModelDims
 from kvcache.allocator import BuddyAllocator
@@ -37,17 +37,17 @@ class Cluster:
         config: EngineConfig,
         dims: ModelDims,
         devices: tuple[jax.Device, ...],
-        load_chunks: LoadChunks,
-        after_layer: Callable[[], None],
+        open_weights: OpenWeights,
         on_load: Callable[[str], None],
     ):
-        self.config, self.dims = config, dims
+        self.config, self.dims, self.open_weights = config, dims, open_weights
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
         self.weights = WeightStore(dims, devices)
         self.memory_plan = plan_memory(dims, config, self.weights.num_bytes, devices[0])
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
-        for name in self.weights.load(load_chunks, self.ledgers, after_layer):
-            on_load(name)
+        with open_weights() as reader:
+            for name in self.weights.load(reader, self.ledgers):
+                on_load(name)
         self._sampling_states = [
             SamplingState.zeros(config.max_num_seqs * dims.max_tp, dims.config.vocab_size, device) for device in devices
         ]
@@ -102,6 +102,18 @@ class Cluster:
             buckets=self.buckets(group.tp),
             released=released,
         )
+
+    def empty_instance(self, group: SubMesh, released: int) -> Instance:
+        """An instance with allocators and extents of its own, all made anew."""
+        for device in group.device_indices:
+            self.allocators[device] = self.new_allocator(released)
+        pages = (self.memory_plan.num_pages, *self.weights.extent_pages(released))
+        shapes = [(group.tp * num_pages, self.dims.pages.page_elems) for num_pages in pages]
+        kv = [
+            [jnp.zeros(shape, self.dims.dtype, device=group.sharded) for shape in shapes]
+            for _ in range(self.dims.config.num_layers)
+        ]
+        return self.new_instance(group, [self.allocators[i] for i in group.device_indices], kv, released)
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""

@@ -10,15 +10,13 @@ import jax
 import numpy as np
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.batcher import plan_step
-from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.instance import Instance, PendingStep, Row
-from amoeba_jax.engine.sampling import logprob_entry, pack, unpack_logprobs, unpack_result
+from amoeba_jax.engine.sampling import logprob_entry, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
-from amoeba_jax.engine.weights import LoadChunks
+from amoeba_jax.engine.weights import OpenWeights
 from amoeba_jax.errors import RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
@@ -51,13 +49,12 @@ class Engine:
         config: EngineConfig,
         dims: ModelDims,
         devices: tuple[jax.Device, ...],
-        load_chunks: LoadChunks,
-        after_layer: Callable[[], None],
+        open_weights: OpenWeights,
         on_load: Callable[[str], None],
     ):
         self.config = config
         self.dims = dims
-        self.cluster = Cluster(config, dims, devices, load_chunks, after_layer, on_load)
+        self.cluster = Cluster(config, dims, devices, open_weights, on_load)
         self.cluster.on_result = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
         self.transformations = Transformations(self.cluster, self._drain, self._preempt)
@@ -118,62 +115,6 @@ class Engine:
     def has_requests(self) -> bool:
         """Requests are waiting or running. (Siblings wait for one that is.)"""
         return bool(self.waiting) or any(instance.running for instance in self.instances)
-
-    # Executables
-
-    def count_programs(self, degrees: list[int]) -> int:
-        """Programs that `warmup` of these degrees goes through."""
-        segments = len({plan.shape for plan in self.cluster.plans})
-        return sum(
-            len(self.cluster.sub_meshes.groups(tp))
-            * (len(self.cluster.buckets(tp).all()) * segments + len(_sampler_rows(self.cluster.buckets(tp))))
-            for tp in degrees
-        )
-
-    def warmup(self, degrees: list[int], on_program: Callable[[], None]) -> int:
-        """Compile what serving at these degrees can need, ahead of time; returns how many programs were missing.
-
-        Raises `RequestError` while requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
-        do not fit the device's budget.
-        """
-        executables = self.cluster.executables
-        present = [(instance.tp, instance.group.device_indices) for instance in self.instances]
-        before = len(executables)
-        try:
-            for tp in degrees:
-                self.set_layout(tp)
-                self._compile_layout(on_program)
-        finally:
-            self.set_layout(min(tp for tp, _ in present))
-            for tp, devices in present:
-                self.transform(TransformOptions(tp, devices))
-            while self.transformations.busy:
-                self.advance()
-        return len(executables) - before
-
-    def _compile_layout(self, on_program: Callable[[], None]) -> None:
-        requests = [
-            (key, plan, instance.group)
-            for instance in self.instances
-            for shape in instance.buckets.all()
-            for key, plan in zip(instance.step_keys(shape), self.cluster.plans, strict=True)
-        ]
-        self.cluster.executables.prepare(requests, on_program)
-        for instance in self.instances:
-            for rows in _sampler_rows(instance.buckets):
-                self._prepare_draw(instance, rows)
-                on_program()
-        self._reserve_activations()
-
-    def _prepare_draw(self, instance: Instance, rows: int) -> None:
-        """The sampler of plain requests; the one for penalties, masks and log-probabilities comes with the first."""
-        logits = (self.dims.config.vocab_size, rows)
-        self.cluster.executables.draw(instance.group.devices[0], logits, instance.num_slots, pack([], rows).size)
-
-    def _reserve_activations(self) -> None:
-        measured = max((program.temp_bytes for program in self.cluster.executables.programs), default=0)
-        for ledger in self.cluster.ledgers:
-            ledger.reserve("activations", max(measured, self.cluster.memory_plan.activation_bytes))
 
     # Requests
 
@@ -468,54 +409,6 @@ class Engine:
             sequence.finished_at = time.monotonic()
             sequence.sink(Update(sequence, finished=True))
 
-    def logits(self, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
-        """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token.
-
-        Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
-        """
-        self.check_request(len(tokens), 0)
-        steady = [instance for instance in self.instances if instance.transition is None]
-        if not steady:
-            raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")
-        instance = max(steady, key=lambda i: (i.cache.num_available_pages, -i.id))
-        if (need := self.dims.pages.pages_for(len(tokens))) > instance.cache.num_available_pages:
-            raise RequestError(
-                f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
-                f"{instance.cache.num_available_pages}: wait for them to finish"
-            )
-        pages = SequencePages(instance.pages)
-        instance.cache.reserve(pages, len(tokens))
-        rows, start = [], 0
-        try:
-            while start < len(tokens):
-                chunk = instance.buckets.chunk_size(decode_from - start) if start < decode_from else 1
-                stop = min(start + chunk, decode_from) if start < decode_from else start + 1
-                shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
-                head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
-                rows.append(np.asarray(head.logits)[:, : stop - start].T)
-                start = stop
-        finally:
-            instance.cache.release(pages)
-        return np.concatenate(rows)
-
     def close(self) -> None:
         """Drop every device buffer."""
         self.cluster.close()
-
-
-def _sampler_rows(buckets: Buckets) -> list[int]:
-    return sorted({shape.num_rows for shape in buckets.all()})
-
-
-def _sequence_batch(
-    shape: BatchShape, instance: Instance, tokens: tuple[int, ...], start: int, pages: SequencePages
-) -> StepBatch:
-    """Inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
-    batch = StepBatch(shape, instance.tp)
-    padding = shape.num_tokens - len(tokens)
-    batch.set("tokens", np.pad(tokens, (0, padding)))
-    batch.set("positions", np.pad(np.arange(start, start + len(tokens)), (0, padding), constant_values=-1))
-    used = instance.pages.geometry.pages_for(start + len(tokens))
-    batch.set_table(0, pages.table[:, :used])
-    batch.set("num_pages", np.array([used]))
-    return batch

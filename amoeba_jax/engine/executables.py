@@ -16,6 +16,7 @@ from amoeba_jax.engine.program import Program, StepKey, compile_step
 from amoeba_jax.engine.restore import compile_restore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.models.dims import ModelDims
+from kvcache.copying import compile_defragment, compile_migrate
 from kvcache.exchange import compile_exchange
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
@@ -101,6 +102,30 @@ class Executables:
         if key not in self._others:
             dtype = jnp.dtype(dims.dtype)
             self._others[key] = compile_exchange(dims.pages, dtype, group, old_extents, new_extents, 1, phase_pieces)
+        return self._others[key]
+
+    def migrate(
+        self, dims: ModelDims, group: SubMesh, extents: tuple[int, ...], num_pieces: int
+    ) -> jax.stages.Compiled:
+        """`compile_migrate`."""
+        key = ("migrate", group.device_indices, extents, num_pieces)
+        if key not in self._others:
+            self._others[key] = compile_migrate(dims.pages, jnp.dtype(dims.dtype), group, extents, num_pieces)
+        return self._others[key]
+
+    def defragment(
+        self,
+        dims: ModelDims,
+        group: SubMesh,
+        old_extents: tuple[int, ...],
+        new_extents: tuple[int, ...],
+        num_pieces: int,
+    ) -> jax.stages.Compiled:
+        """`compile_defragment`."""
+        key = ("defragment", group.device_indices, old_extents, new_extents, num_pieces)
+        if key not in self._others:
+            dtype = jnp.dtype(dims.dtype)
+            self._others[key] = compile_defragment(dims.pages, dtype, group, old_extents, new_extents, num_pieces)
         return self._others[key]
 
     def restore(self, group: SubMesh, released: ReleasedChunk, dims: ModelDims, step_pages: int) -> jax.stages.Compiled:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -134,7 +135,7 @@ class Instance:
         self.buckets = buckets
         self.released = released
         self.transition: Transition | None = None
-        self._weights = [weights.view(group, plan) for plan in plans]
+        self._store = weights
         self._free_slots = list(range(num_slots))[::-1]
         self.last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
         self._on_result = on_result
@@ -144,6 +145,11 @@ class Instance:
     @property
     def tp(self) -> int:
         return self.group.tp
+
+    @cached_property
+    def _weights(self) -> list[list[jax.Array]]:
+        """Of each segment. Taken when the first step needs them: in a transition they may still change."""
+        return [self._store.view(self.group, plan) for plan in self.plans]
 
     @property
     def _extent_pages(self) -> tuple[int, ...]:
@@ -340,7 +346,7 @@ class Instance:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
         self.transition = None
         self._reader.shutdown(wait=True)
-        self._weights.clear()
+        self.__dict__.pop("_weights", None)
         del self.state, self.last_tokens
 
     def close(self) -> None:

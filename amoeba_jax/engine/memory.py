@@ -101,4 +101,12 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
             f"{format_bytes(all_layers)}: at least "
             f"{format_bytes(need)} ({need} bytes) per device"
         )
+    if config.kv_cache_tokens is not None:
+        wanted = dims.pages.pages_for(config.kv_cache_tokens)
+        if wanted > num_pages:
+            raise MemoryBudgetError(
+                f"kv_cache_tokens={config.kv_cache_tokens} is more than the {num_pages * dims.page_size} tokens that "
+                f"device_memory of {format_bytes(budget)} has room for"
+            )
+        num_pages = wanted
     return MemoryPlan(budget, weight_bytes, activations, sampling, staging, phase_pages, page_bytes, num_pages)

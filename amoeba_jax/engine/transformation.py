@@ -6,7 +6,7 @@ are not weights as an empty cache: the group's requests are computed again from 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -16,10 +16,11 @@ import numpy as np
 
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
-from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError, TransformError
 from amoeba_jax.transform import GroupTransform, TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
@@ -49,6 +50,13 @@ class _Job:
     groups: list[GroupTransform] = field(default_factory=list)
     active: int = 0
     error: BaseException | None = None
+    outcomes: list[str] = field(default_factory=list)
+    """How groups ended that failed."""
+
+    def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
+        """Take note that the transition of a group failed, and of how it ended."""
+        self.error = self.error or error
+        self.outcomes.append(f"devices {list(devices)}: {how}")
 
 
 @dataclass(eq=False)
@@ -139,21 +147,27 @@ class Transformations:
         """Start whatever transitions of a job can start now; report if there are none left."""
         if job.error is None:
             try:
-                for old in self._next_groups(job):
-                    self._begin(job, old)
+                while not job.active and job.error is None and (groups := self._next_groups(job)):
+                    for old in groups:
+                        self._begin(job, old)
             except Exception as error:
                 for active in [a for a in self._active.values() if a.job is job and not a.transition.started]:
                     self._abort(active)
+                    self._reserve(active.devices, 0)
                     job.active -= 1
                 if not job.groups and not job.active:
                     self._jobs.remove(job)
                     raise _refusal(error) from error
                 job.error = error
+                job.outcomes.append("what had not begun is as it was")
         if job.active:
             return
         self._jobs.remove(job)
         if job.error is not None:
-            failure = TransformError(f"the transformation to TP{job.options.tensor_parallel_size} failed: {job.error}")
+            ended = "; ".join(job.outcomes)
+            failure = TransformError(
+                f"the transformation to TP{job.options.tensor_parallel_size} failed: {job.error} ({ended})"
+            )
             failure.__cause__ = job.error
             job.future.set_exception(failure)
             return
@@ -183,6 +197,9 @@ class Transformations:
     def _begin(self, job: _Job, old: list[Instance]) -> None:
         for instance in old:
             self._drain(instance)
+        if job.options.variant is TransformVariant.RESTART:
+            self._restart(job, old)
+            return
         active = self._begin_up(job, old) if len(old) > 1 else self._begin_down(job, old[0])
         self._active[active.transition.instance] = active
         active.transition.instance.transition = active.transition
@@ -194,10 +211,10 @@ class Transformations:
         before = max(instance.released for instance in old)
         after = max(group.tp, before) if job.options.release_weights else before
         rows = max(len(instance.running) for instance in old)
-        programs, staging = self._prepare(job, group, old[0].tp, True, (before, after), rows)
+        distinct = [_distinct_pages(instance.running, instance.tp) for instance in old]
+        programs, mover, extra = self._prepare(job, group, old[0].tp, True, (before, after), rows, distinct)
         for instance in old:
             instance.cache.clear()
-        distinct = [_distinct_pages(instance.running, instance.tp) for instance in old]
         allocators = [cluster.new_allocator(after) for _ in group.devices]
         tables = place_up([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
         for instance in old:
@@ -215,28 +232,23 @@ class Transformations:
                 new.add(sequence)
             instance.running.clear()
         cluster.replace(old, [new])
-        transition = self._transition(job, new, members, programs)
-        return _Active(job, transition, allocators, old, staging)
+        transition = self._transition(job, new, members, programs, mover)
+        return _Active(job, transition, allocators, old, extra)
 
     def _begin_down(self, job: _Job, instance: Instance) -> _Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
         group, tp = instance.group, job.options.tensor_parallel_size
         before, after = instance.released, min(instance.released, tp)
-        limit = cluster.capacity_tokens(tp, after)
-        for sequence in instance.running:
-            if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
-                raise RequestError(
-                    f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
-                )
+        self._check_growth(instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
         parts = _deal(instance.running, [a.num_free(geometry.order(tp)) for a in allocators[::tp]])
         slots, rows = cluster.buckets(tp).max_num_seqs, max(len(part) for part in parts)
         if rows > slots:
             raise RequestError(f"{rows} requests would come to one TP{tp} instance, which decodes {slots} at once")
-        programs, staging = self._prepare(job, group, tp, False, (before, after), rows)
+        distinct = [_distinct_pages(part, instance.tp) for part in parts]
+        programs, mover, extra = self._prepare(job, group, tp, False, (before, after), rows, distinct)
         instance.cache.clear()
         instance.cache.enabled = False
-        distinct = [_distinct_pages(part, instance.tp) for part in parts]
         tables = place_down([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
         members = []
         for index, (part, pages, table) in enumerate(zip(parts, distinct, tables, strict=True)):
@@ -245,19 +257,36 @@ class Transformations:
             for sequence in part:
                 assert sequence.pages is not None, "it runs"
                 members[-1].sequences[sequence] = SequencePages(pool, table[:, pages.columns(sequence.pages)])
-        transition = self._transition(job, instance, members, programs)
-        return _Active(job, transition, allocators, [instance], staging)
+        transition = self._transition(job, instance, members, programs, mover)
+        return _Active(job, transition, allocators, [instance], extra)
+
+    def _check_growth(self, instance: Instance, tp: int, released: int) -> None:
+        """Raise `RequestError` where an instance of a lower degree could not hold what a request may grow to."""
+        limit = self._cluster.capacity_tokens(tp, released)
+        for sequence in instance.running:
+            if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
+                raise RequestError(
+                    f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
+                )
 
     def _prepare(
-        self, job: _Job, group: SubMesh, lower: int, up: bool, released: tuple[int, int], rows: int
-    ) -> tuple[TransitionPrograms, int]:
-        """Compile what the transition needs, before anything changes. Also returns the staging buffer's bytes.
+        self,
+        job: _Job,
+        group: SubMesh,
+        lower: int,
+        up: bool,
+        released: tuple[int, int],
+        rows: int,
+        pages: "list[_DistinctPages]",
+    ) -> tuple[TransitionPrograms, Mover, int]:
+        """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
-        Raises `MemoryBudgetError` where that is over the budget.
+        Raises `MemoryBudgetError` where these are over the budget.
         """
         cluster, config = self._cluster, self._cluster.config
         start = time.perf_counter()
         degrees = cluster.buckets(lower)
+        num_layers = cluster.dims.config.num_layers
         programs = TransitionPrograms(
             cluster.weights,
             cluster.executables,
@@ -267,29 +296,97 @@ class Transformations:
             released=released,
             rows=next(size for size in degrees.mixed_decode_sizes if size >= rows),
             base_pages=cluster.memory_plan.num_pages,
-            longest_run=1 << (min(config.segment_layers, cluster.dims.config.num_layers).bit_length() - 1),
+            longest_run=1 << (min(config.segment_layers, num_layers).bit_length() - 1),
             table_width=degrees.table_width,
             num_slots=config.max_num_seqs * cluster.dims.max_tp,
             phase_pieces=cluster.memory_plan.phase_pages,
         )
-        staging = programs.prepare(steps=rows > 0)
-        for device in group.device_indices:
-            ledger = cluster.ledgers[device]
-            ledger.reserve("staging", max(staging, ledger.reserved["staging"]))
+        max_pieces = 0
+        if rows:
+            programs.prepare_steps()
+            steps = -(-num_layers // job.options.layers_per_step)
+            new_pages = 1 + steps // cluster.dims.page_size
+            max_pieces = max(distinct.table.shape[1] for distinct in pages) + rows * new_pages
+        mover = make_mover(job.options.variant, programs, cluster.weights)
+        extra = mover.prepare(max_pieces)
+        try:
+            self._reserve(group.device_indices, extra)
+        except MemoryBudgetError as error:
+            self._reserve(group.device_indices, 0)
+            raise RequestError(f"variant {job.options.variant}: {error}, or kv_cache_tokens") from error
         job.prepare_s += time.perf_counter() - start
-        return programs, staging
+        return programs, mover, extra
+
+    def _reserve(self, devices: Iterable[int], num_bytes: int) -> None:
+        """Set aside what a transition takes, or, with none under way, what the memory plan has for it."""
+        for device in devices:
+            self._cluster.ledgers[device].reserve("staging", max(num_bytes, self._cluster.memory_plan.staging_bytes))
 
     def _transition(
-        self, job: _Job, instance: Instance, members: list[Member], programs: TransitionPrograms
+        self, job: _Job, instance: Instance, members: list[Member], programs: TransitionPrograms, mover: Mover
     ) -> Transition:
         return Transition(
             instance,
             members,
             programs,
+            mover,
             self._cluster.weights,
             self._cluster.executables,
             layers_per_step=job.options.layers_per_step,
             overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
+        )
+
+    # Restart
+
+    def _restart(self, job: _Job, old: list[Instance]) -> None:
+        """Give a group its degree by starting it again: weights are read anew, and requests are computed again."""
+        cluster, options = self._cluster, job.options
+        start = time.perf_counter()
+        group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
+        up = len(old) > 1
+        before = max(instance.released for instance in old)
+        if up:
+            groups, after = [group], max(group.tp, before) if options.release_weights else before
+            have = [instance.released for instance in old for _ in instance.group.devices]
+        else:
+            tp = options.tensor_parallel_size
+            groups = [cluster.sub_meshes.group(first, tp) for first in range(group.start, group.start + group.tp, tp)]
+            after = min(before, tp)
+            have = [after] * group.tp
+            self._check_growth(old[0], tp, after)
+        recomputed = 0
+        for instance in old:
+            for sequence in list(instance.running):
+                self._requeue(instance, sequence)
+                recomputed += 1
+            instance.cache.clear()
+            instance.kv.clear()
+        try:
+            with cluster.open_weights() as reader:
+                cluster.weights.reload(reader, group, have)
+        except Exception as error:
+            cluster.replace(old, [cluster.empty_instance(i.group, i.released) for i in old])
+            job.fail(error, group.device_indices, "its instances are as they were, its requests are computed again")
+            return
+        if up:
+            for layer in range(cluster.dims.config.num_layers):
+                for instance in old:
+                    cluster.weights.release(instance.group, layer, instance.released, before)
+                cluster.weights.release(group, layer, before, after)
+        cluster.replace(old, [cluster.empty_instance(g, after) for g in groups])
+        lower, higher = (old[0].tp, group.tp) if up else (groups[0].tp, group.tp)
+        job.groups.append(
+            GroupTransform(
+                group.device_indices,
+                *((lower, higher) if up else (higher, lower)),
+                time.perf_counter() - start,
+                layers=(),
+                steps=0,
+                tokens=0,
+                staging_bytes=0,
+                restored_bytes=0,
+                recomputed=recomputed,
+            )
         )
 
     # The course of a transition
@@ -304,7 +401,7 @@ class Transformations:
         try:
             reserve(instance)
             transition.switch_layers()
-            plan = transition.plan()
+            plan = transition.plan_step()
             if plan is None:
                 while not transition.done:
                     transition.switch_layers()
@@ -351,6 +448,7 @@ class Transformations:
             self._settle(active)
 
     def _settle(self, active: _Active) -> None:
+        self._reserve(active.devices, 0)
         transition, programs = active.transition, active.transition.programs
         lower, higher = programs.lower, programs.group.tp
         itemsize = jnp.dtype(programs.dims.dtype).itemsize
@@ -385,9 +483,8 @@ class Transformations:
         else:
             self._abort(active)
             how = "its instances are as they were"
-        devices = list(active.devices)
-        active.job.error = active.job.error or error
-        active.job.error.add_note(f"on devices {devices}: {how}")
+        self._reserve(active.devices, 0)
+        active.job.fail(error, active.devices, how)
         active.job.active -= 1
         self._proceed(active.job)
 

@@ -24,16 +24,14 @@ import numpy as np
 from amoeba_jax.engine.batch import StepBatch
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance, Row, StepPlan
+from amoeba_jax.engine.movers import Mover, Plan
 from amoeba_jax.engine.program import HeadOutput
-from amoeba_jax.engine.restore import source_place
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.transform import LayerSwitch
-from kvcache.migration import Phase, plan_phases
 from kvcache.pages import PagePool, SequencePages
-from kvcache.relayout import moves
 from sharding.mesh import SubMesh, assemble, disassemble
 
 
@@ -60,6 +58,7 @@ class Transition:
         instance: at the higher degree. Its `kv` has the extents of the layers that are in the higher layout.
         members: the instances of the lower degree, in the order of their devices.
         programs: that were prepared for them.
+        mover: that was prepared for them.
         overlapped: whether steps are launched behind a layer's switch without waiting for it.
 
     Attributes:
@@ -72,6 +71,7 @@ class Transition:
         instance: Instance,
         members: list[Member],
         programs: TransitionPrograms,
+        mover: Mover,
         weights: WeightStore,
         executables: Executables,
         *,
@@ -83,11 +83,10 @@ class Transition:
         self.num_switched = 0
         self.started = False
         self.switches: list[LayerSwitch] = []
-        self._weights, self._executables = weights, executables
+        self._mover, self._weights, self._executables = mover, weights, executables
         self._layers_per_step, self._overlapped = layers_per_step, overlapped
-        self._phases: list[tuple[jax.Array, jax.Array]] = []
-        self._phases_of: list[np.ndarray] | None = None
-        self._num_pieces = 0
+        self._plan = Plan(0, 0)
+        self._plan_of: list[np.ndarray] | None = None
 
     @property
     def boundary(self) -> int:
@@ -112,7 +111,7 @@ class Transition:
         """Free a sequence's pages in the lower layout."""
         self.member_of(sequence).sequences.pop(sequence).release()
 
-    def plan(self) -> StepPlan | None:
+    def plan_step(self) -> StepPlan | None:
         """The next step: a token of every sequence that decodes. Prompts wait until all layers have switched."""
         rows = []
         for index, member in enumerate(self.members):
@@ -132,23 +131,21 @@ class Transition:
         # The steps before this, so that they are not timed with it.
         self._wait([member.kv[layer] for member in self.members] if self.up else self.instance.kv[layer])
         times = [time.perf_counter()]
-        phases = self._plan_phases()
+        plan = self._plan_moves()
         times.append(time.perf_counter())
         self.started = True
         kv = self._all_extents(layer)
         times.append(time.perf_counter())
-        for send, receive in phases:
-            (kv,) = self.programs.exchange([kv], send, receive)
+        kv = self._mover.move(kv)
         self._wait(kv)
         times.append(time.perf_counter())
-        self._wait(self._hand_over(layer, kv))
+        self._wait([*self._hand_over(layer, kv), *self._mover.renew(layer)])
         times.append(time.perf_counter())
         self.num_switched += 1
         plan_s, gather_s, kv_s, place_s = np.diff(times).tolist()
         weights_s = gather_s + place_s
-        self.switches.append(
-            LayerSwitch(layer, plan_s, kv_s, weights_s, len(phases), self._num_pieces * self.piece_bytes)
-        )
+        moved_bytes = plan.num_pieces * self.piece_bytes
+        self.switches.append(LayerSwitch(layer, plan_s, kv_s, weights_s, plan.num_phases, moved_bytes))
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
@@ -187,12 +184,8 @@ class Transition:
         num_kept = len(programs.new_extents)
         kept, given_back = kv[:num_kept], kv[num_kept:]
         if given_back:
-            restored = []
-            for chunk, extent in zip(programs.restored(layer), given_back, strict=True):
-                place = source_place(chunk, programs.dims.max_tp, group)
-                source = self._weights.assembled(group, chunk.spec, place)
-                restored.append(programs.restore(chunk)(source, extent))
-            given_back = restored
+            pairs = zip(programs.restored(layer), given_back, strict=True)
+            given_back = [self._mover.restore(chunk, extent) for chunk, extent in pairs]
             self._weights.put_back(group, layer, *programs.released, given_back)
         self.instance.kv[layer] = []
         buffers = [disassemble(group, extent) for extent in kept]
@@ -217,10 +210,10 @@ class Transition:
             extents[:] = [jnp.zeros(e.shape, e.dtype, device=group.sharded) if e.is_deleted() else e for e in extents]
         return self.instance.kv
 
-    def _plan_phases(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Phases that bring all live pages to their places in the new layout.
+    def _plan_moves(self) -> Plan:
+        """Have the mover plan how all live pages get to their places in the new layout.
 
-        They are the same for every layer until a sequence gets a page or goes.
+        The plan is the same for every layer until a sequence gets a page or goes.
         """
         group, lower = self.instance.group, self.programs.lower
         high, low = [], []
@@ -233,22 +226,15 @@ class Transition:
             high.append(high_table[:, first])
             low.append(low_table[:, first])
         tables = [*high, *low]
-        if self._phases_of is None or not all(map(np.array_equal, tables, self._phases_of)):
-            source, target = moves(*((low, high) if self.up else (high, low)))
-            self._num_pieces = len(source)
-            phases = plan_phases(source, target, group.tp, self.programs.phase_pieces)
-            self._phases = [self._put_phase(phase) for phase in phases]
-            self._phases_of = tables
-        return self._phases
-
-    def _put_phase(self, phase: Phase) -> tuple[jax.Array, jax.Array]:
-        sharding = self.instance.group.sharded
-        return jax.device_put(phase.send, sharding), jax.device_put(phase.receive, sharding)
+        if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
+            self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
+            self._plan_of = tables
+        return self._plan
 
     # Steps
 
     def run(self, plan: StepPlan, batch: StepBatch) -> HeadOutput:
-        """Dispatch a step of `plan()` without waiting."""
+        """Dispatch a step of `plan_step()` without waiting."""
         group, programs = self.instance.group, self.programs
         packed = jax.device_put(batch.packed, group.sharded)
         hidden, _ = self._run_end(programs.embedding, packed, None)

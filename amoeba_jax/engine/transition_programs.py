@@ -70,19 +70,8 @@ class TransitionPrograms:
         before, after = self.released
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
-    def prepare(self, steps: bool) -> int:
-        """Compile whatever is missing, for steps and pages only if there are sequences (`steps`).
-
-        Returns the temporaries of exchanges and restored weights in bytes, a device's. Raises what the compiler raises,
-        with nothing changed.
-        """
-        programs = [self.restore(chunk) for chunk in self.restored(0)]
-        if steps:
-            self._prepare_steps()
-            programs.append(self.exchange)
-        return max((_temporaries(program) for program in programs), default=0)
-
-    def _prepare_steps(self) -> None:
+    def prepare_steps(self) -> None:
+        """Compile what steps need in every state between the layouts. Raises what the compiler raises."""
         requests: dict[StepKey, Request] = {}
         for boundary in range(self.num_layers + 1):
             for low in (True, False):
@@ -161,11 +150,14 @@ class TransitionPrograms:
     def exchange(self) -> jax.stages.Compiled:
         return self._executables.exchange(self.dims, self.group, self.old_extents, self.new_extents, self.phase_pieces)
 
+    def migrate(self, num_pieces: int) -> jax.stages.Compiled:
+        """See `kvcache.copying`."""
+        return self._executables.migrate(self.dims, self.group, self.old_extents, num_pieces)
+
+    def defragment(self, num_pieces: int) -> jax.stages.Compiled:
+        """See `kvcache.copying`."""
+        return self._executables.defragment(self.dims, self.group, self.old_extents, self.new_extents, num_pieces)
+
     def restore(self, chunk: ReleasedChunk) -> jax.stages.Compiled:
         """What makes one of `restored` weights again."""
         return self._executables.restore(self.group, chunk, self.dims, self.phase_pieces)
-
-
-def _temporaries(program: jax.stages.Compiled) -> int:
-    memory = program.memory_analysis()
-    return 0 if memory is None else memory.temp_size_in_bytes

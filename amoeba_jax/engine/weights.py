@@ -1,7 +1,9 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +22,22 @@ from sharding.release import ReleasedChunk, released_chunks
 
 ChunkKey = tuple[str, int]
 LoadChunks = Callable[[ParamSpec], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """Weights that are open for reading.
+
+    Attributes:
+        load_chunks: a parameter's chunks in their stored shape, on the host.
+        release: gives back the memory of what was read so far.
+    """
+
+    load_chunks: LoadChunks
+    release: Callable[[], None]
+
+
+OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 @dataclass(frozen=True)
@@ -80,19 +98,13 @@ class WeightStore:
             totals[(layer, _kind(name, layer))] += padding * present // spec.num_chunks
         return totals
 
-    def load(self, load_chunks: LoadChunks, ledgers: list[Ledger], after_layer: Callable[[], None]) -> Iterator[str]:
+    def load(self, reader: WeightReader, ledgers: list[Ledger]) -> Iterator[str]:
         """Put every parameter on every device, yielding each one's name when it is there.
 
-        `load_chunks(spec)` returns a parameter's chunks in their stored shape; each goes straight to the devices
-        and is then forgotten. `after_layer` runs between layers (a checkpoint drops its memory maps then).
+        Each chunk goes straight to the devices and is then forgotten.
         """
         self._ledgers = ledgers
-        previous: int | None = None
-        for name, (layer, spec) in self.specs.items():
-            if layer != previous:
-                after_layer()
-                previous = layer
-            chunks = load_chunks(spec)
+        for name, layer, chunks in self._read(reader):
             for index, chunk in enumerate(chunks):
                 for ledger in ledgers:
                     ledger.add(_kind(name, layer), chunk.nbytes, layer)
@@ -100,7 +112,41 @@ class WeightStore:
                 for buffers, copy in zip(self._chunks, copies, strict=True):
                     buffers[(name, index)] = copy
             yield name
-        after_layer()
+
+    def _read(self, reader: WeightReader) -> Iterator[tuple[str, int | None, list[np.ndarray]]]:
+        """Every parameter's name, layer and chunks. The reader's memory is given back between layers."""
+        previous: int | None = None
+        for name, (layer, spec) in self.specs.items():
+            if layer != previous:
+                reader.release()
+                previous = layer
+            yield name, layer, reader.load_chunks(spec)
+        reader.release()
+
+    def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
+        """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
+
+        Where reading fails, the group has the chunks that it had: each until the same is there anew.
+        """
+        back: list[dict[ChunkKey, jax.Array]] = [{} for _ in group.devices]
+        for name, layer, chunks in self._read(reader):
+            wanted = [set(range(len(chunks))) for _ in group.devices]
+            for rank, degree in enumerate(degrees):
+                for released in self.released(layer, degree) if layer is not None else ():
+                    if released.spec.name == name:
+                        wanted[rank].discard(self._chunk_on(released, group.device_indices[rank]))
+            self._forget_views(group, name)
+            for index, chunk in enumerate(chunks):
+                ranks = [rank for rank, indices in enumerate(wanted) if index in indices]
+                copies = put_copies(chunk, tuple(group.devices[rank] for rank in ranks))
+                for rank, copy in zip(ranks, copies, strict=True):
+                    present = self._chunks[group.device_indices[rank]]
+                    (present if (name, index) in present else back[rank])[(name, index)] = copy
+        for rank, device in enumerate(group.device_indices):
+            for (name, index), buffer in back[rank].items():
+                layer, _ = self.specs[name]
+                self._chunks[device][(name, index)] = buffer
+                self._ledgers[device].transfer("kv cache", _kind(name, layer), buffer.nbytes, layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
         """Weights of one segment for an instance on `group`, in the order in which its programs take them.
@@ -193,10 +239,23 @@ class WeightStore:
         """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
         return self._chunks[device][(name, index)]
 
-    def host_chunks(self, spec: ParamSpec) -> list[np.ndarray]:
-        """Copies of a parameter's chunks, from the first device that has each."""
-        keys = [(spec.name, index) for index in range(spec.num_chunks)]
-        return [np.asarray(next(chunks[key] for chunks in self._chunks if key in chunks)) for key in keys]
+    def any_chunk(self, name: str, index: int) -> jax.Array:
+        """`chunk` of the first device that has it."""
+        return next(chunks[(name, index)] for chunks in self._chunks if (name, index) in chunks)
+
+    def replace(self, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+        """Put copies in the place of all chunks of a layer that are of the kind that is released at some degree.
+
+        Returns the copies. Views of them are forgotten.
+        """
+        copies = []
+        for name in {released.spec.name: None for released in self.released(layer, self.dims.max_tp)}:
+            self._forget_views(group, name)
+            for device in group.device_indices:
+                for key in [key for key in self._chunks[device] if key[0] == name]:
+                    self._chunks[device][key] = copy(self._chunks[device][key])
+                    copies.append(self._chunks[device][key])
+        return copies
 
     def release_all(self) -> None:
         """Drop all buffers and views."""
@@ -212,11 +271,18 @@ def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.A
     0.10 to 0.12), and donating such a buffer copies it. Misaligned memory is always copied, and only once, where
     `jnp.array(copy=True)` may copy twice.
     """
-    memory = np.empty(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + array.itemsize
-    misaligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    misaligned = empty_misaligned(array.shape, array.dtype)
     misaligned[...] = array
     return jax.block_until_ready([jax.device_put(misaligned, device) for device in devices])
+
+
+def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that `device_put` copies from and never adopts; see `put_copies`."""
+    itemsize = np.dtype(dtype).itemsize
+    num_bytes = math.prod(shape) * itemsize
+    memory = np.empty(num_bytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + itemsize
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:

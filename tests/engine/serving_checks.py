@@ -1,41 +1,11 @@
 """What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import jax
-
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.memory import plan_memory
-from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.llm import Prompt
-from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import CompletionOutput
 
 TIMEOUT_S = 300
 """For whatever could wait for ever; a test that gets there has failed."""
-
-
-def memory_for_pages(directory: Path, settings: dict[str, Any], num_pages: int) -> int:
-    """The `device_memory` that leaves the KV cache of each device exactly so many pages."""
-    ample: dict[str, Any] = {**settings, "device_memory": "64MiB"}
-    with LLM(directory, **ample) as llm:
-        dims, config, plan = llm.dims, llm.config, llm._engine.cluster.memory_plan
-    size = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
-    size += num_pages * plan.page_bytes * dims.config.num_layers
-    # The staging buffer's size follows from what is left.
-    while _num_pages(dims, replace(config, device_memory=size), plan.weight_bytes) < num_pages:
-        size += plan.page_bytes
-    return size
-
-
-def _num_pages(dims: ModelDims, config: EngineConfig, weight_bytes: int) -> int:
-    try:
-        return plan_memory(dims, config, weight_bytes, jax.devices()[0]).num_pages
-    except MemoryBudgetError:
-        return 0
 
 
 def forget_prefixes(llm: LLM) -> None:

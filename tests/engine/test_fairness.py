@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from serving_checks import TIMEOUT_S, alone, check_idle, memory_for_pages
+from serving_checks import TIMEOUT_S, alone, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
@@ -33,8 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
         "compile_cache": compile_cache,
         "progress": False,
     }
-    memory = memory_for_pages(directory, settings, NUM_PAGES)
-    with LLM(directory, device_memory=memory, **settings) as llm:
+    with LLM(directory, device_memory="16MiB", kv_cache_tokens=NUM_PAGES * PAGE_SIZE, **settings) as llm:
         yield llm
 
 

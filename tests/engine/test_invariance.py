@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_checks import alone, check_idle, forget_prefixes, memory_for_pages
+from serving_checks import alone, check_idle, forget_prefixes
 from tiny_models import tiny_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
@@ -116,7 +116,7 @@ def test_in_chunks_of_another_size(reference: Reference):
 
 def test_with_preemption(reference: Reference):
     settings: dict[str, Any] = {**reference.settings, "max_num_seqs": 2}
-    settings["device_memory"] = memory_for_pages(reference.directory, settings, 11)
+    settings["kv_cache_tokens"] = 11 * settings["page_size"]
     with LLM(reference.directory, **settings) as llm:
         preempted = set()
         for order in (range(NUM_REQUESTS), range(NUM_REQUESTS)[::-1]):  # the later of two is preempted

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_checks import alone, check_idle, memory_for_pages
+from serving_checks import alone, check_idle
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import CompletionOutput
@@ -90,8 +90,7 @@ def expected(directory: Path, settings: dict[str, Any], prompts: dict[str, str])
 @pytest.fixture(scope="module")
 def small(directory: Path, settings: dict[str, Any]) -> Iterator[LLM]:
     """Pages for one request and a half."""
-    memory = memory_for_pages(directory, settings, 24)
-    scarce: dict[str, Any] = {**settings, "device_memory": memory}
+    scarce: dict[str, Any] = {**settings, "kv_cache_tokens": 24 * settings["page_size"]}
     with LLM(directory, **scarce) as llm:
         yield llm
 

@@ -1,38 +1,23 @@
 """Instances merge and split while requests run: every token is the one that an undisturbed run gives."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from serving_checks import TIMEOUT_S, check_idle, forget_prefixes, memory_for_pages
+from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
 from tiny_models import tiny_model
+from transform_cases import SETTINGS, Background, after_each_switch, kv_of, make, requests, tokens, wait_until_decoding
 
-from amoeba_jax import LLM, RequestOutput, SamplingParams
+from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
-from amoeba_jax.llm import Prompt
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
-SETTINGS: dict[str, Any] = {
-    "device_memory": "4MiB",
-    "page_size": 4,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 128,
-    "segment_layers": 2,
-    "progress": False,
-}
 CHAINS = [[4, 1], [2, 4, 2, 1], [4, 2, 1]]
-
-
-def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
-    return LLM(directory, compile_cache=compile_cache, **{**SETTINGS, "num_devices": 4, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -53,65 +38,6 @@ def idle(llm: LLM) -> Iterator[LLM]:
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
     check_idle(llm)
-
-
-def requests(count: int, seed: int = 0, max_tokens: int = 48) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts, half of which begin alike, with settings of every kind."""
-    random = np.random.default_rng(seed)
-    shared = random.integers(3, 200, 13).tolist()
-    prompts, params = [], []
-    for index in range(count):
-        own = random.integers(3, 200, random.integers(1, 30)).tolist()
-        prompts.append(shared + own if index % 2 else own)
-        kinds = [
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            SamplingParams(temperature=1, seed=index, max_tokens=max_tokens, ignore_eos=True),
-            SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=max_tokens, ignore_eos=True),
-            SamplingParams(temperature=0.8, seed=index, n=2, max_tokens=max_tokens, ignore_eos=True, logprobs=1),
-        ]
-        params.append(kinds[index % len(kinds)])
-    return prompts, params
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
-    return [[tuple(output.token_ids) for output in request.outputs] for request in outputs]
-
-
-class Background:
-    """`generate` in a thread of its own."""
-
-    def __init__(self, llm: LLM, prompts: list[Prompt], params: Any, **arguments: Any):
-        self.outputs: list[RequestOutput] = []
-        self.error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self.outputs = llm.generate(prompts, params, **arguments)
-            except BaseException as error:
-                self.error = error
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> list[RequestOutput]:
-        self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive(), "the requests never ended"
-        if self.error is not None:
-            raise self.error
-        return self.outputs
-
-
-def wait_until_decoding(llm: LLM, count: int) -> None:
-    """Until so many sequences run and have a token."""
-
-    def decoding() -> int:
-        running = [s for instance in llm._engine.instances for s in instance.running]
-        return sum(bool(sequence.output) for sequence in running)
-
-    deadline = time.monotonic() + TIMEOUT_S
-    while llm._dispatcher.call(decoding).result(TIMEOUT_S) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(map(str, chain)))
@@ -211,33 +137,6 @@ def test_two_groups_of_eight_devices(directory: Path, compile_cache: str):
         check_idle(llm)
 
 
-def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
-    """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
-
-    def read() -> dict[str, list[np.ndarray]]:
-        llm._engine.drain()
-        found = {}
-        for instance in llm._engine.instances:
-            shape = llm.dims.pages.sub_page_shape(instance.tp)
-            for sequence in instance.running:
-                layers = []
-                for extents in instance.kv:
-                    shards = [
-                        np.concatenate(
-                            [np.asarray(e.addressable_shards[rank].data).reshape(-1, *shape) for e in extents]
-                        )
-                        for rank in range(instance.tp)
-                    ]
-                    pages = [shard[row] for shard, row in zip(shards, sequence.pages.table, strict=True)]
-                    whole = np.concatenate(pages, axis=1)  # [pages, heads, 2, page_size, head_dim]
-                    by_token = whole.transpose(0, 3, 1, 2, 4).reshape(-1, *whole.shape[1:3], whole.shape[4])
-                    layers.append(by_token[: sequence.num_computed].copy())
-                found[sequence.request_id] = layers
-        return found
-
-    return llm._dispatcher.call(read).result(TIMEOUT_S)
-
-
 def test_kv_is_the_same_after_a_round_trip(idle: LLM):
     """Byte by byte, for tokens that were there before."""
     prompts, _ = requests(6)
@@ -260,38 +159,10 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM):
     running.result()
 
 
-def test_memory_in_use_does_not_change(idle: LLM):
-    """Device arrays before, after, and the ledger: extents change their owner, and nothing else."""
-    expected = tokens(idle.generate(*requests(4)))
-
-    def live() -> int:
-        idle._dispatcher.call(idle._engine.drain).result(TIMEOUT_S)
-        # An array is counted once, however many views there are of its buffers.
-        buffers = {
-            (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
-            for array in jax.live_arrays()
-            for shard in array.addressable_shards
-        }
-        return sum(buffers.values())
-
-    idle.transform(4), idle.transform(1)
-    before, ledgers = live(), [dict(ledger.entries) for ledger in idle._engine.cluster.ledgers]
-    for _ in range(3):
-        idle.transform(4)
-        released = idle._engine.cluster.ledgers[0].entries
-        assert released[(0, "kv cache")] > ledgers[0][(0, "kv cache")]
-        assert sum(released.values()) == sum(ledgers[0].values())
-        idle.transform(1)
-    assert [dict(ledger.entries) for ledger in idle._engine.cluster.ledgers] == ledgers
-    assert abs(live() - before) <= 64 << 10, "a step's inputs and outputs, a few KiB, may come and go"
-    assert tokens(idle.generate(*requests(4))) == expected, "restored weights are what they were"
-
-
 def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
     """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
-    settings = {**SETTINGS, "num_devices": 4, "max_model_len": None, "max_num_seqs": 2, "compile_cache": compile_cache}
-    memory = memory_for_pages(directory, settings, 15)
-    with LLM(directory, **{**settings, "device_memory": memory}) as llm:
+    scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}
+    with make(directory, compile_cache, **scarce) as llm:
         at_tp1 = llm.instances[0].kv_total_pages * 4
         long = np.random.default_rng(0).integers(3, 200, 4 * at_tp1).tolist()
         one = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -344,9 +215,8 @@ def test_instances_are_not_cut_in_two(idle: LLM):
 
 def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str):
     """A request that has grown beyond one device keeps its instance; it goes on, and the split is possible later."""
-    settings = {**SETTINGS, "num_devices": 4, "max_model_len": None, "max_num_seqs": 2, "compile_cache": compile_cache}
-    memory = memory_for_pages(directory, settings, 15)
-    with LLM(directory, **{**settings, "device_memory": memory}) as llm:
+    scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}
+    with make(directory, compile_cache, **scarce) as llm:
         at_tp1 = llm.instances[0].kv_total_pages * 4
         llm.transform(4)
         prompt = np.random.default_rng(0).integers(3, 200, at_tp1).tolist()
@@ -387,17 +257,6 @@ def test_one_at_a_time(idle: LLM):
 # While it is under way
 
 
-def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:
-    """Call in the dispatcher thread after every layer's switch."""
-    switch = Transition._switch
-
-    def wrapped(transition: Transition, layer: int) -> None:
-        switch(transition, layer)
-        call(transition)
-
-    monkeypatch.setattr(Transition, "_switch", wrapped)
-
-
 def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
     prompts, _ = requests(6)
@@ -436,7 +295,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
         idle.transform(4)
     running = Background(idle, prompts, params)
     wait_until_decoding(idle, 6)
-    name = {"plan": "_plan_phases", "exchange": "_all_extents", "step": "run"}[where]
+    name = {"plan": "_plan_moves", "exchange": "_all_extents", "step": "run"}[where]
     method = getattr(Transition, name)
     failures = [RuntimeError("injected")]
 

@@ -1,0 +1,55 @@
+"""Logits of a whole sequence through the paged path, for checks and teaching."""
+
+import numpy as np
+
+from amoeba_jax.engine.batch import BatchShape, StepBatch
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.errors import RequestError
+from kvcache.pages import SequencePages
+
+
+def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
+    """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token.
+
+    Runs in the dispatcher thread. Raises `RequestError` if the sequence is too long, or running requests leave too few
+    pages.
+    """
+    engine.check_request(len(tokens), 0)
+    steady = [instance for instance in engine.instances if instance.transition is None]
+    if not steady:
+        raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")
+    instance = max(steady, key=lambda i: (i.cache.num_available_pages, -i.id))
+    if (need := engine.dims.pages.pages_for(len(tokens))) > instance.cache.num_available_pages:
+        raise RequestError(
+            f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
+            f"{instance.cache.num_available_pages}: wait for them to finish"
+        )
+    pages = SequencePages(instance.pages)
+    instance.cache.reserve(pages, len(tokens))
+    rows, start = [], 0
+    try:
+        while start < len(tokens):
+            chunk = instance.buckets.chunk_size(decode_from - start) if start < decode_from else 1
+            stop = min(start + chunk, decode_from) if start < decode_from else start + 1
+            shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
+            head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
+            rows.append(np.asarray(head.logits)[:, : stop - start].T)
+            start = stop
+    finally:
+        instance.cache.release(pages)
+    return np.concatenate(rows)
+
+
+def _sequence_batch(
+    shape: BatchShape, instance: Instance, tokens: tuple[int, ...], start: int, pages: SequencePages
+) -> StepBatch:
+    """Inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
+    batch = StepBatch(shape, instance.tp)
+    padding = shape.num_tokens - len(tokens)
+    batch.set("tokens", np.pad(tokens, (0, padding)))
+    batch.set("positions", np.pad(np.arange(start, start + len(tokens)), (0, padding), constant_values=-1))
+    used = instance.pages.geometry.pages_for(start + len(tokens))
+    batch.set_table(0, pages.table[:, :used])
+    batch.set("num_pages", np.array([used]))
+    return batch

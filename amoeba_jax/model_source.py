@@ -1,0 +1,62 @@
+"""A model that was found: its config, its tokenizer's directory, and its weights, as often as they are wanted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
+from amoeba_jax.checkpoint.config_only import RandomCheckpoint
+from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.engine.weights import WeightReader, check_checkpoint, checkpoint_reader, random_reader
+from amoeba_jax.models.dims import ModelDims
+
+
+class ModelSource:
+    """Where a model comes from. It is open from construction to the end of the first `weights` or `close`.
+
+    Raises `ModelNotFoundError` or `CheckpointError` on construction.
+
+    Attributes:
+        name: what clients call it.
+        hf_config: the content of its config.json.
+        directory: of its tokenizer's files, or None where it has none.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._resolved = resolve_model(config.model)
+        self._random, self._seed = config.load_format == "random", config.seed
+        self._source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint | None = self._open()
+        self.name = self._resolved.name
+        self.hf_config, self.directory = self._source.config, self._source.directory
+
+    @contextmanager
+    def weights(self, dims: ModelDims) -> Iterator[WeightReader]:
+        """Weights for an engine of these dims, opened again where need be.
+
+        Raises `CheckpointError` where they do not make up the model.
+        """
+        source = self._source = self._source or self._open()
+        try:
+            if isinstance(source, OrbaxCheckpoint):
+                load = source.reader(dims)
+            elif isinstance(source, RandomCheckpoint):
+                load = random_reader(dims, self._seed)
+            else:
+                check_checkpoint(source, dims)
+                load = checkpoint_reader(source, dims)
+            yield WeightReader(load, source.release)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the files. `weights` opens them again."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def _open(self) -> OrbaxCheckpoint | RandomCheckpoint | Checkpoint:
+        if self._random:
+            return RandomCheckpoint(self._resolved.path)
+        if self._resolved.kind == "orbax":
+            return OrbaxCheckpoint(self._resolved.path)
+        return open_resolved(self._resolved)

@@ -1,0 +1,79 @@
+"""Moves pages by copying all of them into fresh extents: the baseline that moving in place is measured against.
+
+Two programs for a layer. `migrate` sends every piece that changes its rank, all at once, into a buffer of its own.
+`defragment` then fills fresh extents: with the pieces that stay on their rank, packed to where the new view has them,
+and with those received. The old extents are dropped afterwards. So a layer's cache is there twice for a moment.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces, trade_pieces
+from kvcache.geometry import PageGeometry
+from kvcache.migration import PADDING
+from sharding.mesh import TP_AXIS, SubMesh
+
+
+def compile_migrate(
+    geometry: PageGeometry, dtype: jnp.dtype, group: SubMesh, extent_pages: tuple[int, ...], num_pieces: int
+) -> jax.stages.Compiled:
+    """A program `(extents, send) -> received` for one layer.
+
+    `extents` are `[tp * pages, page_elems]` over the group's ranks and stay as they are; `send` is that of a `Phase`
+    with `K = num_pieces`; `received` is `[tp * tp, K, elems of a piece]`, what each rank got from each.
+    """
+
+    def run(extents: list[jax.Array], send: jax.Array) -> jax.Array:
+        send = _without_own(send[0], jax.lax.axis_index(TP_AXIS))
+        pieces = gather_pieces(as_pieces(extents, group.tp), send.reshape(-1))
+        return trade_pieces(pieces.reshape(*send.shape, -1))
+
+    extents, ids = _shapes(geometry, dtype, group, extent_pages, num_pieces)
+    return _compile(run, group, (extents, ids))
+
+
+def compile_defragment(
+    geometry: PageGeometry,
+    dtype: jnp.dtype,
+    group: SubMesh,
+    old_extent_pages: tuple[int, ...],
+    new_extent_pages: tuple[int, ...],
+    num_pieces: int,
+) -> jax.stages.Compiled:
+    """A program `(extents, received, send, receive) -> fresh extents` for one layer.
+
+    Takes the old extents, what `migrate` returned, and both halves of the `Phase`.
+    """
+
+    def run(extents: list[jax.Array], received: jax.Array, send: jax.Array, receive: jax.Array) -> list[jax.Array]:
+        rank = jax.lax.axis_index(TP_AXIS)
+        stays_from, stays_at = send[0, rank], receive[0, rank]
+        fresh = [jnp.zeros((pages * group.tp, received.shape[-1]), dtype) for pages in new_extent_pages]
+        kept = gather_pieces(as_pieces(extents, group.tp), stays_from)
+        fresh = scatter_pieces(fresh, stays_at, kept)
+        places = _without_own(receive[0], rank).reshape(-1)
+        fresh = scatter_pieces(fresh, places, received.reshape(len(places), -1))
+        return [f.reshape(-1, geometry.page_elems) for f in fresh]
+
+    extents, ids = _shapes(geometry, dtype, group, old_extent_pages, num_pieces)
+    piece_elems = geometry.page_elems // group.tp
+    received = jax.ShapeDtypeStruct((group.tp**2, num_pieces, piece_elems), dtype)
+    return _compile(run, group, (extents, received, ids, ids))
+
+
+def _without_own(ids: jax.Array, rank: jax.Array) -> jax.Array:
+    """The ids of pieces that change their rank."""
+    return jnp.where(jnp.arange(len(ids))[:, None] == rank, PADDING, ids)
+
+
+def _shapes(geometry: PageGeometry, dtype: jnp.dtype, group: SubMesh, extent_pages: tuple[int, ...], num_pieces: int):
+    extents = [jax.ShapeDtypeStruct((group.tp * pages, geometry.page_elems), dtype) for pages in extent_pages]
+    return extents, jax.ShapeDtypeStruct((group.tp, group.tp, num_pieces), jnp.int32)
+
+
+def _compile(run, group: SubMesh, shapes: tuple) -> jax.stages.Compiled:
+    spec = P(TP_AXIS)
+    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=(spec,) * len(shapes), out_specs=spec, check_vma=False)
+    jitted = jax.jit(mapped, in_shardings=group.sharded, out_shardings=group.sharded)
+    return jitted.lower(*shapes).compile()

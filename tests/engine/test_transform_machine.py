@@ -1,0 +1,194 @@
+"""Any order of requests, steps, cancels and transformations: pages are accounted for throughout, and tokens are right.
+
+The machine drives the engine itself, in the dispatcher's thread, so that an example runs the same way every time.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tiny_models import tiny_model
+from transform_cases import make
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.errors import LayoutError, RequestError
+from amoeba_jax.request import Request
+from amoeba_jax.transform import TransformReport, TransformVariant
+from kvcache.allocator import BuddyAllocator
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_compile")]
+
+PAGES = 20
+MAX_STEPS = 2000
+
+
+def cases() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all kinds of lengths, half of which begin alike."""
+    random = np.random.default_rng(0)
+    shared = random.integers(3, 200, 9).tolist()
+    found = []
+    for index, (length, max_tokens) in enumerate([(3, 30), (25, 8), (14, 20), (40, 3), (1, 12), (7, 50)]):
+        prompt = random.integers(3, 200, length).tolist()
+        kinds = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "n": 2}, {"temperature": 0.7, "seed": index}]
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kinds[index % 3])
+        found.append((shared + prompt if index % 2 else prompt, params))
+    return found
+
+
+CASES = cases()
+
+
+class Machine(RuleBasedStateMachine):
+    """`llm`, with `expected[case]` the tokens that each case gives alone."""
+
+    llm: LLM
+    expected: list[list[tuple[int, ...]]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[int, Request, list[Sequence]]] = []
+        self.cancelled: set[int] = set()
+        self.transformations: list[Future[TransformReport]] = []
+
+    @property
+    def engine(self) -> Engine:
+        return self.llm._engine
+
+    @rule(case=st.integers(0, len(CASES) - 1))
+    @precondition(lambda self: len(self.requests) < 12)
+    def submit(self, case: int) -> None:
+        prompt, params = CASES[case]
+        request = self.llm._request(prompt, params, lambda _: None, None, None)
+        self.requests.append((case, request, request.sequences))
+        self.engine.submit([request.sequences[0]])
+
+    @rule(wait=st.booleans(), times=st.integers(1, 5))
+    def step(self, wait: bool, times: int) -> None:
+        for _ in range(times):
+            self.engine.advance()
+            if wait:
+                self.engine.drain()
+            else:
+                self.engine.collect()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.requests)
+    def cancel(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.requests) - 1))
+        self.cancelled.add(index)
+        self.engine.finish(self.requests[index][2], "abort")
+
+    @rule(
+        tp=st.sampled_from([1, 2, 4]),
+        devices=st.sampled_from([(0, 1, 2, 3), (0, 1), (2, 3)]),
+        variant=st.sampled_from(list(TransformVariant)),
+        release=st.booleans(),
+        layers=st.integers(1, 4),
+    )
+    def transform(
+        self, tp: int, devices: tuple[int, ...], variant: TransformVariant, release: bool, layers: int
+    ) -> None:
+        options = TransformOptions(tp, devices, variant, release, layers)
+        # These devices may not be whole instances, or busy, or the requests may not fit.
+        with contextlib.suppress(LayoutError, RequestError):
+            self.transformations.append(self.engine.transform(options))
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        """Blocks that are live are those of running sequences, with a reference for each, and of cached prefixes."""
+        engine = self.engine
+        active = {id(a.transition): a for a in engine.transformations._active.values()}
+        for instance in engine.instances:
+            devices = instance.group.device_indices
+            present = [engine.cluster.allocators[device] for device in devices]
+            transition = instance.transition
+            running = [(s.pages, s) for s in instance.running]
+            high = present
+            if transition is not None:
+                to_come = active[id(transition)].allocators
+                low, high = (present, to_come) if transition.up else (to_come, present)
+                tp = transition.programs.lower
+                for index, member in enumerate(transition.members):
+                    pages = list(member.sequences.values())
+                    check_live(low[index * tp : (index + 1) * tp], pages, tp, cached=False)
+                assert {s for m in transition.members for s in m.sequences} == {s for _, s in running}
+            check_live(high, [pages for pages, _ in running], instance.tp, cached=instance.cache.enabled)
+
+    def teardown(self) -> None:
+        for _ in range(MAX_STEPS):
+            self.engine.advance()
+            self.engine.drain()
+            if not self.engine.has_requests and not self.engine.transformations.busy:
+                break
+        else:
+            raise AssertionError("the requests never ended")
+        for future in self.transformations:
+            future.result(0)
+        for index, (case, _, sequences) in enumerate(self.requests):
+            outputs = [tuple(sequence.output) for sequence in sequences]
+            if index in self.cancelled:
+                for output, expected in zip(outputs, self.expected[case], strict=True):
+                    assert expected[: len(output)] == output
+            else:
+                assert outputs == self.expected[case], f"case {case}"
+        self.engine.set_layout(1)
+        for instance in self.engine.instances:
+            instance.cache.clear()
+        for allocator in self.engine.cluster.allocators:
+            assert allocator.free_units == allocator.total_units
+        self.llm._end([request for _, request, _ in self.requests])
+
+
+def check_live(allocators: list[BuddyAllocator], pages: list[Any], tp: int, *, cached: bool) -> None:
+    assert len(allocators) == tp
+    for rank, allocator in enumerate(allocators):
+        units = allocator.max_tp // tp
+        used = Counter(unit * units for held in pages for unit in held.table[rank].tolist())
+        live = {block[0]: allocator.references(block[0]) for block in allocator.live_blocks()}
+        if cached:
+            assert used.keys() <= live.keys()
+            assert all(live[unit] >= count for unit, count in used.items())
+        else:
+            assert live == dict(used)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no prefix cache", "prefix cache"])
+def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> Iterator[LLM]:
+    """Pages for a few of the requests."""
+    settings = {"kv_cache_tokens": 4 * PAGES, "device_memory": "8MiB", "max_num_seqs": 4, "max_model_len": 80}
+    with make(directory, compile_cache, prefix_caching=request.param, **settings) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+def test_any_order(llm: LLM, examples: int):
+    class ThisMachine(Machine):
+        pass
+
+    ThisMachine.llm = llm
+    ThisMachine.expected = [
+        [tuple(output.token_ids) for output in llm.generate(prompt, params)[0].outputs] for prompt, params in CASES
+    ]
+    limits = settings(
+        max_examples=examples,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    llm._dispatcher.call(lambda: run_state_machine_as_test(ThisMachine, settings=limits)).result()

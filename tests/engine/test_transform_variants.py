@@ -1,0 +1,196 @@
+"""Transformations by other means than in place: slower, larger, and with the same tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
+from transform_cases import SETTINGS, Background, kv_of, make, requests, tokens, wait_until_decoding
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.movers import CopyMover, HostMover
+from amoeba_jax.errors import RequestError, TransformError
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+TOKENS = 128 * SETTINGS["page_size"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    with make(directory, compile_cache, kv_cache_tokens=TOKENS, device_memory="8MiB") as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """The engine as 4 x TP1 without requests, and found so afterwards, with no page or byte lost."""
+    before = [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
+    reserved = [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers]
+    yield llm
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+    check_idle(llm)
+    assert [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers] == before
+    assert [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers] == reserved
+
+
+@pytest.mark.parametrize("chain", [[4, 1], [2, 4, 2]], ids=lambda chain: "-".join(map(str, chain)))
+@pytest.mark.parametrize("variant", ["basic", "host_memory", "restart"])
+def test_tokens_do_not_depend_on_the_variant(idle: LLM, variant: str, chain: list[int]):
+    prompts, params = requests(8)
+    expected = tokens(idle.generate(prompts, params))
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 4)
+    reports = [idle.transform(tp, variant=variant) for tp in chain]
+    outputs = running.result()
+    assert tokens(outputs) == expected
+    recomputed = sum(group.recomputed for report in reports for group in report.groups)
+    assert (recomputed > 0) == (variant == "restart")
+    assert any(output.metrics.num_preemptions for output in outputs) == (variant == "restart")
+    assert all(report.tokens > 0 for report in reports if variant != "restart")
+
+
+@pytest.mark.parametrize("variant", ["basic", "host_memory"])
+@pytest.mark.parametrize("layers_per_step", [1, 100])
+def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_step: int):
+    prompts, _ = requests(6)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    running = Background(idle, prompts, params, request_ids=[f"kv-{index}" for index in range(6)])
+    wait_until_decoding(idle, len(prompts))
+    before = kv_of(idle)
+    for tp in (4, 2, 1):
+        idle.transform(tp, variant=variant, layers_per_step=layers_per_step)
+    after = kv_of(idle)
+    for name, layers in before.items():
+        for then, now in zip(layers, after[name], strict=True):
+            np.testing.assert_array_equal(now[: len(then)], then)
+    running.result()
+
+
+@pytest.mark.parametrize("variant", ["basic", "host_memory", "restart"])
+def test_weights_are_the_same_afterwards(idle: LLM, variant: str):
+    """In other buffers, of which there are as many."""
+
+    def chunks() -> dict[Any, np.ndarray]:
+        store = idle._engine.cluster.weights
+        return {(d, *key): np.array(c) for d, held in enumerate(store._chunks) for key, c in held.items()}
+
+    def num_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays() if len(array.devices()) == 1 and array.ndim == 2)
+
+    prompts, params = requests(4, max_tokens=64)
+    before = chunks()
+    for _ in range(2):
+        running = Background(idle, prompts, params)
+        wait_until_decoding(idle, 2)
+        for tp in (2, 4, 1):
+            idle.transform(tp, variant=variant)
+        running.result()
+        after = chunks()
+        assert before.keys() == after.keys()
+        for key, chunk in before.items():
+            np.testing.assert_array_equal(after[key], chunk)
+
+
+def test_without_release(idle: LLM):
+    prompts, params = requests(8, max_tokens=32)
+    expected = tokens(idle.generate(prompts, params))
+    for variant in ("basic", "host_memory", "restart"):
+        running = Background(idle, prompts, params)
+        wait_until_decoding(idle, 4)
+        idle.transform(4, variant=variant, release_weights=False)
+        assert idle.instances[0].kv_total_pages == 4 * 128
+        idle.transform(1, variant=variant)
+        assert tokens(running.result()) == expected
+
+
+def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
+    """What `basic` needs for one layer is more than its cache; the staging buffer in place is a small part of that."""
+    prompts, params = requests(8)
+    plan = idle._engine.cluster.memory_plan
+    extra = {}
+    for variant in ("in_place", "basic", "host_memory"):
+        running = Background(idle, prompts, params)
+        wait_until_decoding(idle, 4)
+        extra[variant] = idle.transform(4, variant=variant).extra_bytes
+        idle.transform(1)
+        running.result()
+    assert extra["basic"] > plan.num_pages * plan.page_bytes
+    assert extra["in_place"] <= plan.staging_bytes
+    chunk = max(c.spec.num_elements // 4 * 4 for c in idle._engine.cluster.weights.released(0, 4))
+    assert extra["host_memory"] == chunk
+
+
+def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
+    with make(directory, compile_cache) as llm:
+        prompts, params = requests(4)
+        expected = tokens(llm.generate(prompts, params))
+        running = Background(llm, prompts, params)
+        wait_until_decoding(llm, 2)
+        with pytest.raises(RequestError, match=r"basic: staging need.*kv_cache_tokens"):
+            llm.transform(4, variant="basic")
+        assert {view.tensor_parallel_size for view in llm.instances} == {1}
+        assert tokens(running.result()) == expected
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("mover", [CopyMover, HostMover])
+@pytest.mark.parametrize(
+    ("up", "where"), [(True, "move"), (True, "renew"), (False, "move"), (False, "restore"), (False, "renew")]
+)
+def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, mover: type, up: bool, where: str):
+    """In the second layer: the group ends at the higher degree, and its requests are computed again."""
+    prompts, params = requests(8, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 4)
+    method, calls = getattr(mover, where), []
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        calls.append(where)
+        if len(calls) == (4 if where == "restore" else 2):
+            raise RuntimeError("injected")
+        return method(self, *arguments)
+
+    variant = "basic" if mover is CopyMover else "host_memory"
+    with monkeypatch.context() as patch:
+        patch.setattr(mover, where, fails)
+        with pytest.raises(TransformError, match=r"injected.*devices \[0, 1, 2, 3\]: .*computed again"):
+            idle.transform(4 if up else 1, variant=variant)
+    assert [view.tensor_parallel_size for view in idle.instances] == [4]
+    assert tokens(running.result()) == expected
+    idle.transform(1)
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_restart_whose_weights_cannot_be_read(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
+    """The instances stay as they were, and serve."""
+    prompts, params = requests(8, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 4)
+
+    def fails() -> Any:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(idle._engine.cluster, "open_weights", fails)
+        with pytest.raises(TransformError, match="the disk is gone"):
+            idle.transform(4 if up else 1, variant="restart")
+    assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}
+    assert tokens(running.result()) == expected

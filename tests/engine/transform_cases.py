@@ -1,0 +1,126 @@
+"""What tests of transformations have in common: an engine, requests of every kind, and calls in the background."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S
+
+from amoeba_jax import LLM, RequestOutput, SamplingParams
+from amoeba_jax.engine.transition import Transition
+from amoeba_jax.llm import Prompt
+
+SETTINGS: dict[str, Any] = {
+    "device_memory": "4MiB",
+    "page_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 128,
+    "segment_layers": 2,
+    "progress": False,
+}
+
+
+def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
+    return LLM(directory, compile_cache=compile_cache, **{**SETTINGS, "num_devices": 4, **changes})
+
+
+def requests(count: int, seed: int = 0, max_tokens: int = 48) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, half of which begin alike, with settings of every kind."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(3, 200, 13).tolist()
+    prompts, params = [], []
+    for index in range(count):
+        own = random.integers(3, 200, random.integers(1, 30)).tolist()
+        prompts.append(shared + own if index % 2 else own)
+        kinds = [
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=1, seed=index, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(temperature=0.8, seed=index, n=2, max_tokens=max_tokens, ignore_eos=True, logprobs=1),
+        ]
+        params.append(kinds[index % len(kinds)])
+    return prompts, params
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(output.token_ids) for output in request.outputs] for request in outputs]
+
+
+class Background:
+    """`generate` in a thread of its own."""
+
+    def __init__(self, llm: LLM, prompts: list[Prompt], params: Any, **arguments: Any):
+        self.outputs: list[RequestOutput] = []
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.outputs = llm.generate(prompts, params, **arguments)
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> list[RequestOutput]:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "the requests never ended"
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+
+def wait_until_decoding(llm: LLM, count: int) -> None:
+    """Until so many sequences run and have a token."""
+
+    def decoding() -> int:
+        running = [s for instance in llm._engine.instances for s in instance.running]
+        return sum(bool(sequence.output) for sequence in running)
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while llm._dispatcher.call(decoding).result(TIMEOUT_S) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
+    """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
+
+    def read() -> dict[str, list[np.ndarray]]:
+        llm._engine.drain()
+        found = {}
+        for instance in llm._engine.instances:
+            shape = llm.dims.pages.sub_page_shape(instance.tp)
+            for sequence in instance.running:
+                layers = []
+                for extents in instance.kv:
+                    shards = [
+                        np.concatenate(
+                            [np.asarray(e.addressable_shards[rank].data).reshape(-1, *shape) for e in extents]
+                        )
+                        for rank in range(instance.tp)
+                    ]
+                    pages = [shard[row] for shard, row in zip(shards, sequence.pages.table, strict=True)]
+                    whole = np.concatenate(pages, axis=1)  # [pages, heads, 2, page_size, head_dim]
+                    by_token = whole.transpose(0, 3, 1, 2, 4).reshape(-1, *whole.shape[1:3], whole.shape[4])
+                    layers.append(by_token[: sequence.num_computed].copy())
+                found[sequence.request_id] = layers
+        return found
+
+    return llm._dispatcher.call(read).result(TIMEOUT_S)
+
+
+def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:
+    """Call in the dispatcher thread after every layer's switch."""
+    switch = Transition._switch
+
+    def wrapped(transition: Transition, layer: int) -> None:
+        switch(transition, layer)
+        call(transition)
+
+    monkeypatch.setattr(Transition, "_switch", wrapped)
