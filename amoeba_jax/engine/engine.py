@@ -86,6 +86,13 @@ class Engine:
                     )
         return self.transformations.request(options)
 
+    def end_transformations(self) -> None:
+        """Go on, and wait, until no transformation is under way."""
+        while self.transformations.busy:
+            self.advance()
+            self.drain()
+            self.transformations.wait()
+
     def set_layout(self, tp: int) -> float:
         """Regroup all devices into instances of degree `tp`; returns the seconds it took.
 
@@ -102,8 +109,7 @@ class Engine:
         start = time.perf_counter()
         devices = tuple(range(len(self.cluster.sub_meshes.devices)))
         report = self.transform(TransformOptions(tp, devices))
-        while self.transformations.busy:
-            self.advance()
+        self.end_transformations()
         report.result()
         return time.perf_counter() - start
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -304,6 +304,12 @@ class Instance:
     def _read(self, array: jax.Array) -> "Future[np.ndarray]":
         """Copy a result to the host, a row for each of the step's, without waiting for it here."""
         future = self._reader.submit(lambda: np.asarray(array).reshape(len(array), -1))
+        future.add_done_callback(lambda _: self._on_result())
+        return future
+
+    def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
+        """Done when arrays, which must not be donated before, have been computed."""
+        future = self._reader.submit(jax.block_until_ready, arrays)
         future.add_done_callback(lambda _: self._on_result())
         return future
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ class Transformations:
         self._cluster, self._drain, self._requeue = cluster, drain, requeue
         self._jobs: list[_Job] = []
         self._active: dict[Instance, _Active] = {}
-        self._settling: list[tuple[_Active, Future[np.ndarray]]] = []
+        self._settling: list[tuple[_Active, Future[Any]]] = []
 
     @property
     def busy(self) -> bool:
@@ -213,13 +214,15 @@ class Transformations:
         rows = max(len(instance.running) for instance in old)
         distinct = [_distinct_pages(instance.running, instance.tp) for instance in old]
         programs, mover, extra = self._prepare(job, group, old[0].tp, True, (before, after), rows, distinct)
+        cluster.weights.prepare_release(group, before, after)
         for instance in old:
             instance.cache.clear()
         allocators = [cluster.new_allocator(after) for _ in group.devices]
         tables = place_up([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
         for instance in old:
-            for layer, extents in enumerate(instance.kv):
-                extents += cluster.weights.release(instance.group, layer, instance.released, before)
+            if instance.released < before:
+                for layer, extents in enumerate(instance.kv):
+                    extents += cluster.weights.release(instance.group, layer, instance.released, before)
         new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after)
         new.cache.enabled = False
         members = []
@@ -437,8 +440,19 @@ class Transformations:
         if transition.up and instance.pending:
             self._settling.append((active, instance.pending[-1].result))
             return
-        jax.block_until_ready([instance.kv for instance in cluster.instances if instance.id in active.devices])
+        present = [instance for instance in cluster.instances if instance.id in active.devices]
+        if active.steps:
+            jax.block_until_ready([instance.kv for instance in present])
+        if transition.restored:
+            self._settling.append((active, present[0].when_ready(transition.restored)))
+            return
         self._settle(active)
+
+    def wait(self) -> None:
+        """Wait for transitions that have switched all layers, and end them."""
+        for _, result in self._settling:
+            result.exception()
+        self.collect()
 
     def collect(self) -> None:
         """End the transitions whose last step has run."""

@@ -64,6 +64,7 @@ class Transition:
     Attributes:
         num_switched: layers that are in the new layout.
         started: the first switch has begun: there is no way back.
+        restored: weights of the layer that switched last. When they are there, so are all others.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Transition:
         self.up = programs.up
         self.num_switched = 0
         self.started = False
+        self.restored: list[jax.Array] = []
         self.switches: list[LayerSwitch] = []
         self._mover, self._weights, self._executables = mover, weights, executables
         self._layers_per_step, self._overlapped = layers_per_step, overlapped
@@ -124,15 +126,17 @@ class Transition:
 
     def switch_layers(self) -> None:
         """Launch the switch of the next layers."""
+        start = time.perf_counter()
+        plan = self._plan_moves()
+        plan_s = time.perf_counter() - start
         for _ in range(min(self._layers_per_step, self.boundary)):
-            self._switch(self.boundary - 1)
+            self._switch(self.boundary - 1, plan, plan_s)
+            plan_s = 0.0
 
-    def _switch(self, layer: int) -> None:
+    def _switch(self, layer: int, plan: Plan, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.
         self._wait([member.kv[layer] for member in self.members] if self.up else self.instance.kv[layer])
         times = [time.perf_counter()]
-        plan = self._plan_moves()
-        times.append(time.perf_counter())
         self.started = True
         kv = self._all_extents(layer)
         times.append(time.perf_counter())
@@ -142,7 +146,7 @@ class Transition:
         self._wait([*self._hand_over(layer, kv), *self._mover.renew(layer)])
         times.append(time.perf_counter())
         self.num_switched += 1
-        plan_s, gather_s, kv_s, place_s = np.diff(times).tolist()
+        gather_s, kv_s, place_s = np.diff(times).tolist()
         weights_s = gather_s + place_s
         moved_bytes = plan.num_pieces * self.piece_bytes
         self.switches.append(LayerSwitch(layer, plan_s, kv_s, weights_s, plan.num_phases, moved_bytes))
@@ -187,6 +191,7 @@ class Transition:
             pairs = zip(programs.restored(layer), given_back, strict=True)
             given_back = [self._mover.restore(chunk, extent) for chunk, extent in pairs]
             self._weights.put_back(group, layer, *programs.released, given_back)
+            self.restored = given_back
         self.instance.kv[layer] = []
         buffers = [disassemble(group, extent) for extent in kept]
         for index, member in enumerate(self.members):

@@ -37,8 +37,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
         engine.set_layout(min(tp for tp, _ in present))
         for tp, devices in present:
             engine.transform(TransformOptions(tp, devices))
-        while engine.transformations.busy:
-            engine.advance()
+        engine.end_transformations()
     return len(executables) - before
 
 

@@ -60,7 +60,10 @@ class WeightStore:
         self.devices = devices
         self.specs = model_specs(dims)
         self._chunks: list[dict[ChunkKey, jax.Array]] = [{} for _ in devices]
-        self._views: dict[tuple[int, int], dict[tuple[ChunkKey, bool], jax.Array]] = {}
+        # Arrays over a group `(start, tp)`: of parameters by name, then place and whether ranks differ; and of chunks
+        # that may be released, by layer and place in the order of release.
+        self._views: dict[tuple[int, int], dict[str, dict[tuple[int, bool], jax.Array]]] = {}
+        self._extents: dict[tuple[int, int], dict[tuple[int, int], jax.Array]] = {}
         self._ledgers: list[Ledger] = []
         self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
         by_layer = defaultdict(list)
@@ -135,7 +138,7 @@ class WeightStore:
                 for released in self.released(layer, degree) if layer is not None else ():
                     if released.spec.name == name:
                         wanted[rank].discard(self._chunk_on(released, group.device_indices[rank]))
-            self._forget_views(group, name)
+            self._forget_parameter(group, layer, name)
             for index, chunk in enumerate(chunks):
                 ranks = [rank for rank, indices in enumerate(wanted) if index in indices]
                 copies = put_copies(chunk, tuple(group.devices[rank] for rank in ranks))
@@ -153,30 +156,33 @@ class WeightStore:
 
         Zero copy: the arrays share the buffers of the devices. Views are kept, so switching back is free.
         """
-        cache = self._views.setdefault((group.start, group.tp), {})
         arrays = []
         for spec, place, sharded in self._segment_leaves(plan, group.tp):
             if sharded:
                 arrays.append(self.assembled(group, spec, place))
                 continue
-            key = ((spec.name, place), sharded)
-            if key not in cache:
+            views = self._views_of(group, spec.name)
+            key = (place, sharded)
+            if key not in views:
                 buffers = [self._chunks[device][(spec.name, place)] for device in group.device_indices]
-                cache[key] = assemble(group, buffers, replicated=True)
-            arrays.append(cache[key])
+                views[key] = assemble(group, buffers, replicated=True)
+            arrays.append(views[key])
         return arrays
+
+    def _views_of(self, group: SubMesh, name: str) -> dict[tuple[int, bool], jax.Array]:
+        return self._views.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
         """The chunk at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
-        cache = self._views.setdefault((group.start, group.tp), {})
-        key = ((spec.name, place), True)
-        if key not in cache:
+        views = self._views_of(group, spec.name)
+        key = (place, True)
+        if key not in views:
             buffers = [
                 self._chunks[device][(spec.name, spec.chunk_indices(group.tp, rank)[place])]
                 for rank, device in enumerate(group.device_indices)
             ]
-            cache[key] = assemble(group, buffers)
-        return cache[key]
+            views[key] = assemble(group, buffers)
+        return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
         """Parameter, place among a rank's chunks, and whether ranks differ, of each of a segment's leaves."""
@@ -198,42 +204,86 @@ class WeightStore:
         """Pages of each extent that a layer gets where chunks are released for `degree`: the same for all layers."""
         return tuple(chunk.num_pages for chunk in self.released(0, degree))
 
+    def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
+        """Assemble what `release` will hand out, which takes longer than handing it out."""
+        views = self._extents.setdefault((group.start, group.tp), {})
+        for layer in range(self.dims.config.num_layers):
+            for place, released in self._places_between(layer, before, degree):
+                if (layer, place) not in views:
+                    name = released.spec.name
+                    buffers = [self._chunks[d][(name, self._chunk_on(released, d))] for d in group.device_indices]
+                    views[layer, place] = assemble(group, buffers)
+
     def release(self, group: SubMesh, layer: int, before: int, degree: int) -> list[jax.Array]:
         """Give up the chunks that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
 
         The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
         held of them is forgotten. `before` is the degree for which chunks of the layer are released already.
         """
-        extents = []
-        for released in self.released(layer, degree)[len(self.released(layer, before)) :]:
-            name, buffers = released.spec.name, []
-            for device in group.device_indices:
-                buffers.append(self._chunks[device].pop((name, self._chunk_on(released, device))))
-                self._ledgers[device].transfer(_kind(name, layer), "kv cache", buffers[-1].nbytes, layer)
-            extents.append(assemble(group, buffers))
-            self._forget_views(group, name)
+        chunks = self._places_between(layer, before, degree)
+        views, extents = self._extents.setdefault((group.start, group.tp), {}), []
+        for place, released in chunks:
+            name, extent = released.spec.name, views.pop((layer, place), None)
+            buffers = [self._chunks[d].pop((name, self._chunk_on(released, d))) for d in group.device_indices]
+            extents.append(assemble(group, buffers) if extent is None else extent)
+        self._book(group, layer, chunks, released=True)
+        self._forget(group, layer, chunks)
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
         """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
-        for released, extent in zip(
-            self.released(layer, before)[len(self.released(layer, degree)) :], extents, strict=True
-        ):
-            name = released.spec.name
+        chunks = self._places_between(layer, degree, before)
+        self._forget(group, layer, chunks)
+        views = self._extents.setdefault((group.start, group.tp), {})
+        for (place, released), extent in zip(chunks, extents, strict=True):
+            views[layer, place] = extent
             for device, buffer in zip(group.device_indices, disassemble(group, extent), strict=True):
-                self._chunks[device][(name, self._chunk_on(released, device))] = buffer
-                self._ledgers[device].transfer("kv cache", _kind(name, layer), buffer.nbytes, layer)
+                self._chunks[device][(released.spec.name, self._chunk_on(released, device))] = buffer
+        self._book(group, layer, chunks, released=False)
+
+    def _places_between(self, layer: int, before: int, degree: int) -> list[tuple[int, ReleasedChunk]]:
+        """Chunks that are released for `degree` and not for `before`, with their places in the order of release."""
+        return list(enumerate(self.released(layer, degree)))[len(self.released(layer, before)) :]
+
+    def _book(self, group: SubMesh, layer: int, chunks: list[tuple[int, ReleasedChunk]], *, released: bool) -> None:
+        sizes: dict[str, int] = defaultdict(int)
+        for _, chunk in chunks:
+            elements = chunk.spec.num_elements // chunk.spec.num_chunks
+            sizes[_kind(chunk.spec.name, layer)] += elements * jnp.dtype(self.dims.dtype).itemsize
+        for kind, size in sizes.items():
+            owners = (kind, "kv cache") if released else ("kv cache", kind)
+            for device in group.device_indices:
+                self._ledgers[device].transfer(*owners, size, layer)
+
+    def _forget(self, group: SubMesh, layer: int, chunks: list[tuple[int, ReleasedChunk]]) -> None:
+        """Drop what holds buffers of chunks that change their owner on a group's devices.
+
+        Views of the degree for which a chunk is released, and of higher ones, do not have it.
+        """
+        degrees: dict[str, int] = {}
+        for _, chunk in chunks:
+            degrees[chunk.spec.name] = max(chunk.degree, degrees.get(chunk.spec.name, 1))
+        for (start, tp), views in self._views.items():
+            if start < group.start + group.tp and group.start < start + tp:
+                for name, degree in degrees.items():
+                    if tp < degree:
+                        views.pop(name, None)
+        for (start, tp), extents in self._extents.items():
+            if start < group.start + group.tp and group.start < start + tp:
+                for place, _ in chunks:
+                    extents.pop((layer, place), None)
 
     def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
         return released.chunks[device % self.dims.max_tp]
 
-    def _forget_views(self, group: SubMesh, name: str) -> None:
-        """Drop assembled chunks of a parameter on a group's devices: released buffers must not live on in them."""
-        devices = set(group.device_indices)
-        for (start, tp), cache in self._views.items():
-            if devices.intersection(range(start, start + tp)):
-                for key in [key for key in cache if key[0][0] == name]:
-                    del cache[key]
+    def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
+        """Drop what holds buffers of a parameter on a group's devices."""
+        for (start, tp), views in self._views.items():
+            if start < group.start + group.tp and group.start < start + tp:
+                views.pop(name, None)
+        if layer is not None:
+            every = list(enumerate(self.released(layer, self.dims.max_tp)))
+            self._forget(group, layer, [(place, chunk) for place, chunk in every if chunk.spec.name == name])
 
     def chunk(self, device: int, name: str, index: int) -> jax.Array:
         """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
@@ -250,7 +300,7 @@ class WeightStore:
         """
         copies = []
         for name in {released.spec.name: None for released in self.released(layer, self.dims.max_tp)}:
-            self._forget_views(group, name)
+            self._forget_parameter(group, layer, name)
             for device in group.device_indices:
                 for key in [key for key in self._chunks[device] if key[0] == name]:
                     self._chunks[device][key] = copy(self._chunks[device][key])
@@ -260,6 +310,7 @@ class WeightStore:
     def release_all(self) -> None:
         """Drop all buffers and views."""
         self._views.clear()
+        self._extents.clear()
         for buffers in self._chunks:
             buffers.clear()
 

@@ -129,6 +129,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(MAX_STEPS):
             self.engine.advance()
             self.engine.drain()
+            self.engine.transformations.wait()
             if not self.engine.has_requests and not self.engine.transformations.busy:
                 break
         else:

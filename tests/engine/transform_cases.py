@@ -119,8 +119,8 @@ def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transitio
     """Call in the dispatcher thread after every layer's switch."""
     switch = Transition._switch
 
-    def wrapped(transition: Transition, layer: int) -> None:
-        switch(transition, layer)
+    def wrapped(transition: Transition, *arguments: Any) -> None:
+        switch(transition, *arguments)
         call(transition)
 
     monkeypatch.setattr(Transition, "_switch", wrapped)
