@@ -36,6 +36,7 @@ from rich.table import Table
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.instance import Instance, StepPlan
 from amoeba_jax.engine.transition import Transition
+from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.layers import matmul
 from amoeba_jax.transform import TransformReport
 from sharding.ledger import format_bytes
@@ -43,6 +44,7 @@ from sharding.ledger import format_bytes
 PROMPT = 448
 NEW_TOKENS = 192
 DEVICES = 4
+STEADY_STEPS = 6
 DEEP = MODELS["Llama-125M"] | {
     "hidden_size": 512,
     "num_hidden_layers": 48,
@@ -107,11 +109,11 @@ class Running:
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         self._thread = threading.Thread(target=llm.generate, args=(prompts, params), daemon=True)
         self._thread.start()
-        while sum(view.running for view in llm.instances) < len(prompts) or not self._all_decode(llm):
+        while sum(view.running for view in llm.instances) < len(prompts) or not self.all_decode(llm):
             time.sleep(0.01)
         self.start = time.perf_counter()
 
-    def _all_decode(self, llm: LLM) -> bool:
+    def all_decode(self, llm: LLM) -> bool:
         running = [s for instance in llm._engine.instances for s in list(instance.running)]
         return all(sequence.output for sequence in running)
 
@@ -123,21 +125,28 @@ class Running:
         self._thread.join()
 
 
+def wait_for_steps(found: list[Step], count: int) -> None:
+    """Until the first device's instance has run so many more."""
+    wanted = sum(step.device == 0 for step in found) + count
+    while sum(step.device == 0 for step in found) < wanted:
+        time.sleep(0.002)
+
+
 def round_trip(llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0) -> dict[str, Any]:
     """One merge and one split while requests decode."""
     with watched(plain_steps) as found:
         running = Running(llm, prompts)
         marks = [running.start]
-        time.sleep(0.6)
+        wait_for_steps(found, STEADY_STEPS)
         result: dict[str, Any] = {"kv_use": kv_use(llm)}
         for name, degree in (("up", 4), ("down", 1)):
             marks.append(time.perf_counter())
             report = llm.transform(degree, **way)
             marks.append(time.perf_counter())
             # A restart computes its requests again: until all of them decode, they wait.
-            while not running._all_decode(llm):
+            while not running.all_decode(llm):
                 time.sleep(0.002)
-            time.sleep(0.6)
+            wait_for_steps(found, STEADY_STEPS)
             result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
         result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
         result["tp4_step_s"] = steady_step_s(found, marks[2], marks[3])
@@ -198,21 +207,32 @@ def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
     """Host seconds of a merge and a split with nothing running: weights released and restored, or views switched."""
 
-    def timed(degree: int, **how: Any) -> float:
-        report = llm.transform(degree, variant="in_place_overlapped", layers_per_step=1000, **how)
-        (group,) = report.groups
-        return sum(layer.weights_s for layer in group.layers) if how["release_weights"] else group.seconds
+    release, spent = WeightStore.release, [0.0]
 
-    times = defaultdict(list)
-    for _ in range(repeats + 1):
-        for release in (True, False):
-            for degree in (4, 1):
-                times[(release, degree)].append(timed(degree, release_weights=release))
+    def timed_release(*arguments: Any) -> list[jax.Array]:
+        start = time.perf_counter()
+        extents = release(*arguments)
+        spent[0] += time.perf_counter() - start
+        return extents
+
+    times: dict[str, list[float]] = defaultdict(list)
+    WeightStore.release = timed_release
+    try:
+        for _ in range(repeats + 1):
+            for weights in (True, False):
+                spent[0] = 0.0
+                for degree in (4, 1):
+                    (group,) = llm.transform(degree, layers_per_step=1000, release_weights=weights).groups
+                    times[f"{'restore' if weights else 'switch'}_{degree}"].append(group.seconds)
+                if weights:
+                    times["release"].append(spent[0])
+    finally:
+        WeightStore.release = release
     return {
-        "release_s": median(times[True, 4][1:]),
-        "restore_s": median(times[True, 1][1:]),
-        "switch_up_s": median(times[False, 4][1:]),
-        "switch_down_s": median(times[False, 1][1:]),
+        "release_s": median(times["release"][1:]),
+        "restore_s": median(times["restore_1"][1:]),
+        "switch_up_s": median(times["switch_4"][1:]),
+        "switch_down_s": median(times["switch_1"][1:]),
     }
 
 

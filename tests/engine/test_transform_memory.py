@@ -1,0 +1,108 @@
+"""What transformations do to device memory: buffers change their owner, and nothing else."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
+from transform_cases import Background, after_each_switch, make, requests, tokens
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.movers import CopyMover
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+# What a step's inputs and outputs take, some of which come and go.
+SLACK = 64 << 10
+PROMPT, NEW_TOKENS = 120, 128
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    """Room for two requests a device, and a budget that basic can copy in."""
+    room = {"kv_cache_tokens": 2 * (PROMPT + NEW_TOKENS), "max_model_len": PROMPT + NEW_TOKENS, "max_num_seqs": 2}
+    with make(directory, compile_cache, device_memory="16MiB", prefix_caching=False, **room) as llm:
+        yield llm
+        check_idle(llm)
+
+
+def live_bytes() -> int:
+    """Bytes of device buffers, each counted once, however many arrays are views of it."""
+    buffers = {
+        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+    }
+    return sum(buffers.values())
+
+
+def test_memory_in_use_does_not_change(llm: LLM):
+    """Before, after, and in the ledger."""
+    expected = tokens(llm.generate(*requests(4)))
+
+    def live() -> int:
+        llm._dispatcher.call(llm._engine.drain).result(TIMEOUT_S)
+        return live_bytes()
+
+    llm.transform(4), llm.transform(1)
+    before, ledgers = live(), [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
+    for _ in range(3):
+        llm.transform(4)
+        released = llm._engine.cluster.ledgers[0].entries
+        assert released[(0, "kv cache")] > ledgers[0][(0, "kv cache")]
+        assert sum(released.values()) == sum(ledgers[0].values())
+        llm.transform(1)
+    assert [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers] == ledgers
+    assert abs(live() - before) <= SLACK
+    assert tokens(llm.generate(*requests(4))) == expected, "restored weights are what they were"
+
+
+@pytest.mark.parametrize("variant", ["in_place_overlapped", "in_place", "basic"])
+def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
+    """With the cache 90% full: in place, nothing but the programs' temporaries, which are the staging buffer."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 200, PROMPT).tolist() for _ in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    expected = tokens(llm.generate(prompts, params))
+    peaks: list[int] = []
+    after_each_switch(monkeypatch, lambda _: peaks.append(live_bytes()))
+    move = CopyMover.move
+
+    def observed(mover: CopyMover, extents: list[jax.Array]) -> list[jax.Array]:
+        moved = move(mover, extents)
+        peaks.append(live_bytes())
+        return moved
+
+    monkeypatch.setattr(CopyMover, "move", observed)
+    running = Background(llm, prompts, params)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (use := kv_use(llm)) < 0.9:
+        assert time.monotonic() < deadline
+    before = llm._dispatcher.call(live_bytes).result(TIMEOUT_S)
+    reports: list[Any] = [llm.transform(tp, variant=variant) for tp in (4, 1)]
+    assert tokens(running.result()) == expected
+    assert use < 1
+    assert sum(report.moved_bytes for report in reports) > 0
+    plan = llm._engine.cluster.memory_plan
+    growth = max(peaks) - before
+    if variant == "basic":
+        assert growth > plan.num_pages * plan.page_bytes
+        assert growth <= 4 * max(report.extra_bytes for report in reports) + SLACK, "of four devices"
+    else:
+        assert growth <= SLACK
+        assert all(0 < report.extra_bytes <= plan.staging_bytes for report in reports)
+
+
+def kv_use(llm: LLM) -> float:
+    views = llm.instances
+    return sum(view.kv_used_pages for view in views) / sum(view.kv_total_pages for view in views)
