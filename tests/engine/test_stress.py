@@ -174,7 +174,7 @@ def load(num_devices: int, tp: int, num_requests: int, slow: bool = False) -> An
     ("num_devices", "tp", "num_pages", "num_requests"),
     [
         load(2, 1, 300),
-        load(8, 4, 300),
+        load(4, 2, 200),
         load(4, 1, 2000, slow=True),
         load(4, 2, 2000, slow=True),
         load(8, 1, 2000, slow=True),
