@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from serving.scheduler.actions import Action, Dispatch, ScaleDown, ScaleUp
+from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.preemption import preempt_for
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.reserve import Reserve
+from serving.scheduler.reserve import Reserve, freed_by_long
 from serving.scheduler.room import Room, fits_split
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
@@ -95,6 +95,11 @@ class _Round:
         self.room = Room(view, config.reserved_growth)
         self.reserve = Reserve.for_size(view, 0)
         self.pressed = False
+        self.lowest_priority = max((r.priority for i in view.instances for r in i.running), default=0)
+        self.busy = {i.id for i in view.instances if i.transition_to is not None or i.draining}
+        """Instances that no merge may take: they split or merge, or make room for someone."""
+        self.awaited: set[int] = set()
+        """Merged instances where room is set aside for a long request that waits."""
         self.to_come: list[int] = []
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
 
@@ -108,30 +113,36 @@ class _Round:
                 continue
             if (instance.devices, view.base_degree) not in view.refused:
                 reason = f"its long requests are done and {free:.0%} of its KV cache is free"
+                self.busy.add(instance.id)
                 actions.append(ScaleDown(instance.devices, view.base_degree, reason))
         return actions
 
     def place_short(self, request: WaitingRequest) -> list[Action]:
         """On the least-loaded instance with room, and where a scale-up needs that room only if there is no other."""
-        options = [i for i in self.view.instances if self.room.holds(i, request)]
-        if options:
-            breaks = {i.id: self.reserve.broken_by(self.room, i, self.room.need(request)) for i in options}
-            instance = min(options, key=lambda i: (breaks[i.id], self.room.load(i), i.id))
-            kept = "; the others keep room for a scale-up" if not breaks[instance.id] and any(breaks.values()) else ""
-            return [self._dispatch(instance, request, f"least loaded of {len(options)} with room{kept}")]
+        if options := self.room.with_room(request):
+            kept = self.reserve.kept_from(self.room, self.room.need(request))
+            instance = min(options, key=lambda i: (not kept.isdisjoint(i.devices), self.room.load(i), i.id))
+            other = kept and kept.isdisjoint(instance.devices)
+            why = f"least loaded of {len(options)} with room" + ("; others keep it for a scale-up" if other else "")
+            return [self._dispatch(instance, request, why)]
         self.pressed = True
-        return self._preempt_or_claim(request)
+        preempts = self._preempt(request)
+        if not preempts:
+            self.room.keep_for(request)
+        return [*preempts]
 
     def place_long(self, request: WaitingRequest) -> list[Action]:
         """On an instance of the highest degree that has room; else wait for one that will have; else merge."""
-        options = [i for i in self.view.instances if self.room.holds(i, request)]
-        if options:
+        if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
             return [self._dispatch(instance, request, "the highest degree with room for a long request")]
         waits = any(capacity >= request.max_total_tokens for capacity in self._capacities())
         patience_s = self.config.merge_again_after_s
         if waits and (patience_s is None or self.view.now_s - request.arrival_s < patience_s):
-            return self._preempt_or_claim(request)
+            if preempts := self._preempt(request):
+                return [*preempts]
+            self._set_aside(request)
+            return []
         if (merge := self._merge(request)) is not None:
             return [merge]
         if not waits:
@@ -157,14 +168,28 @@ class _Round:
         reason = f"{why}: TP{instance.degree}, load {load:.2f}"
         return Dispatch(request.request_id, instance.id, reason)
 
-    def _preempt_or_claim(self, request: WaitingRequest) -> list[Action]:
-        """Make room for a request that fits nowhere now, or keep others from the instance that will have it first."""
-        if (found := preempt_for(request, self.view, self.room, self.order)) is not None:
-            instance, preempts = found
-            self.room.close(instance)
-            return list(preempts)
-        self.room.keep_for(request)
-        return []
+    def _preempt(self, request: WaitingRequest) -> list[Preempt]:
+        """Make room for a request that fits nowhere now, if requests of lower priority run."""
+        if request.priority >= self.lowest_priority:
+            return []
+        if (found := preempt_for(request, self.view, self.room, self.order)) is None:
+            return []
+        instance, preempts = found
+        self.room.close(instance)
+        self.busy.add(instance.id)
+        return preempts
+
+    def _set_aside(self, request: WaitingRequest) -> None:
+        """Keep room for a long request that waits until those before it on a merged instance are done."""
+        options = [
+            (self.room.free(i) + freed_by_long(self.view, self.room, i), -i.id, i)
+            for i in self.room.open
+            if i.capacity_tokens >= request.max_total_tokens and i.id not in self.awaited
+        ]
+        if options:
+            free, _, instance = max(options, key=lambda option: option[:2])
+            self.room.set_aside(instance, request, free - self.room.free(instance))
+            self.awaited.add(instance.id)
 
     def _groups(self, request: WaitingRequest) -> list[tuple[InstanceView, ...]]:
         """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
@@ -174,7 +199,7 @@ class _Round:
         for devices in view.groups(degree):
             members = view.instances_on(devices)
             whole = sum(i.degree for i in members) == degree and len(members) > 1
-            if whole and all(room.takes(i) for i in members) and (devices, degree) not in view.refused:
+            if whole and self.busy.isdisjoint(i.id for i in members) and (devices, degree) not in view.refused:
                 mixed = len({i.degree for i in members}) > 1
                 candidates.append((mixed, -room.merged_free(members, degree), devices, members))
         return [members for _, _, _, members in sorted(candidates, key=lambda c: c[:3])]
@@ -201,6 +226,7 @@ class _Round:
     def _claim(self, members: tuple[InstanceView, ...], capacity: int) -> None:
         for instance in members:
             self.room.close(instance)
+            self.busy.add(instance.id)
         self.to_come.append(capacity)
 
     def _degree_for(self, request: WaitingRequest) -> int:

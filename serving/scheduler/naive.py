@@ -20,11 +20,11 @@ class BoundRequests:
 
     def waiting_tokens(self, view: ClusterView) -> dict[int, int]:
         """Prompt tokens that wait for each instance, by its id."""
+        home = {device: instance.id for instance in view.instances for device in instance.devices}
         waiting = {instance.id: 0 for instance in view.instances}
         for request in view.queue:
-            for instance in view.instances:
-                if self.device_of.get(request.request_id) in instance.devices:
-                    waiting[instance.id] += request.prompt_tokens
+            if (device := self.device_of.get(request.request_id)) is not None:
+                waiting[home[device]] += request.prompt_tokens
         return waiting
 
     def decide(self, view: ClusterView, choose: Choose) -> list[Action]:
@@ -39,10 +39,10 @@ class BoundRequests:
                 self.device_of[request.request_id] = choose(choices, request).devices[0]
         room = Room(view, self.reserved_growth)
         actions: list[Action] = [*rejects, *self._split(view, queue, room)]
+        homes = {device: instance for instance in view.instances for device in instance.devices}
         for request in queue:
             if (device := self.device_of.get(request.request_id)) is not None:
-                (instance,) = view.instances_on([device])
-                actions += self._place(view, room, instance, request)
+                actions += self._place(view, room, homes[device], request)
         return actions
 
     def _split(self, view: ClusterView, queue: list[WaitingRequest], room: Room) -> list[Action]:
@@ -61,7 +61,7 @@ class BoundRequests:
 
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
         """Dispatch a request to its instance; or make that instance grow, if it is too small; or wait for room."""
-        if room.holds(instance, request):
+        if instance in room.with_room(request):
             reason = f"its turn, load {room.load(instance):.2f}"
             room.give(instance, request)
             return [Dispatch(request.request_id, instance.id, reason)]

@@ -15,8 +15,8 @@ def preempt_for(
     """
     key = order.key(request, view.now_s)
     found: list[tuple[int, int, InstanceView, list[Preempt]]] = []
-    for instance in view.instances:
-        if not room.takes(instance) or instance.capacity_tokens < request.max_total_tokens:
+    for instance in room.open:
+        if instance.capacity_tokens < request.max_total_tokens:
             continue
         free, victims = room.free(instance), []
         lower = [r for r in instance.running if r.priority > request.priority and order.key(r, view.now_s) > key]

@@ -24,15 +24,14 @@ class Reserve:
         degree = view.degree_for(num_tokens) if num_tokens else None
         return cls(view, num_tokens if degree else 0, degree or view.base_degree)
 
-    def broken_by(self, room: Room, instance: InstanceView, num_tokens: int) -> bool:
-        """Giving so many tokens of an instance away would leave no group with room for the reserved request."""
+    def kept_from(self, room: Room, num_tokens: int) -> frozenset[int]:
+        """Devices of which so many tokens should not be given away: no group would have room for the request then."""
         if not self.num_tokens:
-            return False
-        frees = self._frees(room)
-        enough = [devices for devices, free in frees.items() if free >= self.num_tokens]
-        if len(enough) != 1 or set(enough[0]).isdisjoint(instance.devices):
-            return False
-        return frees[enough[0]] - num_tokens < self.num_tokens
+            return frozenset()
+        enough = [(devices, free) for devices, free in self._frees(room).items() if free >= self.num_tokens]
+        if len(enough) != 1 or enough[0][1] - num_tokens >= self.num_tokens:
+            return frozenset()
+        return frozenset(enough[0][0])
 
     def _frees(self, room: Room) -> dict[tuple[int, ...], int]:
         """Free tokens of the groups that the request could go to: instances that hold it, once their long requests are
@@ -41,7 +40,7 @@ class Reserve:
         steady = [i for i in view.instances if i.transition_to is None and not i.draining]
         merged = [i for i in steady if i.capacity_tokens >= self.num_tokens]
         if merged:
-            return {i.devices: room.free(i) + self._freed_by_long(room, i) for i in merged}
+            return {i.devices: room.free(i) + freed_by_long(view, room, i) for i in merged}
         frees = {}
         for devices in view.groups(self.degree):
             members = view.instances_on(devices)
@@ -49,5 +48,7 @@ class Reserve:
                 frees[devices] = room.merged_free(members, self.degree)
         return frees
 
-    def _freed_by_long(self, room: Room, instance: InstanceView) -> int:
-        return sum(room.freed_by(r) for r in instance.running if self.view.is_long(r.max_total_tokens))
+
+def freed_by_long(view: ClusterView, room: Room, instance: InstanceView) -> int:
+    """Tokens that an instance has more once its long requests are done."""
+    return sum(room.freed_by(r) for r in instance.running if view.is_long(r.max_total_tokens))

@@ -19,7 +19,8 @@ class Room:
         self._free = {instance.id: self._uncommitted(instance) for instance in view.instances}
         self._slots = {instance.id: instance.free_slots for instance in view.instances}
         self._given = {instance.id: 0 for instance in view.instances}
-        self._closed = {i.id for i in view.instances if i.transition_to is not None or i.draining}
+        self.open = [i for i in view.instances if i.transition_to is None and not i.draining]
+        """Instances that take requests."""
 
     def _uncommitted(self, instance: InstanceView) -> int:
         return instance.free_tokens - sum(self._growth_of(request) for request in instance.running)
@@ -46,26 +47,30 @@ class Room:
 
     def takes(self, instance: InstanceView) -> bool:
         """It is not closed."""
-        return instance.id not in self._closed
+        return any(i.id == instance.id for i in self.open)
 
     def close(self, instance: InstanceView) -> None:
         """Keep everybody else away."""
-        self._closed.add(instance.id)
+        self.open = [i for i in self.open if i.id != instance.id]
 
     def keep_for(self, request: WaitingRequest) -> None:
         """Keep everybody else away from where a request that finds no room now will find it first."""
-        fitting = [i for i in self._view.instances if i.capacity_tokens >= request.max_total_tokens and self.takes(i)]
-        if fitting:
+        if fitting := [i for i in self.open if i.capacity_tokens >= request.max_total_tokens]:
             self.close(max(fitting, key=lambda i: (self._free[i.id], -i.id)))
 
-    def holds(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """There is room now, and capacity for what the request may grow to."""
-        return (
-            self.takes(instance)
-            and instance.capacity_tokens >= request.max_total_tokens
-            and self._slots[instance.id] > 0
-            and self._free[instance.id] >= self.need(request)
-        )
+    def set_aside(self, instance: InstanceView, request: WaitingRequest, freed: int) -> None:
+        """Keep room for a request that goes to an instance once others have freed so many tokens. Until then the rest
+        of the instance may be given away."""
+        self._free[instance.id] += min(freed - self.need(request), 0)
+
+    def with_room(self, request: WaitingRequest) -> list[InstanceView]:
+        """Open instances with room for a request now, and capacity for what it may grow to."""
+        need = self.need(request)
+        return [
+            i
+            for i in self.open
+            if i.capacity_tokens >= request.max_total_tokens and self._slots[i.id] > 0 and self._free[i.id] >= need
+        ]
 
     def give(self, instance: InstanceView, request: WaitingRequest) -> None:
         """Take a request's tokens and slot."""

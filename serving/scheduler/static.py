@@ -26,7 +26,7 @@ class StaticPolicy:
         actions: list[Action] = [*rejects]
         room = Room(view, self._reserved_growth)
         for request in queue:
-            if options := [i for i in view.instances if room.holds(i, request)]:
+            if options := room.with_room(request):
                 instance = min(options, key=lambda i: (room.load(i), i.id))
                 reason = f"least loaded of {len(options)} with room: load {room.load(instance):.2f}"
                 room.give(instance, request)
