@@ -20,8 +20,9 @@ class AmoebaConfig:
     earlier and moves more pages; the pages in use must fit the lower degree in any case."""
     linger_s: float = 60.0
     """A merged instance goes on for this long after its last long request, so that the next one finds it: long requests
-    with shorter gaps between them are one burst, with one merge and one split. It ends when a short request finds no
-    room, because short requests are served faster by what it splits into. 0 is the paper's rule."""
+    with shorter gaps between them are one burst, with one merge and one split. Short requests are served faster by what
+    it splits into, so it does not wait when one finds no room, or when they leave less than `split_free_share` of the
+    instance free. 0 is the paper's rule."""
     merge_again_after_s: float | None = None
     """A long request that has waited this long for a merged instance may have another merged for it. None: it waits,
     and consecutive long requests never cause a second merge."""
@@ -73,7 +74,8 @@ class AmoebaPolicy:
             wanted = view.has_long(instance) or any(size <= instance.capacity_tokens for size in waiting)
             wanted_s = view.now_s if wanted else before.get(instance.devices, view.now_s)
             self._wanted_s[instance.devices] = wanted_s
-            if not wanted and (self._pressed or view.now_s - wanted_s >= self.config.linger_s):
+            busy = self._pressed or instance.free_tokens < self.config.split_free_share * instance.capacity_tokens
+            if not wanted and (busy or view.now_s - wanted_s >= self.config.linger_s):
                 leaving.append(instance)
         return leaving
 

@@ -231,6 +231,12 @@ def test_lingering_ends_when_a_short_request_finds_no_room():
     assert isinstance(only(policy.decide(view)), ScaleDown)
 
 
+def test_lingering_ends_when_short_requests_fill_half_of_the_cache():
+    shorts = [waiting(f"n{k}") for k in range(20)]
+    assert 0 in dispatched(decide(done(0.55, 0.0, *shorts))).values()
+    assert 0 not in dispatched(decide(done(0.45, 0.0, *shorts))).values()
+
+
 def test_no_split_while_a_long_request_waits_that_the_instance_holds():
     merged = instance(0, 4, free_slots=0)
     assert decide(cluster(merged, queue=[waiting("long", TP4_LONG)]), linger_s=0) == []

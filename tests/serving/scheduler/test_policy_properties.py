@@ -22,14 +22,15 @@ from serving.scheduler import (
     make_policy,
 )
 
-sizes = st.one_of(st.integers(2, 12_000), st.integers(12_001, 80_000), st.integers(80_001, 100_000))
+short_sizes, long_sizes = st.integers(2, 12_000), st.integers(12_001, 80_000)
+sizes = st.one_of(short_sizes, long_sizes, long_sizes, short_sizes, st.integers(70_000, 90_000))
 
 
 @st.composite
 def requests(draw: st.DrawFn, name: str) -> WaitingRequest:
     total = draw(sizes)
     arrival_s = draw(st.floats(0, 100))
-    deadline_s = draw(st.none() | st.floats(0.001, 300).map(lambda after: arrival_s + after))
+    deadline_s = draw(st.none() | st.none() | st.floats(50, 400).map(lambda after: arrival_s + after))
     prompt, priority = draw(st.integers(1, total - 1)), draw(st.integers(-3, 3))
     return WaitingRequest(name, prompt, total, priority, arrival_s, deadline_s, draw(st.booleans()))
 
@@ -46,9 +47,9 @@ def instances(draw: st.DrawFn, first: int, degree: int) -> InstanceView:
             running.append(RunningRequest(name, tokens, total, 0, priority, draw(st.floats(0, 100))))
     view = instance(first, degree, *running)
     changes = {
-        "draining": draw(st.integers(0, 5)) == 0,
-        "transition_to": draw(st.sampled_from([None, None, None, 1, degree])),
-        "free_slots": draw(st.sampled_from([0, 1, 30])),
+        "draining": draw(st.integers(0, 12)) == 7,
+        "transition_to": draw(st.sampled_from([*[None] * 12, 1, degree])),
+        "free_slots": draw(st.sampled_from([30, 30, 1, 0])),
     }
     return dataclasses.replace(view, **changes)
 
@@ -77,10 +78,17 @@ def check(view: ClusterView, actions: list) -> None:
     assert len(preempted) == len(set(preempted))
     assert set(preempted) <= running
     given: dict[int, list[WaitingRequest]] = {}
+    transformed: set[int] = set()
     for action in actions:
         assert action.reason
         if isinstance(action, Dispatch):
-            given.setdefault(action.instance_id, []).append(waiting[action.request_id])
+            target = by_id[action.instance_id]
+            assert transformed.isdisjoint(target.devices), "nobody is sent to what changes"
+            given.setdefault(target.id, []).append(waiting[action.request_id])
+        elif isinstance(action, ScaleUp | ScaleDown):
+            assert transformed.isdisjoint(action.devices), "devices are transformed once"
+            transformed.update(action.devices)
+            check_transformation(view, action)
     for instance_id, new in given.items():
         target = by_id[instance_id]
         assert target.transition_to is None
@@ -88,25 +96,20 @@ def check(view: ClusterView, actions: list) -> None:
         assert len(new) <= target.free_slots
         assert all(r.max_total_tokens <= target.capacity_tokens for r in new)
         assert sum(view.whole_pages(r.prompt_tokens + 1) for r in new) <= target.free_tokens
-    transformed: set[int] = set()
-    for action in actions:
-        if not isinstance(action, ScaleUp | ScaleDown):
-            continue
-        devices = action.devices
-        members = view.instances_on(devices)
-        assert transformed.isdisjoint(devices), "devices are transformed once"
-        transformed.update(devices)
-        assert transformed.isdisjoint(d for i in given for d in by_id[i].devices), "and nobody is sent there"
-        assert (devices, action.degree) not in view.refused
-        assert sorted(d for i in members for d in i.devices) == list(devices)
-        assert all(i.transition_to is None and not i.draining for i in members)
-        if isinstance(action, ScaleUp):
-            assert devices in view.groups(action.degree)
-            assert all(i.degree < action.degree for i in members)
-        else:
-            (member,) = members
-            assert member.degree > action.degree
-            assert not view.has_long(member)
+
+
+def check_transformation(view: ClusterView, action: ScaleUp | ScaleDown) -> None:
+    members = view.instances_on(action.devices)
+    assert (action.devices, action.degree) not in view.refused
+    assert sorted(d for i in members for d in i.devices) == list(action.devices)
+    assert all(i.transition_to is None and not i.draining for i in members)
+    if isinstance(action, ScaleUp):
+        assert action.devices in view.groups(action.degree)
+        assert all(i.degree < action.degree for i in members)
+    else:
+        (member,) = members
+        assert member.degree > action.degree
+        assert not view.has_long(member)
 
 
 @settings(max_examples=150, deadline=None)
