@@ -177,6 +177,15 @@ def test_group_without_room_is_kept_until_a_merge_has_room():
     assert len(actions) == 1
 
 
+def test_group_merges_although_one_of_its_instances_is_kept_for_a_request_before():
+    large = waiting("large", 11_900)
+    busy = [filled(d, 0.3) for d in range(4)]
+    view = cluster(*busy, queue=[large, waiting("long", TP4_LONG, arrival_s=1)], now_s=1, num_devices=4)
+    action = only(decide(view))
+    assert isinstance(action, ScaleUp)
+    assert action.devices == (0, 1, 2, 3)
+
+
 def test_group_that_was_refused_is_not_asked_for_again():
     view = cluster(queue=[waiting("long", TP4_LONG)], refused=frozenset({((0, 1, 2, 3), 4)}))
     action = only(decide(view))

@@ -165,6 +165,7 @@ def test_scheduler_imports_no_jax():
         "tops = {name.partition('.')[0] for name in sys.modules}; "
         "print(sorted(tops - set(sys.stdlib_module_names) - {'serving', '__main__'}))"
     )
-    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-S", "-c", code]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
