@@ -50,6 +50,12 @@ def test_short_requests_of_one_tick_spread_over_the_instances():
     assert sorted(dispatched(decide(view)).values()) == list(range(8))
 
 
+def test_requests_of_one_tick_share_the_slots_that_are_free():
+    one_slot = [instance(d, free_slots=1) for d in range(2)]
+    view = cluster(*one_slot, queue=[waiting(f"r{n}") for n in range(5)], num_devices=2)
+    assert dispatched(decide(view)) == {"r0": 0, "r1": 1}
+
+
 def test_instances_in_transition_or_draining_get_nothing():
     transforming = instance(0, 4, transition_to=4)
     draining = [instance(d, draining=True) for d in (4, 5, 6)]
@@ -134,8 +140,9 @@ def test_short_requests_use_what_a_waiting_long_request_leaves():
     """Of 80,000 tokens 50,000 are in use by a long request, and the next one takes its place."""
     merged, others = instance(0, 4, running("long", TP4_LONG)), [filled(d, 1.0) for d in range(4, 8)]
     shorts = [waiting(f"short{n:02}", 8_000, arrival_s=1) for n in range(5)]
-    view = cluster(merged, *others, queue=[waiting("next", TP4_LONG), *shorts], now_s=1)
-    assert list(dispatched(decide(view)).values()) == [0, 0, 0]
+    for long in (1, 3):  # they come one after the other, so only the first counts
+        queue = [*(waiting(f"next{n}", TP4_LONG) for n in range(long)), *shorts]
+        assert list(dispatched(decide(cluster(merged, *others, queue=queue, now_s=1))).values()) == [0, 0, 0]
 
 
 def test_short_requests_do_not_fill_up_an_instance_that_a_long_request_waits_for():
@@ -255,6 +262,16 @@ def test_no_split_into_instances_that_cannot_hold_the_requests():
     """Five requests of 11,000 tokens on four TP1 instances."""
     merged = instance(0, 4, *(running(f"r{n}", 11_000) for n in range(5)))
     assert decide(cluster(merged), linger_s=0, split_free_share=0.2) == []
+
+
+def test_no_split_into_instances_that_would_run_too_many_requests():
+    """129 requests on four TP1 instances that run 32 each."""
+    merged = instance(0, 4, *(running(f"r{n:03}", 200) for n in range(129)))
+    assert decide(cluster(merged), linger_s=0) == []
+
+
+def test_draining_instance_is_left_to_its_operator():
+    assert decide(cluster(instance(0, 4, draining=True)), linger_s=0) == []
 
 
 def test_instances_of_the_base_degree_are_left_as_they_are():
