@@ -73,6 +73,12 @@ def test_short_request_keeps_room_that_a_scale_up_would_need():
     assert dispatched(decide(now))["a"] < 4, "nothing is kept where no long request was seen"
 
 
+def test_nothing_is_kept_while_two_groups_could_take_a_long_request():
+    seen = cluster(instance(0, 4, running("long", 53_000)))
+    now = cluster(*[filled(d, 0.68) for d in range(8)], queue=[waiting("a", 800)], now_s=100)
+    assert dispatched(decide_after(seen, now)) == {"a": 0}
+
+
 def test_room_for_a_scale_up_is_taken_where_there_is_no_other():
     seen = cluster(instance(0, 4, running("long", 55_000)))
     now = cluster(
@@ -137,11 +143,11 @@ def test_consecutive_long_request_waits_for_the_merged_instance():
 
 
 def test_short_requests_use_what_a_waiting_long_request_leaves():
-    """Of 80,000 tokens 50,000 are in use by a long request, and the next one takes its place."""
+    """Of 80,000 tokens 50,000 are in use by a long request, and 55,000 will be by the next one."""
     merged, others = instance(0, 4, running("long", TP4_LONG)), [filled(d, 1.0) for d in range(4, 8)]
     shorts = [waiting(f"short{n:02}", 8_000, arrival_s=1) for n in range(5)]
     for long in (1, 3):  # they come one after the other, so only the first counts
-        queue = [*(waiting(f"next{n}", TP4_LONG) for n in range(long)), *shorts]
+        queue = [*(waiting(f"next{n}", 55_000) for n in range(long)), *shorts]
         assert list(dispatched(decide(cluster(merged, *others, queue=queue, now_s=1))).values()) == [0, 0, 0]
 
 
@@ -161,6 +167,18 @@ def test_long_requests_of_one_tick_cause_one_merge():
 def test_long_request_waits_for_a_merge_under_way():
     view = cluster(instance(0, 4, transition_to=4), queue=[waiting("next", TP4_LONG)])
     assert decide(view) == []
+
+
+def test_long_request_does_not_wait_for_a_draining_instance():
+    action = only(decide(cluster(instance(0, 4, draining=True), queue=[waiting("long", TP4_LONG)])))
+    assert isinstance(action, ScaleUp)
+    assert action.devices == (4, 5, 6, 7)
+
+
+def test_instance_that_holds_less_than_others_of_its_degree_is_not_merged_with_itself():
+    """It was merged without releasing weights."""
+    merged = instance(0, 4, capacity_tokens=48_000, free_tokens=48_000)
+    assert decide(cluster(merged, queue=[waiting("long", TP4_LONG)], num_devices=4)) == []
 
 
 def test_long_request_may_cause_a_second_merge_after_the_time_that_is_set():

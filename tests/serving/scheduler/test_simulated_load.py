@@ -120,5 +120,25 @@ def test_amoeba_transforms_half_as_often_as_the_baselines_with_as_much_throughpu
         assert rows["amoeba, linger_s=0"][0] < rows[baseline][0]
 
 
+@pytest.mark.slow
+def test_amoeba_serves_as_much_as_the_baselines_near_the_limit():
+    """Three seeds together. And requests do not queue at one instance while others have room."""
+    until_s = 150.0
+    tokens: dict[str, int] = {}
+    slowest_s: dict[str, list[float]] = {}
+    for policy in (RoundRobinPolicy, LeastLoadFirstPolicy, AmoebaPolicy):
+        for seed in range(3):
+            arrivals = mix(seed, until_s, shorts_per_minute=450, longs_per_minute=2)
+            simulated, _ = simulate(policy(), arrivals, until_s, DEGREES)
+            tokens[policy.name] = tokens.get(policy.name, 0) + simulated.generated_tokens(arrivals)
+            arrival_s = {r.request_id: r.arrival_s for r, _ in arrivals}
+            ttft = sorted(at_s - arrival_s[name] for name, at_s in simulated.first_token_s.items())
+            slowest_s.setdefault(policy.name, []).append(ttft[len(ttft) * 99 // 100])
+    print(f"\ntokens: {tokens}\np99 TTFT (s): {slowest_s}")
+    for baseline in (RoundRobinPolicy.name, LeastLoadFirstPolicy.name):
+        assert tokens["amoeba"] >= tokens[baseline]
+        assert max(slowest_s["amoeba"]) < min(slowest_s[baseline])
+
+
 def served(simulated: SimulatedCluster, request: WaitingRequest) -> bool:
     return request.request_id in simulated.finished_s
