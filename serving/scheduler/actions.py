@@ -10,7 +10,7 @@ class PreemptKind(StrEnum):
     SOFT = "soft"
     """They are freed, and the request is computed again from its tokens."""
     HARD = "hard"
-    """They stay, and the request goes on from them."""
+    """They stay, and the request goes on from them. No policy asks for it yet."""
 
 
 class RejectKind(StrEnum):
