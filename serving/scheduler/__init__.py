@@ -1,0 +1,66 @@
+"""Where requests go, and when instances merge and split. Plain Python, without JAX: the same policies drive real
+devices and a simulation. docs/scheduling.md explains them."""
+
+from serving.scheduler.actions import (
+    Action,
+    BindGroup,
+    Dispatch,
+    MigrateLayers,
+    Preempt,
+    PreemptKind,
+    Reject,
+    RejectKind,
+    ReleaseGroup,
+    ReplicateLayers,
+    ScaleDown,
+    ScaleUp,
+)
+from serving.scheduler.admission import Admission
+from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.backoff import BackoffConfig
+from serving.scheduler.executor import Executor, Outcome
+from serving.scheduler.least_load_first import LeastLoadFirstPolicy
+from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
+from serving.scheduler.policy import Policy
+from serving.scheduler.queue_order import QueueOrder
+from serving.scheduler.round_robin import RoundRobinPolicy
+from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
+from serving.scheduler.static import StaticPolicy
+from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
+
+__all__ = [
+    "POLICY_NAMES",
+    "Action",
+    "Admission",
+    "AmoebaConfig",
+    "AmoebaPolicy",
+    "BackoffConfig",
+    "BindGroup",
+    "ClusterView",
+    "Decision",
+    "DegreeLimits",
+    "Dispatch",
+    "Executor",
+    "InstanceView",
+    "LeastLoadFirstPolicy",
+    "MigrateLayers",
+    "Outcome",
+    "Policy",
+    "Preempt",
+    "PreemptKind",
+    "QueueOrder",
+    "Reject",
+    "RejectKind",
+    "ReleaseGroup",
+    "ReplicateLayers",
+    "RoundRobinPolicy",
+    "RunningRequest",
+    "ScaleDown",
+    "ScaleUp",
+    "Scheduler",
+    "SchedulerCounters",
+    "StaticPolicy",
+    "UnknownPolicyError",
+    "WaitingRequest",
+    "make_policy",
+]

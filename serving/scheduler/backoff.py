@@ -1,0 +1,89 @@
+"""Memory of what was refused, so that it isn't asked for again at once."""
+
+from dataclasses import dataclass, field
+
+from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, ScaleDown, ScaleUp, Transformation
+from serving.scheduler.view import ClusterView
+
+
+@dataclass(frozen=True)
+class BackoffConfig:
+    """How long to leave a refused action alone."""
+
+    first_s: float = 1.0
+    """After the first refusal."""
+    factor: float = 2.0
+    """Each further refusal of the same action multiplies the time by this."""
+    longest_s: float = 60.0
+    """No longer than this. A refusal that was followed by none for twice as long is forgotten."""
+
+
+@dataclass
+class _Refusal:
+    action: Action
+    count: int
+    until_s: float
+    forget_s: float
+
+
+@dataclass
+class Backoff:
+    """Refused actions, and transformations under way that may yet fail."""
+
+    config: BackoffConfig = BackoffConfig()
+    _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
+    _under_way: list[Transformation] = field(default_factory=list)
+
+    def blocks(self, action: Action, now_s: float) -> bool:
+        """It was refused a moment ago."""
+        refusal = self._refused.get(_key(action))
+        return refusal is not None and now_s < refusal.until_s
+
+    def refuse(self, action: Action, now_s: float) -> float:
+        """Take note of a refusal. Returns the seconds for which the action is left alone."""
+        config, known = self.config, self._refused.get(_key(action))
+        count = known.count + 1 if known else 1
+        wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
+        self._refused[_key(action)] = _Refusal(action, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
+        return wait_s
+
+    def accept(self, action: Action) -> None:
+        """Take note that an action was taken on."""
+        if isinstance(action, ScaleUp | ScaleDown):
+            self._under_way.append(action)
+        else:
+            self._refused.pop(_key(action), None)
+
+    def ended(self, view: ClusterView) -> list[tuple[Transformation, bool]]:
+        """Transformations that have ended since the last call, and whether their degree is in place."""
+        ended, still = [], []
+        for action in self._under_way:
+            instances = view.instances_on(action.devices)
+            if any(i.transition_to is not None for i in instances):
+                still.append(action)
+                continue
+            done = bool(instances) and all(i.degree == action.degree for i in instances)
+            ended.append((action, done))
+            if done:
+                self._refused.pop(_key(action), None)
+        self._under_way = still
+        return ended
+
+    def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
+        """For `ClusterView.refused`. Also forgets what is long past."""
+        self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
+        actions = [refusal.action for refusal in self._refused.values() if now_s < refusal.until_s]
+        return frozenset((a.devices, a.degree) for a in actions if isinstance(a, ScaleUp | ScaleDown))
+
+
+def _key(action: Action) -> tuple[object, ...]:
+    """What makes two actions the same: everything but their reasons."""
+    match action:
+        case ScaleUp(devices, degree) | ScaleDown(devices, degree):
+            return ("transform", devices, degree)
+        case Dispatch(request_id, instance_id):
+            return ("dispatch", request_id, instance_id)
+        case Preempt(request_id) | Reject(request_id):
+            return (type(action).__name__, request_id)
+        case _:
+            return (action,)

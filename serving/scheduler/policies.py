@@ -1,0 +1,30 @@
+"""Policies by name, as commands and configuration files give them."""
+
+from collections.abc import Callable
+
+from serving.scheduler.admission import Admission
+from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.least_load_first import LeastLoadFirstPolicy
+from serving.scheduler.policy import Policy
+from serving.scheduler.round_robin import RoundRobinPolicy
+from serving.scheduler.static import StaticPolicy
+
+
+class UnknownPolicyError(ValueError):
+    """There is no policy of this name."""
+
+
+_MAKERS: dict[str, Callable[[Admission, AmoebaConfig], Policy]] = {
+    AmoebaPolicy.name: lambda admission, config: AmoebaPolicy(config, admission),
+    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth),
+    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(admission, config.reserved_growth),
+    StaticPolicy.name: lambda admission, config: StaticPolicy(admission, config.reserved_growth),
+}
+POLICY_NAMES = tuple(_MAKERS)
+
+
+def make_policy(name: str, admission: Admission | None = None, config: AmoebaConfig | None = None) -> Policy:
+    """A policy by its name; of `config` the baselines use only `reserved_growth`. Raises `UnknownPolicyError`."""
+    if name not in _MAKERS:
+        raise UnknownPolicyError(f"policy {name!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
+    return _MAKERS[name](admission or Admission(), config or AmoebaConfig())

@@ -1,0 +1,119 @@
+"""The loop between a policy and an executor."""
+
+import dataclasses
+import logging
+import re
+from dataclasses import dataclass, field
+
+from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp
+from serving.scheduler.backoff import Backoff, BackoffConfig
+from serving.scheduler.executor import Executor, Outcome
+from serving.scheduler.policy import Policy
+
+logger = logging.getLogger("amoeba.scheduler")
+
+
+@dataclass
+class SchedulerCounters:
+    """What was decided since the start."""
+
+    ticks: int = 0
+    dispatched: int = 0
+    scale_ups: int = 0
+    """Merges that were begun."""
+    scale_downs: int = 0
+    """Splits that were begun."""
+    transformations_failed: int = 0
+    """Of these, such as ended without their degree in place."""
+    preempted: int = 0
+    rejected: dict[RejectKind, int] = field(default_factory=lambda: dict.fromkeys(RejectKind, 0))
+    refused: int = 0
+    """Actions that the executor refused."""
+    held_back: int = 0
+    """Actions that were not tried because they had been refused a moment before."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action, and what the executor said to it."""
+
+    action: Action
+    outcome: Outcome
+
+
+class Scheduler:
+    """Asks a policy what to do, and has an executor do it. All methods are called from one thread.
+
+    Attributes:
+        policy: may be replaced between two ticks.
+    """
+
+    def __init__(self, policy: Policy, executor: Executor, backoff: BackoffConfig | None = None):
+        self.policy, self.executor = policy, executor
+        self.counters = SchedulerCounters()
+        self._backoff = Backoff(backoff or BackoffConfig())
+
+    def tick(self) -> list[Decision]:
+        """Decide from the present state, and carry it out in order. Returns what was tried.
+
+        To be called whenever something changed (a request came or ended, a transformation ended), and at least once a
+        second, for deadlines, and for instances that wait for their time to split.
+        """
+        self.counters.ticks += 1
+        view = self.executor.snapshot()
+        for action, done in self._backoff.ended(view):
+            if not done:
+                self.counters.transformations_failed += 1
+                self._log(action, "failed", retry_s=self._backoff.refuse(action, view.now_s))
+        view = dataclasses.replace(view, refused=self._backoff.refused_transformations(view.now_s))
+        decisions = []
+        for action in self.policy.decide(view):
+            if self._backoff.blocks(action, view.now_s):
+                self.counters.held_back += 1
+                continue
+            outcome = self.executor.apply(action)
+            decisions.append(Decision(action, outcome))
+            if outcome.accepted:
+                self._backoff.accept(action)
+                self._count(action)
+                self._log(action, "accepted")
+            else:
+                self.counters.refused += 1
+                retry_s = self._backoff.refuse(action, view.now_s)
+                self._log(action, "refused", detail=outcome.detail, retry_s=retry_s)
+        return decisions
+
+    def _count(self, action: Action) -> None:
+        counters = self.counters
+        match action:
+            case Dispatch():
+                counters.dispatched += 1
+            case ScaleUp():
+                counters.scale_ups += 1
+            case ScaleDown():
+                counters.scale_downs += 1
+            case Preempt():
+                counters.preempted += 1
+            case Reject(kind=kind):
+                counters.rejected[kind] += 1
+
+    def _log(self, action: Action, outcome: str, **more: str | float) -> None:
+        """One line a decision: `key=value`, and the same as a dict in the record's `decision`."""
+        record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}
+        record |= dataclasses.asdict(action) | {"outcome": outcome} | more
+        level = logging.INFO if outcome == "accepted" else logging.WARNING
+        logger.log(level, " ".join(f"{k}={_quoted(v)}" for k, v in record.items()), extra={"decision": record})
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _quoted(value: object) -> str:
+    """A value without blanks as it is, devices as `0-3`, anything else in quotes."""
+    if isinstance(value, tuple):
+        return f"{value[0]}-{value[-1]}" if value else "none"
+    text = str(value)
+    if text and re.fullmatch(r"[\w.:+-]+", text):
+        return text
+    return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'

@@ -1,0 +1,36 @@
+"""Fixed degrees."""
+
+from serving.scheduler.actions import Action, Dispatch
+from serving.scheduler.admission import Admission
+from serving.scheduler.room import Room
+from serving.scheduler.view import ClusterView
+
+
+class StaticPolicy:
+    """Gives each request to the least-loaded instance with room, and never changes a degree. A request that no present
+    instance could hold is turned away. Nobody overtakes: a request that finds no room keeps one instance for itself.
+    """
+
+    name = "static"
+
+    def __init__(self, admission: Admission | None = None, reserved_growth: float = 0.0):
+        self._admission, self._reserved_growth = admission or Admission(), reserved_growth
+
+    def decide(self, view: ClusterView) -> list[Action]:
+        """See `Policy.decide`."""
+        if not view.instances:
+            return []
+        largest = max(view.instances, key=lambda i: i.capacity_tokens)
+        holder = f"the largest instance, TP{largest.degree},"
+        rejects, queue = self._admission.screen(view, largest.capacity_tokens, holder)
+        actions: list[Action] = [*rejects]
+        room = Room(view, self._reserved_growth)
+        for request in queue:
+            if options := room.with_room(request):
+                instance = min(options, key=lambda i: (room.load(i), i.id))
+                reason = f"least loaded of {len(options)} with room: load {room.load(instance):.2f}"
+                room.give(instance, request)
+                actions.append(Dispatch(request.request_id, instance.id, reason))
+            else:
+                room.keep_for(request)
+        return actions

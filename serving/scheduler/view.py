@@ -1,0 +1,145 @@
+"""What a policy sees: an immutable snapshot of instances, the queue, and the degrees that instances may have.
+
+Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class WaitingRequest:
+    """A request in the queue."""
+
+    request_id: str
+    prompt_tokens: int
+    """Tokens to compute before the next one is sampled. Of a preempted request its output so far is among them."""
+    max_total_tokens: int
+    """Most tokens that it may grow to: prompt and `max_tokens`."""
+    priority: int = 0
+    """Lower goes first, as `SamplingParams.priority`."""
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    """When it is of no use to the client any more; None: never."""
+    started: bool = False
+    """It ran before and was preempted. It is never turned away for a full queue."""
+
+
+@dataclass(frozen=True)
+class RunningRequest:
+    """A request on an instance."""
+
+    request_id: str
+    num_tokens: int
+    """Tokens so far, prompt included: what it has pages for."""
+    max_total_tokens: int
+    """Most tokens that it may grow to."""
+    uncomputed_tokens: int = 0
+    """Of its prompt, tokens that are still to be computed."""
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class InstanceView:
+    """A serving replica."""
+
+    id: int
+    """Its first device. A merged instance and the one over its first device alone share the id, at different times."""
+    devices: tuple[int, ...]
+    capacity_tokens: int
+    """Tokens that it holds when empty."""
+    free_tokens: int
+    """Of these, tokens that are free, or held only by prefixes that nobody uses."""
+    free_slots: int
+    """Requests that it could run besides those that it runs."""
+    running: tuple[RunningRequest, ...] = ()
+    transition_to: int | None = None
+    """Degree that its devices are on their way to; None when they are not being transformed. Takes no requests then."""
+    draining: bool = False
+    """An operator keeps new requests away from it."""
+
+    @property
+    def degree(self) -> int:
+        """Its TP degree."""
+        return len(self.devices)
+
+    @property
+    def used_tokens(self) -> int:
+        return self.capacity_tokens - self.free_tokens
+
+    @property
+    def load(self) -> float:
+        """Share of the KV cache in use, with prompt tokens that are still to be computed counted twice."""
+        return (self.used_tokens + sum(r.uncomputed_tokens for r in self.running)) / self.capacity_tokens
+
+
+@dataclass(frozen=True)
+class DegreeLimits:
+    """What an instance of one degree would hold, if it were made."""
+
+    degree: int
+    capacity_tokens: int
+    max_requests: int
+    """Requests that it would run at once."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """A snapshot of everything that a policy decides about."""
+
+    now_s: float
+    instances: tuple[InstanceView, ...]
+    queue: tuple[WaitingRequest, ...]
+    degrees: tuple[DegreeLimits, ...]
+    """Of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
+    num_devices: int
+    base_degree: int = 1
+    """Degree that instances start with, and split to."""
+    page_size: int = 16
+    """Tokens in a KV page."""
+    max_model_len: int | None = None
+    """Longest prompt plus output of the model, in tokens; None: as long as an instance can hold."""
+    refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
+    """Transformations (devices, degree) that were refused or failed a moment ago: not to be asked for now."""
+
+    @cached_property
+    def limits(self) -> dict[int, DegreeLimits]:
+        """`degrees` by degree."""
+        return {limits.degree: limits for limits in self.degrees}
+
+    @property
+    def longest(self) -> DegreeLimits:
+        """Limits of the degree that holds most."""
+        return max(self.degrees, key=lambda limits: limits.capacity_tokens)
+
+    def is_long(self, max_total_tokens: int) -> bool:
+        """A request that an instance of the base degree could not hold, were it empty."""
+        return max_total_tokens > self.limits[self.base_degree].capacity_tokens
+
+    def has_long(self, instance: InstanceView) -> bool:
+        """It runs a long request."""
+        return any(self.is_long(request.max_total_tokens) for request in instance.running)
+
+    def degree_for(self, max_total_tokens: int) -> int | None:
+        """The least degree, from the base degree on, whose instances hold a request when empty; None if none does."""
+        for limits in self.degrees:
+            if limits.degree >= self.base_degree and limits.capacity_tokens >= max_total_tokens:
+                return limits.degree
+        return None
+
+    def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
+        """Devices that may make up an instance of a degree: aligned and contiguous."""
+        starts = range(0, self.num_devices - degree + 1, degree)
+        return tuple(tuple(range(start, start + degree)) for start in starts)
+
+    def instances_on(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
+        """Instances that have any of these devices."""
+        wanted = set(devices)
+        return tuple(instance for instance in self.instances if not wanted.isdisjoint(instance.devices))
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Tokens of the pages that so many tokens take."""
+        return -(-num_tokens // self.page_size) * self.page_size
