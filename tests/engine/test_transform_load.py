@@ -97,12 +97,11 @@ def transform_at_random(llm: LLM, count: int, seed: int) -> Counter[str]:
 @pytest.mark.parametrize(
     ("num_devices", "count"),
     [
-        (2, 12),
+        pytest.param(2, 12, marks=pytest.mark.timeout(TIMEOUT_S)),
         pytest.param(8, 500, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.timeout(TIMEOUT_S)
 def test_random_transformations_under_load(tmp_path: Path, compile_cache: str, num_devices: int, count: int):
     with make(tiny_model("llama2", tmp_path), compile_cache, num_devices=num_devices) as llm:
         load = Load(llm, 0)
