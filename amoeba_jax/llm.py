@@ -274,9 +274,9 @@ class LLM:
     ) -> TransformReport:
         """Merge or split instances while requests run; returns when it is done.
 
-        Running requests go on: nothing of them is lost or computed again. They generate a token in every step of the
-        transformation, those whose prompt is computed; others, and new ones, wait on the devices that change until it
-        has ended.
+        Running requests go on: nothing of them is lost, or computed again unless the variant is `restart`. They
+        generate a token in every step of the transformation, those whose prompt is computed; others, and new ones, wait
+        on the devices that change until it has ended.
 
         Args:
             tensor_parallel_size: degree that instances have afterwards.

@@ -22,7 +22,8 @@ class TransformVariant(StrEnum):
     HOST_MEMORY = "host_memory"
     """Through host memory: pages and FFN weights."""
     RESTART = "restart"
-    """Weights are read again, the cache is made anew, and requests are computed again from their tokens."""
+    """Weights are read again, the cache is made anew, and requests are computed again from their tokens. All instances
+    wait while the weights are read."""
 
 
 @dataclass(frozen=True)

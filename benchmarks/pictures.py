@@ -7,10 +7,7 @@ SmolLM2-135M on four virtual CPU devices, two requests on each, as in `benchmark
 """
 
 import argparse
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,29 +19,11 @@ from transformation import Running, Step, watched
 
 from amoeba_jax import LLM
 from amoeba_jax.views import MemoryReport
+from serving.demo import half_way, sampled
 
 PROMPT, NEW_TOKENS = 256, 192
 PARTS = {"weights": "#5b8fd9", "kv cache in use": "#e8890c", "kv cache free": "#f6d2a4", "padding": "#8c8c8c"}
 KINDS = {"TP1": "#5b8fd9", "between": "#b04fb0", "TP4": "#2f9e6e"}
-
-
-@contextmanager
-def sampled(llm: LLM) -> Iterator[list[MemoryReport]]:
-    """Memory reports, taken again and again meanwhile."""
-    found: list[MemoryReport] = []
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.05):
-            found.append(llm.memory())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
 
 
 def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, Any]:
@@ -57,10 +36,7 @@ def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, An
         with sampled(llm) as between:
             llm.transform(4, **way)
         marks.append(time.perf_counter())
-        sizes = [report.by_owner(0)["kv cache"] for report in between]
-        if sizes:
-            middle = (sizes[0] + sizes[-1]) / 2
-            maps.append(("half of the layers have changed", between[int(np.argmin(np.abs(np.array(sizes) - middle)))]))
+        maps += [("half of the layers have changed", report) for _, report in half_way(between)]
         time.sleep(1.5)
         maps.append(("one TP4 instance", llm.memory()))
         marks.append(time.perf_counter())

@@ -247,11 +247,11 @@ def run_work(llm: LLM, work: Work) -> Run:
             stream.wait_for(MARGIN)
         marks.append(("merge", time.perf_counter()))
         running = [_count_running(streams)]
-        with _sampled(llm) as between:
+        with sampled(llm) as between:
             up = llm.transform(largest, layers_per_step=work.layers_per_step)
         marks.append((f"TP{largest}, long request", time.perf_counter()))
         running.append(_count_running(streams))
-        maps += _half_way(between)
+        maps += half_way(between)
         long = Stream(llm, work.long, work.long_params)
         long.wait_for(1)
         maps.append((f"TP{largest}", llm.memory()))
@@ -282,7 +282,7 @@ def _count_running(streams: list[Stream]) -> int:
 
 
 @contextmanager
-def _sampled(llm: LLM) -> Iterator[list[MemoryReport]]:
+def sampled(llm: LLM) -> Iterator[list[MemoryReport]]:
     """Maps of the memory, taken again and again meanwhile."""
     found: list[MemoryReport] = []
     stop = threading.Event()
@@ -300,7 +300,7 @@ def _sampled(llm: LLM) -> Iterator[list[MemoryReport]]:
         thread.join()
 
 
-def _half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
+def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """The map taken when half of what changes its owner had done so, if there is one."""
     if not maps:
         return []

@@ -284,7 +284,7 @@ class Transformations:
     ) -> tuple[TransitionPrograms, Mover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
-        Raises `MemoryBudgetError` where these are over the budget.
+        Raises `RequestError` where these are over the budget.
         """
         cluster, config = self._cluster, self._cluster.config
         start = time.perf_counter()
