@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.movers import Mover, make_mover
+from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
@@ -25,7 +26,7 @@ from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError, Tran
 from amoeba_jax.transform import GroupTransform, TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
-from kvcache.relayout import assign_down, place_down, place_up
+from kvcache.relayout import place_down, place_up
 from sharding.mesh import SubMesh
 
 
@@ -206,13 +207,23 @@ class Transformations:
         active.transition.instance.transition = active.transition
         job.active += 1
 
+    def _restart(self, job: _Job, old: list[Instance]) -> None:
+        options = job.options
+        try:
+            done = restart(self._cluster, self._requeue, old, options.tensor_parallel_size, options.release_weights)
+        except RestartError as error:
+            devices = [device for instance in old for device in instance.group.device_indices]
+            job.fail(error, devices, "its instances are as they were, and its requests are computed again")
+        else:
+            job.groups.append(done)
+
     def _begin_up(self, job: _Job, old: list[Instance]) -> _Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
         after = max(group.tp, before) if job.options.release_weights else before
         rows = max(len(instance.running) for instance in old)
-        distinct = [_distinct_pages(instance.running, instance.tp) for instance in old]
+        distinct = [distinct_pages(instance.running, instance.tp) for instance in old]
         programs, mover, extra = self._prepare(job, group, old[0].tp, True, (before, after), rows, distinct)
         cluster.weights.prepare_release(group, before, after)
         for instance in old:
@@ -242,13 +253,13 @@ class Transformations:
         cluster, geometry = self._cluster, self._cluster.dims.pages
         group, tp = instance.group, job.options.tensor_parallel_size
         before, after = instance.released, min(instance.released, tp)
-        self._check_growth(instance, tp, after)
+        check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
-        parts = _deal(instance.running, [a.num_free(geometry.order(tp)) for a in allocators[::tp]])
+        parts = deal(instance.running, [a.num_free(geometry.order(tp)) for a in allocators[::tp]])
         slots, rows = cluster.buckets(tp).max_num_seqs, max(len(part) for part in parts)
         if rows > slots:
             raise RequestError(f"{rows} requests would come to one TP{tp} instance, which decodes {slots} at once")
-        distinct = [_distinct_pages(part, instance.tp) for part in parts]
+        distinct = [distinct_pages(part, instance.tp) for part in parts]
         programs, mover, extra = self._prepare(job, group, tp, False, (before, after), rows, distinct)
         instance.cache.clear()
         instance.cache.enabled = False
@@ -263,15 +274,6 @@ class Transformations:
         transition = self._transition(job, instance, members, programs, mover)
         return _Active(job, transition, allocators, [instance], extra)
 
-    def _check_growth(self, instance: Instance, tp: int, released: int) -> None:
-        """Raise `RequestError` where an instance of a lower degree could not hold what a request may grow to."""
-        limit = self._cluster.capacity_tokens(tp, released)
-        for sequence in instance.running:
-            if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
-                raise RequestError(
-                    f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
-                )
-
     def _prepare(
         self,
         job: _Job,
@@ -280,7 +282,7 @@ class Transformations:
         up: bool,
         released: tuple[int, int],
         rows: int,
-        pages: "list[_DistinctPages]",
+        pages: list[DistinctPages],
     ) -> tuple[TransitionPrograms, Mover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
@@ -337,59 +339,6 @@ class Transformations:
             self._cluster.executables,
             layers_per_step=job.options.layers_per_step,
             overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
-        )
-
-    # Restart
-
-    def _restart(self, job: _Job, old: list[Instance]) -> None:
-        """Give a group its degree by starting it again: weights are read anew, and requests are computed again."""
-        cluster, options = self._cluster, job.options
-        start = time.perf_counter()
-        group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
-        up = len(old) > 1
-        before = max(instance.released for instance in old)
-        if up:
-            groups, after = [group], max(group.tp, before) if options.release_weights else before
-            have = [instance.released for instance in old for _ in instance.group.devices]
-        else:
-            tp = options.tensor_parallel_size
-            groups = [cluster.sub_meshes.group(first, tp) for first in range(group.start, group.start + group.tp, tp)]
-            after = min(before, tp)
-            have = [after] * group.tp
-            self._check_growth(old[0], tp, after)
-        recomputed = 0
-        for instance in old:
-            for sequence in list(instance.running):
-                self._requeue(instance, sequence)
-                recomputed += 1
-            instance.cache.clear()
-            instance.kv.clear()
-        try:
-            with cluster.open_weights() as reader:
-                cluster.weights.reload(reader, group, have)
-        except Exception as error:
-            cluster.replace(old, [cluster.empty_instance(i.group, i.released) for i in old])
-            job.fail(error, group.device_indices, "its instances are as they were, its requests are computed again")
-            return
-        if up:
-            for layer in range(cluster.dims.config.num_layers):
-                for instance in old:
-                    cluster.weights.release(instance.group, layer, instance.released, before)
-                cluster.weights.release(group, layer, before, after)
-        cluster.replace(old, [cluster.empty_instance(g, after) for g in groups])
-        lower, higher = (old[0].tp, group.tp) if up else (groups[0].tp, group.tp)
-        job.groups.append(
-            GroupTransform(
-                group.device_indices,
-                *((lower, higher) if up else (higher, lower)),
-                time.perf_counter() - start,
-                layers=(),
-                steps=0,
-                tokens=0,
-                staging_bytes=0,
-                restored_bytes=0,
-                recomputed=recomputed,
-            )
         )
 
     # The course of a transition
@@ -554,38 +503,3 @@ def _refusal(error: Exception) -> Exception:
     if isinstance(error, OutOfPagesError | RequestError):
         return RequestError(f"the transformation is refused: {error}")
     return error
-
-
-@dataclass(frozen=True)
-class _DistinctPages:
-    """The pages of an instance's sequences, each once.
-
-    Attributes:
-        table: `[tp, pages]` local ids.
-        references: of each, by sequences.
-    """
-
-    table: np.ndarray
-    references: np.ndarray
-
-    def columns(self, pages: SequencePages) -> np.ndarray:
-        """Where a sequence's pages are in `table`."""
-        return np.searchsorted(self.table[0], pages.table[0])
-
-
-def _distinct_pages(sequences: list[Sequence], tp: int) -> _DistinctPages:
-    tables = [np.zeros((tp, 0), np.int32), *(s.pages.table for s in sequences if s.pages is not None)]
-    table = np.concatenate(tables, axis=1)
-    # By their ids on rank 0, which tell pages apart.
-    _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
-    return _DistinctPages(table[:, first], counts)
-
-
-def _deal(sequences: list[Sequence], room: list[int]) -> list[list[Sequence]]:
-    """The sequences of each of the instances to come, by their room in pages. Raises `OutOfPagesError`."""
-    parts: list[list[Sequence]] = [[] for _ in room]
-    if sequences:
-        pages = [s.pages.table[0] for s in sequences if s.pages is not None]
-        for sequence, index in zip(sequences, assign_down(pages, room, together=False), strict=True):
-            parts[index].append(sequence)
-    return parts

@@ -1,0 +1,45 @@
+"""The pages of sequences that share some, each once, and which instance gets which sequences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from amoeba_jax.engine.sequence import Sequence
+from kvcache.pages import SequencePages
+from kvcache.relayout import assign_down
+
+
+@dataclass(frozen=True)
+class DistinctPages:
+    """The pages of an instance's sequences, each once.
+
+    Attributes:
+        table: `[tp, pages]` local ids.
+        references: of each, by sequences.
+    """
+
+    table: np.ndarray
+    references: np.ndarray
+
+    def columns(self, pages: SequencePages) -> np.ndarray:
+        """Where a sequence's pages are in `table`."""
+        return np.searchsorted(self.table[0], pages.table[0])
+
+
+def distinct_pages(sequences: list[Sequence], tp: int) -> DistinctPages:
+    """Those of sequences on one instance of degree `tp`."""
+    tables = [np.zeros((tp, 0), np.int32), *(s.pages.table for s in sequences if s.pages is not None)]
+    table = np.concatenate(tables, axis=1)
+    # By their ids on rank 0, which tell pages apart.
+    _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
+    return DistinctPages(table[:, first], counts)
+
+
+def deal(sequences: list[Sequence], room: list[int]) -> list[list[Sequence]]:
+    """The sequences of each of the instances to come, by their room in pages. Raises `OutOfPagesError`."""
+    parts: list[list[Sequence]] = [[] for _ in room]
+    if sequences:
+        pages = [s.pages.table[0] for s in sequences if s.pages is not None]
+        for sequence, index in zip(sequences, assign_down(pages, room, together=False), strict=True):
+            parts[index].append(sequence)
+    return parts

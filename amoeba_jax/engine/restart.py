@@ -1,0 +1,91 @@
+"""Gives a group of devices another degree by starting it again: what transformations are measured against."""
+
+import time
+from collections.abc import Callable
+
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.errors import RequestError
+from amoeba_jax.transform import GroupTransform
+
+
+class RestartError(RuntimeError):
+    """The weights could not be read again. The instances have their old degree, and an empty cache."""
+
+
+def restart(
+    cluster: Cluster,
+    requeue: Callable[[Instance, Sequence], None],
+    old: list[Instance],
+    tp: int,
+    release_weights: bool,
+) -> GroupTransform:
+    """Put instances of another degree in the place of others, in the dispatcher thread. Everything waits meanwhile.
+
+    Weights are read again, extents are made anew, and requests are queued to be computed again.
+
+    Args:
+        requeue: takes a sequence off its instance, to be computed again.
+        old: several instances of one degree, which become one, or one, which falls apart. Nothing of theirs is pending.
+        tp: degree of the new instances, where one falls apart.
+        release_weights: whether a merged instance gives weights that its ranks do not need to its cache.
+
+    Raises `RequestError`, with nothing changed, where a request may grow beyond the lower degree, and `RestartError`.
+    """
+    start = time.perf_counter()
+    group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
+    up = len(old) > 1
+    before = max(instance.released for instance in old)
+    if up:
+        groups, after = [group], max(group.tp, before) if release_weights else before
+        have = [instance.released for instance in old for _ in instance.group.devices]
+    else:
+        groups = [cluster.sub_meshes.group(first, tp) for first in range(group.start, group.start + group.tp, tp)]
+        after = min(before, tp)
+        have = [after] * group.tp
+        check_growth(cluster, old[0], tp, after)
+    recomputed = 0
+    for instance in old:
+        for sequence in list(instance.running):
+            requeue(instance, sequence)
+            recomputed += 1
+        instance.cache.clear()
+        instance.kv.clear()
+    try:
+        with cluster.open_weights() as reader:
+            cluster.weights.reload(reader, group, have)
+    except Exception as error:
+        cluster.replace(old, [cluster.empty_instance(i.group, i.released) for i in old])
+        raise RestartError(f"the weights cannot be read again: {error}") from error
+    if up:
+        for layer in range(cluster.dims.config.num_layers):
+            for instance in old:
+                cluster.weights.release(instance.group, layer, instance.released, before)
+            cluster.weights.release(group, layer, before, after)
+    cluster.replace(old, [cluster.empty_instance(g, after) for g in groups])
+    return GroupTransform(
+        group.device_indices,
+        from_degree=old[0].tp,
+        to_degree=groups[0].tp,
+        seconds=time.perf_counter() - start,
+        layers=(),
+        steps=0,
+        tokens=0,
+        staging_bytes=0,
+        restored_bytes=0,
+        recomputed=recomputed,
+    )
+
+
+def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
+    """Raise `RequestError` where an instance of degree `tp` could not hold what a request may grow to.
+
+    `released` is the degree for which its weights are released.
+    """
+    limit = cluster.capacity_tokens(tp, released)
+    for sequence in instance.running:
+        if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
+            raise RequestError(
+                f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
+            )
