@@ -82,10 +82,12 @@ class Dispatcher:
             if item is _RESULT:
                 continue
             function, future = item
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            # Who waited for it may have been cancelled, and nobody wants the call any more. From here on it cannot be.
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
             # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that nobody else does.
             item = function = future = None
 
@@ -98,4 +100,5 @@ class Dispatcher:
             if item is not None and item is not _RESULT:
                 error = EngineClosedError(f"the engine is closed: {self._closed}")
                 error.__cause__ = self._closed
-                item[1].set_exception(error)
+                if item[1].set_running_or_notify_cancel():
+                    item[1].set_exception(error)

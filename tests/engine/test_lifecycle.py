@@ -163,6 +163,26 @@ def test_abandoned_stream_may_be_collected_while_requests_are_registered(llm: LL
     check_idle(llm)
 
 
+def test_call_that_is_cancelled_while_it_is_queued_does_no_harm(llm: LLM):
+    """As by the task of an `astream` that is cancelled in the moment in which it submits its request."""
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def block() -> None:
+        begun.set()
+        go_on.wait(TIMEOUT_S)
+
+    blocking = llm._dispatcher.call(block)
+    assert begun.wait(TIMEOUT_S)
+    queued = llm._dispatcher.call(done.append, "cancelled")
+    assert queued.cancel()
+    go_on.set()
+    blocking.result(TIMEOUT_S)
+    assert len(tokens(llm)) == len(PROMPTS)
+    assert not done
+    check_idle(llm)
+
+
 def test_two_engines_take_turns(llm: LLM, settings: dict, tmp_path: Path):
     expected = tokens(llm)
     with LLM(tiny_model("qwen3", tmp_path), **settings) as other:
