@@ -1,6 +1,7 @@
 """amoeba.v1.AdminService."""
 
 import asyncio
+from functools import partial
 
 import grpc
 
@@ -30,11 +31,7 @@ _VARIANTS = {
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """Shows and changes instances.
-
-    Args:
-        on_drain: called once `Drain` has ended the last request.
-    """
+    """Shows and changes instances."""
 
     def __init__(self, front_door: FrontDoor):
         self._front_door = front_door
@@ -60,15 +57,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         release = request.release_weights if request.HasField("release_weights") else True
         layers = request.layers_per_step or 1
         front_door, degree = self._front_door, request.tensor_parallel_size
+        backend = front_door.backend
         if front_door.state is not State.READY:
-            front_door.backend  # noqa: B018  (says what is the matter)
             raise PreconditionError("the server is shutting down: instances do not change any more")
-
-        def transform() -> TransformReport:
-            devices = list(request.devices) or None
-            return front_door.backend.transform(
-                degree, devices, variant=variant, release_weights=release, layers_per_step=layers
-            )
+        transform = partial(backend.transform, degree, list(request.devices) or None, variant, release, layers)
 
         # The transformation goes on if the client leaves, and is counted all the same.
         work = asyncio.ensure_future(self._transform(transform, degree, variant))

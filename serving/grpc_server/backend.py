@@ -1,14 +1,14 @@
 """What the front door needs of whatever serves its requests. `LLM` has it; so must what schedules over one."""
 
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Protocol
 
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import RequestOutput
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceView, MemoryReport
 
 
@@ -34,7 +34,14 @@ class Backend(Protocol):
         """End a request with reason `abort`; whether there was one."""
         ...
 
-    def transform(self, tensor_parallel_size: int, devices: list[int] | None = None, **how: Any) -> TransformReport:
+    def transform(
+        self,
+        tensor_parallel_size: int,
+        devices: list[int] | None = None,
+        variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
+        release_weights: bool = True,
+        layers_per_step: int = 1,
+    ) -> TransformReport:
         """Merge or split instances; returns when it is done."""
         ...
 

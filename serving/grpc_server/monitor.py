@@ -21,11 +21,12 @@ async def watch_engine(backend: Backend, metrics: ServerMetrics, interval_s: flo
     try:
         while True:
             try:
-                metrics.latest = await loop.run_in_executor(thread, take_snapshot, backend)
+                snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
             except EngineClosedError as error:
                 return error
+            metrics.latest = snapshot
             if metrics.ready_programs is None:
-                metrics.ready_programs = metrics.latest.stats.compiled_programs
+                metrics.ready_programs = snapshot.stats.compiled_programs
             await asyncio.sleep(interval_s)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

@@ -172,7 +172,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         await self._infer(infer, write)
         return responses[-1]
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
         """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end."""
         one_writer, room = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +186,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             room.release()
 
         try:
-            async for request in requests:
+            async for request in request_iterator:
                 await room.acquire()
                 task = asyncio.ensure_future(self._stream_one(request, context, write))
                 tasks.add(task)

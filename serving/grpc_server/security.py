@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -43,6 +44,5 @@ class _Files:
 def server_credentials(tls: TLS) -> grpc.ServerCredentials:
     """Credentials for a port; clients need a certificate where `tls.client_ca` is given."""
     files = _Files(tls)
-    return grpc.dynamic_ssl_server_credentials(
-        files.configuration(), files.changed, require_client_authentication=tls.client_ca is not None
-    )
+    changed: Any = files.changed  # may answer None: nothing changed
+    return grpc.dynamic_ssl_server_credentials(files.configuration(), changed, tls.client_ca is not None)

@@ -49,7 +49,7 @@ class Server:
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._servers: list[grpc.aio.Server] = []
         self._watch: asyncio.Task[None] | None = None
 
