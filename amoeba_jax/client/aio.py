@@ -22,6 +22,7 @@ from amoeba_jax.client.connection import (
 from amoeba_jax.sampling_params import SamplingParams
 
 T = TypeVar("T")
+_END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncClient:
@@ -75,7 +76,7 @@ class AsyncClient:
         deadline = Deadline(timeout_s)
         call, response = await self._retried(lambda: self._start(message, deadline), deadline)
         try:
-            while response is not grpc.aio.EOF:
+            while response is not _END:
                 for chunk in results.read_chunks(response):
                     yield chunk
                 response = await call.read()

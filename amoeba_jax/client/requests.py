@@ -71,7 +71,7 @@ def transform_request(
     return pb.TransformRequest(
         tensor_parallel_size=tensor_parallel_size,
         devices=devices,
-        variant=pb.TransformVariant.Value(name),
+        variant=name,
         release_weights=release_weights,
         layers_per_step=layers_per_step,
     )

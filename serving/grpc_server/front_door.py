@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
@@ -160,7 +160,7 @@ class FrontDoor:
         elif prompt and isinstance(prompt[0], dict):
             tokens = await self._run(self._tokenizing, self.tokenizer().apply_chat_template, prompt)
         else:
-            tokens = list(prompt)
+            tokens = list(cast(list[int], prompt))
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         return tokens

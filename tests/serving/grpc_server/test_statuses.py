@@ -1,6 +1,7 @@
 """Every way in which a request can fail: its status, and that nothing of it is left."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -199,6 +200,24 @@ def test_request_cancelled_in_the_queue_leaves_it(live: Live):
     wait_until(live, lambda: live.server.front_door.admission.queued_requests == 0)
     for stream in slots:
         stream.cancel()
+    live.check_idle()
+
+
+def test_cancelling_at_any_moment_leaves_nothing(live: Live):
+    """As many clients do at once: before the request is read, in the queue, in mid-stream, after the end."""
+    pause = threading.Event()
+    streams = []
+    for index in range(60):
+        streams.append(live.generate(text=f"request {index}"))
+        if index % 3 == 0:
+            streams[index // 2].cancel()
+        pause.wait(0.001 * (index % 7))
+    for index, stream in enumerate(streams):
+        if index % 2:
+            stream.cancel()
+        with contextlib.suppress(grpc.RpcError):
+            list(stream)
+        assert stream.code() in (Status.OK, Status.CANCELLED)
     live.check_idle()
 
 
