@@ -25,11 +25,11 @@ LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 class Process:
     """A server in a process of its own; what it says comes on stderr."""
 
-    def __init__(self, *arguments: str | Path, **environment: str):
-        command = [sys.executable, "-m", "serving.cli", "serve", *(str(argument) for argument in arguments)]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | environment | {"NPROC": "16"}
-        )
+    def __init__(self, *arguments: str | Path, before: str = ""):
+        code = f"{before}\nfrom serving.cli import main\nmain()"
+        command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
+        environment = os.environ | {"NPROC": "16"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.said = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
@@ -64,8 +64,8 @@ def serve(served_model: Path, compile_cache: str, tmp_path: Path) -> Iterator[Ca
     )
     processes: list[Process] = []
 
-    def start(*arguments: str | Path, **environment: str) -> Process:
-        processes.append(Process("--config", config, "--port", "0", "--no-warmup", *arguments, **environment))
+    def start(*arguments: str | Path, before: str = "") -> Process:
+        processes.append(Process("--config", config, "--port", "0", "--no-warmup", *arguments, before=before))
         return processes[-1]
 
     yield start
@@ -165,8 +165,8 @@ def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
 def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that fails once it is told to."""
     trigger = tmp_path / "fail"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import pathlib\n"
+    server = serve(
+        before="import pathlib\n"
         "from amoeba_jax.engine.engine import Engine\n"
         "advance = Engine.advance\n"
         "def failing(self):\n"
@@ -174,8 +174,6 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
         "    return advance(self)\n"
         "Engine.advance = failing\n"
     )
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    server = serve(PYTHONPATH=paths)
     with Client(server.target) as client:
         stream = client.stream("hello", LONG)
         next(stream)
