@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -40,7 +41,9 @@ async def _serve(server_config: ServerConfig, engine_config: EngineConfig, warm_
         loading = _in_thread(lambda: _load(engine_config, warm_up))
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            return 0  # stopped before there was anything to serve
+            await server.stop()
+            # Nothing is served yet. Loading cannot be interrupted, and must not go on while the interpreter ends.
+            os._exit(0)
         llm = loading.result()
         await server.attach(llm)
         _say(f"ready: {llm.name} on {server_config.host}:{server.port}")

@@ -36,6 +36,9 @@ def serve_settings(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    for name in sorted(_FILES & set(values)):
+        if not isinstance(values[name], str):
+            raise ConfigError(f"{name}={values[name]!r} must be the path of a file")
     server = _typed(ServerConfig, {name: values[name] for name in _SERVER & set(values)})
     server = ServerConfig(
         **server,

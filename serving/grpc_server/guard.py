@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ from google.protobuf.message import DecodeError
 
 from amoeba_jax.errors import RequestError
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
-
-logger = logging.getLogger(__name__)
 
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
 _OURS = ("/amoeba.v1.", "/inference.")
@@ -100,10 +97,7 @@ def _guarded(handler: Any) -> grpc.RpcMethodHandler:
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                code, text = status_of(error)
-                if code is grpc.StatusCode.INTERNAL:
-                    logger.exception("a call failed")
-                await context.abort(code, text)
+                await context.abort(*status_of(error))
 
         return behave
 

@@ -1,12 +1,15 @@
 """Looks at the engine again and again: gauges for the metrics, and whether it lives."""
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from amoeba_jax.errors import EngineClosedError
 from serving.grpc_server.backend import Backend
 from serving.metrics import ServerMetrics
 from serving.snapshot import take_snapshot
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 
@@ -24,6 +27,10 @@ async def watch_engine(backend: Backend, metrics: ServerMetrics, interval_s: flo
                 snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
             except EngineClosedError as error:
                 return error
+            except Exception:  # the engine lives, and there will be another look at it
+                logger.exception("the engine's figures cannot be had")
+                await asyncio.sleep(interval_s)
+                continue
             metrics.latest = snapshot
             if metrics.ready_programs is None:
                 metrics.ready_programs = snapshot.stats.compiled_programs

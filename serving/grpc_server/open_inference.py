@@ -184,6 +184,8 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             room.release()
+            if not task.cancelled():
+                task.exception()  # the client has left: nobody can be told
 
         try:
             async for request in request_iterator:

@@ -1,10 +1,13 @@
 """What can go wrong with a call, and the gRPC status that each has: the one place that maps them."""
 
+import logging
 import re
 
 import grpc
 
 from amoeba_jax.errors import EngineClosedError, LayoutError, RequestError, TransformError
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 1000
 """Longer error texts are cut: they travel in a header."""
@@ -70,14 +73,14 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Status and text of an error: INTERNAL, without its text, for what is not known here."""
-    for kind, text in _FIXED_TEXTS:
-        if isinstance(error, kind):
-            return _code_of(error), text
+    """Status and text of an error: INTERNAL, with its text in the log alone, for what is not known here."""
     code = _code_of(error)
     if code is grpc.StatusCode.INTERNAL:
-        return code, "internal error: the server's log has it"
-    return code, public_text(str(error))
+        logger.error("a call failed", exc_info=error)
+    text = next((text for kind, text in _FIXED_TEXTS if isinstance(error, kind)), None)
+    if text is None and code is grpc.StatusCode.INTERNAL:
+        text = "internal error: the server's log has it"
+    return code, text or public_text(str(error))
 
 
 def _code_of(error: BaseException) -> grpc.StatusCode:
