@@ -54,7 +54,7 @@ async def _serve(server_config: ServerConfig, engine_config: EngineConfig, warm_
         _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
         aborted = await server.drain(server_config.shutdown_timeout_s)
         _say(f"stopped; {aborted} requests were aborted")
-        return 0
+        return EXIT_ENGINE_FAILED if server.dead.done() else 0
     finally:
         await server.stop()
         close_metrics()

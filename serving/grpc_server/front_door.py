@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
@@ -184,7 +184,8 @@ class FrontDoor:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         left = sorted(self.admission.ids)
         for request_id in left:
-            await self.abort(request_id)
+            with contextlib.suppress(NotServingError, EngineClosedError):  # it failed meanwhile: they have ended
+                await self.abort(request_id)
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), _LAST_WORDS_S)
