@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import Live, LoopThread
 
@@ -88,11 +88,16 @@ def send(channel: grpc.Channel, path: str, method: Any, data: bytes) -> grpc.Sta
     return call.code()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(method=st.sampled_from(METHODS), data=st.one_of(st.binary(max_size=200), mutated()))
-def test_no_message_breaks_the_server(fuzzed: Live, method: tuple[str, Any], data: bytes):
-    path, described = method
-    assert send(fuzzed.channel, path, described, data) in ALLOWED
+@pytest.mark.parametrize("count", [150, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(0)
+def test_no_message_breaks_the_server(fuzzed: Live, count: int):
+    @settings(max_examples=count, deadline=None)
+    @given(method=st.sampled_from(METHODS), data=st.one_of(st.binary(max_size=200), mutated()))
+    def every_message_has_a_status(method: tuple[str, Any], data: bytes) -> None:
+        path, described = method
+        assert send(fuzzed.channel, path, described, data) in ALLOWED
+
+    every_message_has_a_status()
 
 
 def test_the_server_is_as_before(fuzzed: Live):
