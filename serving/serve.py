@@ -26,7 +26,7 @@ def run_server(server_config: ServerConfig, engine_config: EngineConfig, warm_up
 
     Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return asyncio.run(_serve(server_config, engine_config, warm_up))
 
 
@@ -69,6 +69,7 @@ def _load(config: EngineConfig, warm_up: bool):
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(**settings, progress=sys.stderr.isatty())
     if warm_up:
+        _say("loaded; compiling every executable of every layout, or loading it from the compile cache")
         llm.warmup([degree for degree in (1, 2, 4) if degree <= config.max_tp])
     return llm
 
