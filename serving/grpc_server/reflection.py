@@ -29,5 +29,6 @@ class _Pools:
 
 def add_reflection(server: grpc.aio.Server, services: list[str]) -> None:
     """Let clients ask a server for its services' definitions."""
-    pools = _Pools(descriptor_pool.Default(), open_inference_pb2.DESCRIPTOR.pool)
+    # Ours first: the default pool may have the same names from a client of that protocol in this process.
+    pools = _Pools(open_inference_pb2.DESCRIPTOR.pool, descriptor_pool.Default())
     reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server, pool=pools)  # type: ignore[arg-type]
