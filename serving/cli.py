@@ -1,6 +1,7 @@
 """The `amoeba` command."""
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,10 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")]
+DEFAULT_TARGET = "127.0.0.1:50051"
+Target = Annotated[str, typer.Option("--target", "-t", help="Host and port of the server.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default="from the environment")]
+TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the certificates to trust; turns TLS on.")]
 NumDevices = Annotated[int, typer.Option(help="Devices to use: 1, 2, 4 or 8 (on CPU they are virtual).")]
 
 
@@ -82,6 +87,97 @@ def generate(
             seed=seed,
         )
         stream_to_stdout(config, prompt, params, chat)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings by the flags' names; flags win.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")
+    ] = None,
+    num_devices: Annotated[int | None, typer.Option(help="Devices to use: 1, 2, 4 or 8.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Degree to start with: 1, 2 or 4.")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help='Budget per device, such as "2GiB".')] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="gRPC port; 0 for any.", show_default="50051")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port of AdminService.", show_default="the same as --port")
+    ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="HTTP port of the metrics.", show_default="9400")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; read again when it changes.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="PEM file; clients need a certificate by it.")] = None,
+    api_token_file: Annotated[
+        Path | None, typer.Option(help="File with the token of clients.", show_default="$AMOEBA_API_TOKEN")
+    ] = None,
+    admin_token_file: Annotated[
+        Path | None, typer.Option(help="File with the token of admins.", show_default="$AMOEBA_ADMIN_TOKEN")
+    ] = None,
+    max_queued_requests: Annotated[int | None, typer.Option(help="Accepted requests without a token.")] = None,
+    max_queued_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of these.")] = None,
+    max_requests_per_client: Annotated[int | None, typer.Option(help="Requests of an address at once.")] = None,
+    shutdown_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that requests may go on after SIGTERM.", show_default="30")
+    ] = None,
+    warmup: Annotated[bool, typer.Option(help="Compile and run everything before the server is ready.")] = True,
+) -> None:
+    """Serve a model over gRPC until SIGTERM or Ctrl-C."""
+    flags = {name: value for name, value in locals().items() if name not in ("config", "warmup", "shutdown_timeout")}
+    with clean_exit():
+        from serving.serve import run_server
+        from serving.serve_config import read_file, serve_settings
+
+        flags["shutdown_timeout_s"] = shutdown_timeout
+        values = read_file(config) if config else {}
+        values |= {name: str(v) if isinstance(v, Path) else v for name, v in flags.items() if v is not None}
+        code = run_server(*serve_settings(values, os.environ), warm_up=warmup)
+        if code:
+            raise typer.Exit(code)
+
+
+@app.command()
+def chat(
+    target: Target = DEFAULT_TARGET,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 draws.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this sum.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes drawing repeatable.")] = None,
+    token_file: TokenFile = None,
+    tls_ca: TLSAuthority = None,
+) -> None:
+    """Talk with the model of a running server."""
+    with clean_exit():
+        from amoeba_jax.sampling_params import SamplingParams
+        from serving.chat import open_client, run_chat
+
+        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+        token = os.environ.get("AMOEBA_API_TOKEN")
+        with open_client(target, token_file, token, tls_ca) as client:
+            run_chat(client, params, system)
+
+
+@app.command()
+def transform(
+    tensor_parallel_size: Annotated[int, typer.Argument(help="Degree afterwards: 1, 2 or 4.")],
+    devices: Annotated[list[int] | None, typer.Option("--device", help="Device of an instance that changes.")] = None,
+    variant: Annotated[str, typer.Option(help="How; see docs/transformation.md.")] = "in_place_overlapped",
+    target: Target = DEFAULT_TARGET,
+    token_file: TokenFile = None,
+    tls_ca: TLSAuthority = None,
+) -> None:
+    """Ask a running server to merge or split its instances. Needs the admin token where there are tokens."""
+    with clean_exit():
+        from serving.chat import open_client, run_transform
+
+        token = os.environ.get("AMOEBA_ADMIN_TOKEN")
+        with open_client(target, token_file, token, tls_ca) as client:
+            run_transform(client, tensor_parallel_size, devices, variant)
 
 
 @app.command()

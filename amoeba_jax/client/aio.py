@@ -1,0 +1,186 @@
+"""The client for asyncio."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from amoeba_jax.client import requests, results
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
+from amoeba_jax.client.connection import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TARGET,
+    Credentials,
+    Deadline,
+    Retries,
+    is_unavailable,
+)
+from amoeba_jax.sampling_params import SamplingParams
+
+T = TypeVar("T")
+_END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same calls, awaited. To be made and used in one event loop."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        retries: Retries | None = None,
+    ):
+        credentials = Credentials(token, ca, certificate, key)
+        tls = credentials.channel_credentials()
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, tls, CHANNEL_OPTIONS)
+        self._metadata = credentials.metadata
+        self._retries = retries or Retries()
+        # The stubs are annotated for threads.
+        self._inference: Any = pb_grpc.InferenceServiceStub(self._channel)
+        self._admin: Any = pb_grpc.AdminServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """End all calls and the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    # Inference
+
+    async def stream(
+        self,
+        prompt: requests.Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[results.Chunk, None]:
+        """What is generated for a prompt, as it comes. Leaving the loop ends the request."""
+        message = requests.generate_request(prompt, params, request_id, cache_salt)
+        deadline = Deadline(timeout_s)
+        call, response = await self._retried(lambda: self._start(message, deadline), deadline)
+        try:
+            while response is not _END:
+                for chunk in results.read_chunks(response):
+                    yield chunk
+                response = await call.read()
+        finally:
+            call.cancel()
+
+    async def _start(self, message: pb.GenerateRequest, deadline: Deadline) -> tuple[Any, Any]:
+        call = self._inference.Generate(message, timeout=deadline.left_s, metadata=self._metadata)
+        try:
+            return call, await call.read()
+        except BaseException:
+            call.cancel()
+            raise
+
+    async def generate(
+        self,
+        prompt: requests.Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[results.Generation]:
+        """All samples of a prompt, when they are done. Many at once by `asyncio.gather`."""
+        stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
+        async with aclosing(stream):
+            return results.collect([chunk async for chunk in stream])
+
+    async def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
+        """The token ids of a text or a conversation."""
+        if isinstance(text, str):
+            message = pb.TokenizeRequest(text=text)
+        else:
+            message = pb.TokenizeRequest(chat=requests.chat(text))
+        return list((await self._call(self._inference.Tokenize, message, timeout_s)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of token ids."""
+        message = pb.DetokenizeRequest(token_ids=token_ids)
+        return (await self._call(self._inference.Detokenize, message, timeout_s)).text
+
+    async def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
+        """What the server serves."""
+        message = pb.GetModelInfoRequest()
+        return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
+
+    async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End a request, of this or another client; whether there was one."""
+        message = pb.AbortRequest(request_id=request_id)
+        return (await self._call(self._inference.Abort, message, timeout_s)).aborted
+
+    # Administration
+
+    async def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
+        """The server's instances and queue."""
+        return results.read_cluster(await self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
+
+    async def watch_cluster(
+        self, interval_s: float = 1.0, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[results.Cluster, None]:
+        """The same at intervals, until the loop is left."""
+        message = pb.WatchClusterRequest(interval_s=interval_s)
+        call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for cluster in call:
+                yield results.read_cluster(cluster)
+        finally:
+            call.cancel()
+
+    async def transform(
+        self,
+        tensor_parallel_size: int,
+        devices: Sequence[int] | None = None,
+        variant: str = "in_place_overlapped",
+        release_weights: bool = True,
+        layers_per_step: int = 1,
+        *,
+        timeout_s: float | None = None,
+    ) -> results.Transformation:
+        """Merge or split instances while requests run; see `LLM.transform`."""
+        message = requests.transform_request(tensor_parallel_size, devices, variant, release_weights, layers_per_step)
+        # Not tried again: the server may have begun.
+        response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
+        return results.read_transformation(response)
+
+    async def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
+        """Let the server take no new requests; returns, when the last has ended, how many were aborted."""
+        message = pb.DrainRequest(timeout_s=request_timeout_s)
+        return (await self._call(self._admin.Drain, message, timeout_s)).aborted
+
+    async def _call(self, method: Any, message: Any, timeout_s: float | None) -> Any:
+        deadline = Deadline(timeout_s)
+
+        async def attempt() -> Any:
+            return await method(message, timeout=deadline.left_s, metadata=self._metadata)
+
+        return await self._retried(attempt, deadline)
+
+    async def _retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        for delay_s in self._retries.delays_s():
+            try:
+                return await attempt()
+            except grpc.aio.AioRpcError as error:
+                if not is_unavailable(error) or not deadline.allows(delay_s):
+                    raise
+            await asyncio.sleep(delay_s)
+        return await attempt()

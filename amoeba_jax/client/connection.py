@@ -1,0 +1,94 @@
+"""How to reach a server: credentials, channel settings, deadlines, and when to try again."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+    # A server that is gone without a word is noticed, during long prefills too.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(frozen=True)
+class Retries:
+    """When to try again after UNAVAILABLE: before anything has been received, and while the deadline is not over."""
+
+    attempts: int = 5
+    """Tries altogether."""
+    first_delay_s: float = 0.1
+    """Doubles with each try, and is drawn from half of that upwards."""
+    longest_delay_s: float = 5.0
+
+    def delays_s(self) -> Iterator[float]:
+        """Seconds to wait after each failed try."""
+        for attempt in range(self.attempts - 1):
+            delay_s = min(self.first_delay_s * 2**attempt, self.longest_delay_s)
+            yield delay_s * random.uniform(0.5, 1)
+
+
+class Deadline:
+    """A time that all tries together may take; None: for ever."""
+
+    def __init__(self, timeout_s: float | None):
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, at least 0."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+    def allows(self, delay_s: float) -> bool:
+        """Whether there is time left after a delay."""
+        left_s = self.left_s
+        return left_s is None or delay_s < left_s
+
+
+def worth_retrying(error: grpc.RpcError) -> bool:
+    """Whether a call may do better the next time."""
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def is_unavailable(error: grpc.aio.AioRpcError) -> bool:
+    """`worth_retrying` for asyncio's errors."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a server asks of its clients.
+
+    Attributes:
+        token: sent with each call.
+        ca: PEM file with the certificates to trust. Given, the connection is encrypted; "" trusts the system's.
+        certificate, key: PEM files of the client's own certificate, where the server wants one.
+    """
+
+    token: str | None = None
+    ca: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with each call."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None for a connection that is not encrypted. Raises `OSError`."""
+        if self.ca is None:
+            return None
+        ca, key, certificate = (
+            Path(path).read_bytes() if path else None for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)

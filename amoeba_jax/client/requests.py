@@ -1,0 +1,77 @@
+"""What a client asks for, as messages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.errors import RequestError
+from amoeba_jax.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: `role` and `content` of each message."""
+Prompt = str | Sequence[int] | Messages
+
+_DEFAULTS = SamplingParams()
+
+
+def params_message(params: SamplingParams) -> pb.SamplingParams:
+    """All that differs from the defaults."""
+    message = pb.SamplingParams()
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if value == getattr(_DEFAULTS, field.name):
+            continue
+        if field.name == "logit_bias":
+            message.logit_bias.update(dict(value))
+        elif field.name == "allowed_token_ids":
+            message.allowed_token_ids.ids.extend(value)
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def generate_request(
+    prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
+) -> pb.GenerateRequest:
+    """A request for a text, token ids or a conversation. Raises `RequestError` for anything else."""
+    message = pb.GenerateRequest(
+        request_id=request_id, params=params_message(params or _DEFAULTS), cache_salt=cache_salt
+    )
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        message.chat.CopyFrom(chat(prompt))  # type: ignore[arg-type]
+    else:
+        message.token_ids.SetInParent()
+        try:
+            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"a prompt must be a text, token ids or messages: {error}") from error
+    return message
+
+
+def chat(messages: Messages) -> pb.Chat:
+    """A conversation. Raises `RequestError` for a message without role or content."""
+    try:
+        return pb.Chat(messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+    except (KeyError, TypeError) as error:
+        raise RequestError(f"each message needs a text as role and one as content: {error}") from error
+
+
+def transform_request(
+    tensor_parallel_size: int, devices: Sequence[int] | None, variant: str, release_weights: bool, layers_per_step: int
+) -> pb.TransformRequest:
+    """Raises `RequestError` for a variant that is not known."""
+    name = f"TRANSFORM_VARIANT_{variant.upper()}"
+    if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
+        known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]
+        raise RequestError(f"variant={variant!r} is not known: it must be one of {', '.join(known)}")
+    return pb.TransformRequest(
+        tensor_parallel_size=tensor_parallel_size,
+        devices=devices,
+        variant=name,
+        release_weights=release_weights,
+        layers_per_step=layers_per_step,
+    )

@@ -1,0 +1,217 @@
+"""What a server answers, as plain data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.outputs import FinishReason, Logprob
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+Position = dict[int, Logprob]
+"""Log-probabilities at one position, by token id; its own token is the first."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How much a request took, and how long. None where a time is not known."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What was added to one of a request's samples."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Position, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    usage: Usage | None
+    """With the request's last chunk."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished sample."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Position, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    usage: Usage
+    """Of the whole request."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a server serves. `max_model_len` is in tokens, of prompt and output together."""
+
+    model: str
+    server_version: str
+    max_model_len: int
+    vocab_size: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One serving replica."""
+
+    id: int
+    devices: tuple[int, ...]
+    tensor_parallel_size: int
+    running: int
+    kv_used_pages: int
+    kv_total_pages: int
+    kv_cached_pages: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Instances and queue at the moment of asking. `state`: loading, ready, draining or dead."""
+
+    state: str
+    instances: tuple[Instance, ...]
+    waiting: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """What a transformation did."""
+
+    tensor_parallel_size: int
+    seconds: float
+    prepare_s: float
+    moved_bytes: int
+    extra_bytes: int
+    steps: int
+    tokens: int
+
+
+def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
+    """The samples that a message adds to; the usage goes with the last."""
+    usage = read_usage(response.usage) if response.HasField("usage") else None
+    last = len(response.completions) - 1
+    return [
+        Chunk(
+            response.request_id,
+            completion.index,
+            completion.text,
+            tuple(completion.token_ids),
+            tuple(_position(entry) for entry in completion.logprobs),
+            _FINISH_REASONS.get(completion.finish_reason),
+            _stop_reason(completion),
+            usage if place == last else None,
+        )
+        for place, completion in enumerate(response.completions)
+    ]
+
+
+def read_usage(message: pb.Usage) -> Usage:
+    """Times that are not set are None."""
+    times = {name: getattr(message, name) if message.HasField(name) else None for name in _TIMES}
+    return Usage(
+        message.prompt_tokens,
+        message.completion_tokens,
+        message.cached_tokens,
+        preemptions=message.preemptions,
+        **times,
+    )
+
+
+_TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
+
+
+def collect(chunks: Iterable[Chunk]) -> list[Generation]:
+    """A request's samples, by index, from all its chunks."""
+    by_index: dict[int, list[Chunk]] = {}
+    usage: Usage | None = None
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+        usage = chunk.usage or usage
+    generations = []
+    for index, parts in sorted(by_index.items()):
+        last = parts[-1]
+        assert usage is not None, "a stream that ends without an error ends with the usage"
+        assert last.finish_reason is not None, "and each sample with its reason"
+        generations.append(
+            Generation(
+                last.request_id,
+                index,
+                "".join(part.text for part in parts),
+                tuple(token for part in parts for token in part.token_ids),
+                tuple(position for part in parts for position in part.logprobs),
+                last.finish_reason,
+                last.stop_reason,
+                usage,
+            )
+        )
+    return generations
+
+
+def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
+    """`bos_token_id` is None where there is none."""
+    return ModelInfo(
+        message.model,
+        message.server_version,
+        message.max_model_len,
+        message.vocab_size,
+        message.has_tokenizer,
+        message.has_chat_template,
+        tuple(message.eos_token_ids),
+        message.bos_token_id if message.HasField("bos_token_id") else None,
+    )
+
+
+def read_cluster(message: pb.Cluster) -> Cluster:
+    """The state by its name."""
+    state = pb.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower()
+    instances = tuple(
+        Instance(
+            instance.id,
+            tuple(instance.devices),
+            instance.tensor_parallel_size,
+            instance.running,
+            instance.kv_used_pages,
+            instance.kv_total_pages,
+            instance.kv_cached_pages,
+        )
+        for instance in message.instances
+    )
+    return Cluster(state, instances, message.waiting, message.accepted)
+
+
+def read_transformation(message: pb.TransformResponse) -> Transformation:
+    """Seconds and bytes of a transformation."""
+    names = Transformation.__dataclass_fields__
+    return Transformation(**{name: getattr(message, name) for name in names})
+
+
+def _position(entry: pb.PositionLogprobs) -> Position:
+    return {token.token_id: Logprob(token.logprob, token.rank, token.decoded_token) for token in entry.tokens}
+
+
+def _stop_reason(completion: pb.Completion) -> int | str | None:
+    kind = completion.WhichOneof("stop_reason")
+    return None if kind is None else getattr(completion, kind)

@@ -1,0 +1,178 @@
+"""The client for threads."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from amoeba_jax.client import requests, results
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
+from amoeba_jax.client.connection import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TARGET,
+    Credentials,
+    Deadline,
+    Retries,
+    worth_retrying,
+)
+from amoeba_jax.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to a server: `Client("127.0.0.1:50051").generate("Once upon a time")`.
+
+    Calls raise `grpc.RpcError`, whose `code()` and `details()` say what is wrong. A server that is UNAVAILABLE is tried
+    again, as `retries` says. `timeout_s` of a call is for all its tries together; None: no limit. May be used by
+    several threads at once.
+
+    Args:
+        target: host and port.
+        token: where the server wants one; for administration the admin token.
+        ca, certificate, key: PEM files for TLS; see `Credentials`.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        retries: Retries | None = None,
+    ):
+        credentials = Credentials(token, ca, certificate, key)
+        tls = credentials.channel_credentials()
+        if tls is None:
+            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, tls, CHANNEL_OPTIONS)
+        self._metadata = credentials.metadata
+        self._retries = retries or Retries()
+        self._inference = pb_grpc.InferenceServiceStub(self._channel)
+        self._admin = pb_grpc.AdminServiceStub(self._channel)
+
+    def close(self) -> None:
+        """End all calls and the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Inference
+
+    def stream(
+        self,
+        prompt: requests.Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> Iterator[results.Chunk]:
+        """What is generated for a text, token ids or a conversation, as it comes. Leaving the loop ends the request."""
+        message = requests.generate_request(prompt, params, request_id, cache_salt)
+        deadline = Deadline(timeout_s)
+        call, first = self._retried(lambda: self._start(message, deadline), deadline)
+        try:
+            while first is not None:
+                yield from results.read_chunks(first)
+                first = next(call, None)
+        finally:
+            call.cancel()
+
+    def _start(self, message: pb.GenerateRequest, deadline: Deadline) -> tuple[Any, pb.GenerateResponse | None]:
+        call = self._inference.Generate(message, timeout=deadline.left_s, metadata=self._metadata)
+        return call, next(call, None)
+
+    def generate(
+        self,
+        prompt: requests.Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[results.Generation]:
+        """All samples of a prompt (one, unless `params.n` says otherwise), when they are done."""
+        stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
+        return results.collect(stream)
+
+    def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
+        """The token ids of a text or a conversation."""
+        if isinstance(text, str):
+            message = pb.TokenizeRequest(text=text)
+        else:
+            message = pb.TokenizeRequest(chat=requests.chat(text))
+        return list(self._call(self._inference.Tokenize, message, timeout_s).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of token ids."""
+        return self._call(self._inference.Detokenize, pb.DetokenizeRequest(token_ids=token_ids), timeout_s).text
+
+    def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
+        """What the server serves."""
+        return results.read_model_info(self._call(self._inference.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
+
+    def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End a request, of this or another client; whether there was one."""
+        return self._call(self._inference.Abort, pb.AbortRequest(request_id=request_id), timeout_s).aborted
+
+    # Administration
+
+    def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
+        """The server's instances and queue."""
+        return results.read_cluster(self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
+
+    def watch_cluster(self, interval_s: float = 1.0, *, timeout_s: float | None = None) -> Iterator[results.Cluster]:
+        """The same at intervals, until the loop is left."""
+        message = pb.WatchClusterRequest(interval_s=interval_s)
+        call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
+        try:
+            for cluster in call:
+                yield results.read_cluster(cluster)
+        finally:
+            call.cancel()
+
+    def transform(
+        self,
+        tensor_parallel_size: int,
+        devices: Sequence[int] | None = None,
+        variant: str = "in_place_overlapped",
+        release_weights: bool = True,
+        layers_per_step: int = 1,
+        *,
+        timeout_s: float | None = None,
+    ) -> results.Transformation:
+        """Merge or split instances while requests run; see `LLM.transform`."""
+        message = requests.transform_request(tensor_parallel_size, devices, variant, release_weights, layers_per_step)
+        # Not tried again: the server may have begun.
+        response = self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
+        return results.read_transformation(response)
+
+    def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
+        """Let the server take no new requests; returns, when the last has ended, how many were aborted."""
+        message = pb.DrainRequest(timeout_s=request_timeout_s)
+        return self._call(self._admin.Drain, message, timeout_s).aborted
+
+    def _call(self, method: Callable[..., T], message: Any, timeout_s: float | None) -> T:
+        deadline = Deadline(timeout_s)
+        return self._retried(lambda: method(message, timeout=deadline.left_s, metadata=self._metadata), deadline)
+
+    def _retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
+        for delay_s in self._retries.delays_s():
+            try:
+                return attempt()
+            except grpc.RpcError as error:
+                if not worth_retrying(error) or not deadline.allows(delay_s):
+                    raise
+            time.sleep(delay_s)
+        return attempt()

@@ -1,0 +1,93 @@
+"""`amoeba chat` and `amoeba transform`: a person at a terminal, and a server."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import typer
+
+from amoeba_jax.client import Client
+from amoeba_jax.errors import ConfigError
+from amoeba_jax.sampling_params import SamplingParams
+from serving.errors import EXIT_FAILURE
+
+
+def open_client(target: str, token_file: Path | None, token: str | None, tls_ca: Path | None) -> Client:
+    """A connection with the token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+    try:
+        if token_file is not None:
+            token = token_file.read_text(encoding="utf-8").strip()
+        return Client(target, token=token, ca=tls_ca)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a token or certificate file cannot be read: {error}") from error
+
+
+def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
+    """Ask at the prompt and stream the answers, until end of input. Ctrl-C ends an answer, or the chat."""
+    interactive = sys.stdin.isatty()
+    with server_errors():
+        info = client.model_info()
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    if interactive:
+        kind = "/new starts over, Ctrl-D ends" if info.has_chat_template else "it has no chat template: it continues"
+        print(f"{info.model} ({kind})", file=sys.stderr)
+    while (question := _ask(interactive)) is not None:
+        if question == "/new":
+            messages = list(first)
+            continue
+        if not question.strip():
+            continue
+        messages.append({"role": "user", "content": question})
+        with server_errors(fatal=not interactive):
+            answer = _answer(client, messages if info.has_chat_template else question, params)
+            messages.append({"role": "assistant", "content": answer})
+            continue
+        messages.pop()
+
+
+def _ask(interactive: bool) -> str | None:
+    """One line; None at the end of input."""
+    try:
+        return input("> " if interactive else "")
+    except EOFError:
+        return None
+
+
+def _answer(client: Client, prompt: str | list[dict[str, str]], params: SamplingParams) -> str:
+    parts: list[str] = []
+    stream = client.stream(prompt, params)
+    try:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+            parts.append(chunk.text)
+    except KeyboardInterrupt:
+        stream.close()  # type: ignore[attr-defined]  (a generator: ends the request)
+    print(flush=True)
+    return "".join(parts)
+
+
+def run_transform(client: Client, tensor_parallel_size: int, devices: list[int] | None, variant: str) -> None:
+    """Ask for a transformation, and print what it did."""
+    with server_errors():
+        done = client.transform(tensor_parallel_size, devices, variant)
+        degrees = [instance.tensor_parallel_size for instance in client.cluster().instances]
+    print(
+        f"{' + '.join(f'TP{degree}' for degree in degrees)} after {done.seconds:.2f} s ({done.prepare_s:.2f} s of it "
+        f"compiling): {done.moved_bytes / 2**20:.1f} MiB moved, {done.steps} steps and {done.tokens} tokens meanwhile"
+    )
+
+
+@contextmanager
+def server_errors(fatal: bool = True) -> Iterator[None]:
+    """A server's error as one line on stderr, and the end of the program unless told otherwise."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        if not isinstance(error, grpc.Call):
+            raise
+        print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
+        if fatal:
+            raise typer.Exit(EXIT_FAILURE) from None

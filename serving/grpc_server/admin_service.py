@@ -1,0 +1,134 @@
+"""amoeba.v1.AdminService."""
+
+import asyncio
+from functools import partial
+
+import grpc
+
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
+from amoeba_jax.transform import TransformReport, TransformVariant
+from serving.grpc_server.front_door import FrontDoor, State
+from serving.grpc_server.statuses import PreconditionError
+from serving.snapshot import take_snapshot
+
+Context = grpc.aio.ServicerContext
+_STATES = {
+    State.LOADING: pb.SERVER_STATE_LOADING,
+    State.READY: pb.SERVER_STATE_READY,
+    State.DRAINING: pb.SERVER_STATE_DRAINING,
+    State.DEAD: pb.SERVER_STATE_DEAD,
+}
+_VARIANTS = {
+    pb.TRANSFORM_VARIANT_UNSPECIFIED: TransformVariant.IN_PLACE_OVERLAPPED,
+    pb.TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED: TransformVariant.IN_PLACE_OVERLAPPED,
+    pb.TRANSFORM_VARIANT_IN_PLACE: TransformVariant.IN_PLACE,
+    pb.TRANSFORM_VARIANT_BASIC: TransformVariant.BASIC,
+    pb.TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant.HOST_MEMORY,
+    pb.TRANSFORM_VARIANT_RESTART: TransformVariant.RESTART,
+}
+
+
+class AdminService(pb_grpc.AdminServiceServicer):
+    """Shows and changes instances."""
+
+    def __init__(self, front_door: FrontDoor):
+        self._front_door = front_door
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.Cluster:
+        """Instances, memory and queue."""
+        return await self._cluster()
+
+    async def WatchCluster(self, request: pb.WatchClusterRequest, context: Context) -> None:
+        """The same at intervals."""
+        interval_s = request.interval_s or 1.0
+        if not 0.1 <= interval_s <= 3600:
+            raise RequestError(f"interval_s={interval_s} must be from 0.1 to 3600")
+        while True:
+            await context.write(await self._cluster())
+            await asyncio.sleep(interval_s)
+
+    async def Transform(self, request: pb.TransformRequest, context: Context) -> pb.TransformResponse:
+        """Merge or split instances."""
+        variant = _VARIANTS.get(request.variant)
+        if variant is None:
+            raise RequestError(f"variant={request.variant} is not known")
+        release = request.release_weights if request.HasField("release_weights") else True
+        layers = request.layers_per_step or 1
+        front_door, degree = self._front_door, request.tensor_parallel_size
+        backend = front_door.backend
+        if front_door.state is not State.READY:
+            raise PreconditionError("the server is shutting down: instances do not change any more")
+        transform = partial(backend.transform, degree, list(request.devices) or None, variant, release, layers)
+
+        # The transformation goes on if the client leaves, and is counted all the same.
+        work = asyncio.ensure_future(self._transform(transform, degree, variant))
+        report = await asyncio.shield(work)
+        return pb.TransformResponse(
+            tensor_parallel_size=report.tensor_parallel_size,
+            variant=request.variant or pb.TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED,
+            seconds=report.seconds,
+            prepare_s=report.prepare_s,
+            moved_bytes=report.moved_bytes,
+            extra_bytes=report.extra_bytes,
+            steps=report.steps,
+            tokens=report.tokens,
+        )
+
+    async def _transform(self, transform, degree: int, variant: TransformVariant) -> TransformReport:
+        metrics = self._front_door.metrics
+        degrees = [i.tensor_parallel_size for i in metrics.latest.instances] if metrics.latest else []
+        kind = "scale_up" if degree > min(degrees, default=degree) else "scale_down"
+        try:
+            report = await self._front_door.control(transform)
+        except (LayoutError, RequestError, MemoryBudgetError) as error:
+            metrics.not_transformed(kind, str(variant), "refused")
+            raise PreconditionError(str(error)) from error
+        except Exception:
+            metrics.not_transformed(kind, str(variant), "failed")
+            raise
+        metrics.transformed(report)
+        return report
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Take no new requests, and answer when the last has ended."""
+        if not 0 <= request.timeout_s < float("inf"):
+            raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
+        return pb.DrainResponse(aborted=await self._front_door.drain(request.timeout_s or None))
+
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
+        """There is no scheduler whose policy could change."""
+        raise PreconditionError("no scheduler runs: instances change by Transform alone")
+
+    async def _cluster(self) -> pb.Cluster:
+        front_door = self._front_door
+        snapshot = await front_door.control(take_snapshot, front_door.backend)
+        weights, caches = snapshot.weight_bytes(), snapshot.kv_bytes()
+        return pb.Cluster(
+            state=_STATES[front_door.state],
+            instances=[
+                pb.Instance(
+                    id=view.id,
+                    devices=view.devices,
+                    tensor_parallel_size=view.tensor_parallel_size,
+                    running=view.running,
+                    kv_used_pages=view.kv_used_pages,
+                    kv_total_pages=view.kv_total_pages,
+                    kv_cached_pages=view.num_cached_pages,
+                )
+                for view in snapshot.instances
+            ],
+            devices=[
+                pb.DeviceMemory(
+                    device=device,
+                    budget_bytes=snapshot.memory.budget_bytes,
+                    weight_bytes=weights[device],
+                    kv_bytes=caches[device],
+                    kv_used_bytes=snapshot.memory.kv_used_bytes[device],
+                )
+                for device in snapshot.memory.devices
+            ],
+            waiting=snapshot.waiting,
+            accepted=len(front_door.admission.ids),
+        )

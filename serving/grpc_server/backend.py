@@ -1,0 +1,65 @@
+"""What the front door needs of whatever serves its requests. `LLM` has it; so must what schedules over one."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.stats import EngineStats
+from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.views import InstanceView, MemoryReport
+
+
+class Backend(Protocol):
+    """Generates for prompts, and changes instances. Methods may be called from several threads."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    dims: ModelDims
+
+    def astream(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they grow. Closing the generator ends the request and frees its pages."""
+        ...
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request with reason `abort`; whether there was one."""
+        ...
+
+    def transform(
+        self,
+        tensor_parallel_size: int,
+        devices: list[int] | None = None,
+        variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
+        release_weights: bool = True,
+        layers_per_step: int = 1,
+    ) -> TransformReport:
+        """Merge or split instances; returns when it is done."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens that any layout holds."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """Running totals. Raises `EngineClosedError` once the engine has failed."""
+        ...
+
+    @property
+    def instances(self) -> tuple[InstanceView, ...]:
+        """The instances as they are now."""
+        ...
+
+    def memory(self) -> MemoryReport:
+        """Who owns which bytes."""
+        ...

@@ -1,0 +1,81 @@
+"""Settings of the front door."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from amoeba_jax.errors import ConfigError
+
+DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused. Raises `ConfigError` for a limit below 1."""
+
+    max_message_bytes: int = 64 * 2**20
+    """Longest message in either direction."""
+    max_header_bytes: int = 16 * 2**10
+    """Metadata of a call, its token included."""
+    max_queued_requests: int = 1024
+    """Accepted requests that have no token yet."""
+    max_queued_tokens: int = 4_000_000
+    """Prompt tokens of these."""
+    max_requests_per_client: int = 512
+    """Requests of one client (its address) at once."""
+    max_buffered_tokens: int = 1024
+    """Tokens of a request that its client has not read: a client that falls further behind is cut off."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer")
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Certificates, in PEM files that are read again when they change."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+    """Certificates that sign those of clients: given, a client must have one."""
+
+    def __post_init__(self) -> None:
+        for path in (self.certificate, self.key, self.client_ca):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"there is no file {path}: TLS needs a certificate and its key in PEM form")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where and how to serve."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Others than this machine reach the server only where this is changed."""
+    port: int = DEFAULT_PORT
+    """0 takes any free one."""
+    admin_port: int | None = None
+    """Port of AdminService. None: the same as the rest."""
+    metrics_port: int | None = DEFAULT_METRICS_PORT
+    """HTTP port of Prometheus metrics; None: no metrics over HTTP."""
+    tls: TLS | None = None
+    api_token: str | None = None
+    """What clients must send as `authorization: Bearer TOKEN`. None: nothing."""
+    admin_token: str | None = None
+    """The same for AdminService, which also allows everything else. None: where there is an `api_token`, nobody may
+    call AdminService."""
+    shutdown_timeout_s: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        ports = {"port": self.port, "admin_port": self.admin_port, "metrics_port": self.metrics_port}
+        for name, value in ports.items():
+            if value is not None and not 0 <= value <= 65535:
+                raise ConfigError(f"{name}={value!r} must be from 0 to 65535")
+        if not 0 <= self.shutdown_timeout_s < float("inf"):
+            raise ConfigError(f"shutdown_timeout_s={self.shutdown_timeout_s!r} must be finite and at least 0")
+        for name in ("api_token", "admin_token"):
+            token = getattr(self, name)
+            if token is not None and (not token.isascii() or not token.strip() or token != token.strip()):
+                raise ConfigError(f"{name} must be ASCII characters without a space around them")

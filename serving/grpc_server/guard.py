@@ -1,0 +1,115 @@
+"""Every call passes here first: its token, its message's form, and its errors as statuses."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from amoeba_jax.errors import RequestError
+from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
+
+ADMIN_SERVICE = "/amoeba.v1.AdminService/"
+_OURS = ("/amoeba.v1.", "/inference.")
+# Load balancers ask without a token.
+_OPEN = "/grpc.health.v1.Health/"
+
+
+class _Malformed:
+    """Stands for a message that is none of its type."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Refuses calls without the right token, and turns what services raise into statuses."""
+
+    def __init__(self, api_token: str | None, admin_token: str | None):
+        self._api_token, self._admin_token = api_token, admin_token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        try:
+            self._check_token(handler_call_details)
+        except (CredentialsError, ForbiddenError) as error:
+            return _refusing(error)
+        ours = handler_call_details.method.startswith(_OURS)
+        return _guarded(handler) if ours else handler
+
+    def _check_token(self, details: grpc.HandlerCallDetails) -> None:
+        if details.method.startswith(_OPEN) or (self._api_token is None and self._admin_token is None):
+            return
+        given = _bearer_token(details)
+        is_admin = _same(given, self._admin_token)
+        if details.method.startswith(ADMIN_SERVICE):
+            if is_admin:
+                return
+            if _same(given, self._api_token):
+                raise ForbiddenError("this token allows no administration: send the admin token")
+        elif is_admin or self._api_token is None or _same(given, self._api_token):
+            return
+        raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
+
+
+def _bearer_token(details: grpc.HandlerCallDetails) -> str | None:
+    for key, value in details.invocation_metadata or ():
+        if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
+            return value[7:].strip()
+    return None
+
+
+def _same(given: str | None, token: str | None) -> bool:
+    return given is not None and token is not None and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _refusing(error: Exception) -> grpc.RpcMethodHandler:
+    """Answers any kind of call with an error, before anything of it is read."""
+
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(*status_of(error))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _guarded(handler: Any) -> grpc.RpcMethodHandler:
+    """The same handler with errors as statuses. Those with many requests get a marker for a malformed one."""
+    parse = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except (DecodeError, UnicodeDecodeError):
+            return _Malformed
+
+    def guard(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                if request is _Malformed:
+                    raise RequestError("the message is damaged, or has a text that is not UTF-8")
+                return await behavior(_well_formed(request) if handler.request_streaming else request, context)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                await context.abort(*status_of(error))
+
+        return behave
+
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(guard(handler.stream_stream), read, handler.response_serializer)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), read, handler.response_serializer)
+    return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), read, handler.response_serializer)
+
+
+async def _well_formed(requests: Any) -> Any:
+    async for request in requests:
+        if request is _Malformed:
+            raise RequestError("a message is damaged, or has a text that is not UTF-8")
+        yield request

@@ -1,0 +1,39 @@
+"""Looks at the engine again and again: gauges for the metrics, and whether it lives."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from amoeba_jax.errors import EngineClosedError
+from serving.grpc_server.backend import Backend
+from serving.metrics import ServerMetrics
+from serving.snapshot import take_snapshot
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+
+
+async def watch_engine(backend: Backend, metrics: ServerMetrics, interval_s: float = INTERVAL_S) -> EngineClosedError:
+    """Keep the metrics' snapshot up to date; returns the error that the engine failed with, within two intervals.
+
+    An engine that is busy, such as with compiling, answers late, and is alive.
+    """
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")
+    try:
+        while True:
+            try:
+                snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
+            except EngineClosedError as error:
+                return error
+            except Exception:  # the engine lives, and there will be another look at it
+                logger.exception("the engine's figures cannot be had")
+                await asyncio.sleep(interval_s)
+                continue
+            metrics.latest = snapshot
+            if metrics.ready_programs is None:
+                metrics.ready_programs = snapshot.stats.compiled_programs
+            await asyncio.sleep(interval_s)
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)

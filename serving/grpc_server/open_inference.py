@@ -1,0 +1,297 @@
+"""The Open Inference Protocol, as Triton speaks it: inference.GRPCInferenceService."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+import amoeba_jax
+from amoeba_jax.errors import RequestError
+from amoeba_jax.outputs import RequestOutput
+from serving.grpc_server._proto import open_inference_pb2 as pb
+from serving.grpc_server._proto import open_inference_pb2_grpc as pb_grpc
+from serving.grpc_server.front_door import Call, FrontDoor, State
+from serving.grpc_server.inference_service import client_of, time_left
+from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, add_outputs, read_inputs, wanted_outputs
+from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
+from serving.grpc_server.statuses import UnknownModelError, status_of
+
+Context = grpc.aio.ServicerContext
+Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
+
+VERSION = "1"
+_PLATFORM = "amoeba_jax"
+# Parameters of a request that are no sampling settings.
+_ENVELOPE = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+# Requests of one stream that are under way; the next is read when one has ended.
+_MAX_PER_STREAM = 1024
+_DATA_TYPES = {
+    "BYTES": pb.TYPE_STRING,
+    "BOOL": pb.TYPE_BOOL,
+    "FP32": pb.TYPE_FP32,
+    "UINT32": pb.TYPE_UINT32,
+}
+
+
+@dataclass(frozen=True)
+class _Infer:
+    """A request of the protocol, read."""
+
+    id: str
+    call: Call
+    streams: bool
+    outputs: tuple[str, ...]
+    prefix: str
+
+
+@dataclass
+class _Durations:
+    """Requests and their nanoseconds, in total."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def message(self) -> pb.StatisticDuration:
+        return pb.StatisticDuration(count=self.count, ns=self.ns)
+
+
+class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
+    """Serves the one model of the front door, as version "1"."""
+
+    def __init__(self, front_door: FrontDoor):
+        self._front_door = front_door
+        self._success, self._fail, self._queue = _Durations(), _Durations(), _Durations()
+        self._last_inference_ms = 0
+
+    # Server and model
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        """Whether the process can go on."""
+        return pb.ServerLiveResponse(live=self._front_door.state is not State.DEAD)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        """Whether it takes requests."""
+        return pb.ServerReadyResponse(ready=self._ready)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        """Whether it takes requests for a model."""
+        known = self._ready and request.name == self._front_door.backend.name and request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        """Name and version of the server."""
+        extensions = ["model_configuration", "model_repository", "schedule_policy", "statistics"]
+        return pb.ServerMetadataResponse(name="amoeba-jax", version=amoeba_jax.__version__, extensions=extensions)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        """The tensors of a model."""
+        self._check_model(request.name, request.version)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=request.name,
+            versions=[VERSION],
+            platform=_PLATFORM,
+            inputs=[tensor(name=name, datatype=kind, shape=[1]) for name, kind in INPUTS.items()],
+            outputs=[tensor(name=name, datatype=kind, shape=[-1]) for name, kind in OUTPUTS.items()],
+        )
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """The same in Triton's form."""
+        self._check_model(request.name, request.version)
+        inputs = [
+            pb.ModelInput(name=name, data_type=_DATA_TYPES[kind], dims=[1], optional=name != "text_input")
+            for name, kind in INPUTS.items()
+        ]
+        outputs = [pb.ModelOutput(name=name, data_type=_DATA_TYPES[kind], dims=[-1]) for name, kind in OUTPUTS.items()]
+        config = pb.ModelConfig(
+            name=request.name,
+            platform=_PLATFORM,
+            backend=_PLATFORM,
+            input=inputs,
+            output=outputs,
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+        )
+        return pb.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        """Requests of this protocol so far."""
+        if request.name:
+            self._check_model(request.name, request.version)
+        statistics = pb.InferStatistics(
+            success=self._success.message(), fail=self._fail.message(), queue=self._queue.message()
+        )
+        model = pb.ModelStatistics(
+            name=self._front_door.backend.name,
+            version=VERSION,
+            last_inference=self._last_inference_ms,
+            inference_count=self._success.count,
+            execution_count=self._success.count,
+            inference_stats=statistics,
+        )
+        return pb.ModelStatisticsResponse(model_stats=[model])
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        """The one model."""
+        if request.repository_name:
+            raise UnknownModelError("there is one repository, which has no name")
+        state = "READY" if self._ready else "UNAVAILABLE"
+        index = pb.RepositoryIndexResponse.ModelIndex(name=self._front_door.backend.name, version=VERSION, state=state)
+        return pb.RepositoryIndexResponse(models=[index] if self._ready or not request.ready else [])
+
+    @property
+    def _ready(self) -> bool:
+        return self._front_door.state is State.READY
+
+    def _check_model(self, name: str, version: str) -> None:
+        if not name:
+            raise UnknownModelError(f"name a model: this server has {self._front_door.backend.name!r}")
+        self._front_door.check_model(name)
+        if version not in ("", VERSION):
+            raise UnknownModelError(f"version {version[:20]!r} is not served: the model has version {VERSION!r}")
+
+    # Inference
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        """Generate, and answer at the end."""
+        infer = self._read(request, context)
+        if infer.streams:
+            raise RequestError("stream is true, and ModelInfer has one response: use ModelStreamInfer")
+        responses: list[pb.ModelInferResponse] = []
+
+        async def write(response: pb.ModelInferResponse) -> None:
+            responses.append(response)
+
+        await self._infer(infer, write)
+        return responses[-1]
+
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+        """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end."""
+        one_writer, room = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM)
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def write(message: pb.ModelStreamInferResponse) -> None:
+            async with one_writer:
+                await context.write(message)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            room.release()
+            if not task.cancelled():
+                task.exception()  # the client has left: nobody can be told
+
+        try:
+            async for request in request_iterator:
+                await room.acquire()
+                task = asyncio.ensure_future(self._stream_one(request, context, write))
+                tasks.add(task)
+                task.add_done_callback(ended)
+            while tasks:
+                await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream_one(
+        self,
+        request: pb.ModelInferRequest,
+        context: Context,
+        write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
+    ) -> None:
+        """One request of a stream. Its errors are messages: the others go on."""
+
+        async def write(response: pb.ModelInferResponse) -> None:
+            await write_message(pb.ModelStreamInferResponse(infer_response=response))
+
+        try:
+            await self._infer(self._read(request, context), write)
+        except Exception as error:
+            _, text = status_of(error)
+            last = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+            last.parameters["triton_final_response"].bool_param = True
+            await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))
+
+    async def _infer(self, infer: _Infer, write: Write) -> None:
+        name = self._front_door.backend.name
+        started_ns = time.monotonic_ns()
+
+        async def send(before: RequestOutput | None, output: RequestOutput) -> None:
+            if not infer.streams and not output.finished:
+                return
+            message = pb.ModelInferResponse(model_name=name, model_version=VERSION, id=infer.id)
+            message.parameters["triton_final_response"].bool_param = output.finished
+            first = before if infer.streams else None
+            add_outputs(message, infer.outputs, first, output, infer.prefix if first is None else "")
+            await write(message)
+            if output.finished and output.metrics.queue_s is not None:
+                self._queue.add(round(output.metrics.queue_s * 1e9))
+
+        try:
+            await self._front_door.serve(infer.call, send)
+        except BaseException:
+            self._fail.add(time.monotonic_ns() - started_ns)
+            raise
+        self._success.add(time.monotonic_ns() - started_ns)
+        self._last_inference_ms = time.time_ns() // 1_000_000
+
+    def _read(self, request: pb.ModelInferRequest, context: Context) -> _Infer:
+        """Raises `RequestError` or `UnknownModelError`."""
+        self._check_model(request.model_name, request.model_version)
+        inputs = read_inputs(request)
+        outputs = wanted_outputs(request, inputs)
+        text = decode_utf8("text_input", inputs.text)
+        streams = inputs.flag("stream")
+        call = Call(
+            request_id=request.id or uuid.uuid4().hex,
+            prompt=text,
+            params=params_from_settings(_settings(request, inputs)),
+            client=client_of(context),
+            timeout_s=_timeout_s(request, context),
+        )
+        excluded = inputs.flag("exclude_input_in_output", default=streams)
+        return _Infer(request.id, call, streams, outputs, "" if excluded else text)
+
+
+def _settings(request: pb.ModelInferRequest, inputs: Inputs) -> dict[str, Any]:
+    """Sampling settings by name: from the tensor, or else from the request's parameters."""
+    parameters = {key: _parameter(key, value) for key, value in request.parameters.items()}
+    data = inputs.values.get("sampling_parameters")
+    if isinstance(data, bytes):
+        values = parse_settings(data)
+        strangers = sorted(set(parameters) - _ENVELOPE)
+        if strangers:
+            raise RequestError(f"request parameters {strangers[:8]} and sampling_parameters: send one of them")
+    else:
+        values = {key: value for key, value in parameters.items() if key not in _ENVELOPE}
+    if parameters.get("priority"):
+        values["priority"] = parameters["priority"]
+    if values.get("logprobs") is None and (inputs.flag("return_logprobs") or inputs.flag("return_cumulative_logprob")):
+        values["logprobs"] = 0
+    return values
+
+
+def _parameter(key: str, value: pb.InferParameter) -> Any:
+    kind = value.WhichOneof("parameter_choice")
+    if kind is None:
+        raise RequestError(f"request parameter {key[:100]!r} has no value")
+    return getattr(value, kind)
+
+
+def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
+    """Seconds that a request has: the call's deadline, or its own parameter `timeout` in microseconds if earlier."""
+    limits = [] if (left := time_left(context)) is None else [left]
+    if "timeout" in request.parameters:
+        timeout_us = _parameter("timeout", request.parameters["timeout"])
+        if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us < 0:
+            raise RequestError(f"timeout must be microseconds, an integer of at least 0, got {timeout_us!r}")
+        if timeout_us:
+            limits.append(timeout_us / 1e6)
+    return min(limits, default=None)

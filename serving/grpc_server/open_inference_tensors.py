@@ -1,0 +1,173 @@
+"""Tensors of the Open Inference Protocol, named and shaped as Triton's vLLM backend has them."""
+
+import json
+import struct
+from dataclasses import dataclass
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.outputs import CompletionOutput, RequestOutput
+from serving.grpc_server._proto import open_inference_pb2 as pb
+
+INPUTS = {
+    "text_input": "BYTES",
+    "stream": "BOOL",
+    "sampling_parameters": "BYTES",
+    "exclude_input_in_output": "BOOL",
+    "return_finish_reason": "BOOL",
+    "return_cumulative_logprob": "BOOL",
+    "return_logprobs": "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+}
+OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+_CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a request. Flags that are not given are None."""
+
+    values: dict[str, bytes | bool]
+
+    @property
+    def text(self) -> bytes:
+        """`text_input`. Raises `RequestError` where it is missing."""
+        text = self.values.get("text_input")
+        if not isinstance(text, bytes):
+            raise RequestError("the input tensor text_input is missing")
+        return text
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A BOOL tensor's value."""
+        return bool(self.values.get(name, default))
+
+
+def read_inputs(request: pb.ModelInferRequest) -> Inputs:
+    """The tensors of a request. Raises `RequestError` for one that is unknown, twice, or of another form."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise RequestError(f"there are {len(raw)} raw_input_contents for {len(request.inputs)} inputs")
+    values: dict[str, bytes | bool] = {}
+    for index, tensor in enumerate(request.inputs):
+        kind = INPUTS.get(tensor.name)
+        if kind is None:
+            raise RequestError(f"unknown input tensor {tensor.name[:100]!r}: known are {', '.join(INPUTS)}")
+        if tensor.name in values:
+            raise RequestError(f"input tensor {tensor.name} is there twice")
+        if tensor.datatype != kind:
+            raise RequestError(f"input tensor {tensor.name} must be {kind}, got {tensor.datatype[:20]!r}")
+        if list(tensor.shape) != [1]:
+            raise RequestError(f"input tensor {tensor.name} must have shape [1], got {list(tensor.shape)[:8]}")
+        if not raw:
+            values[tensor.name] = _from_contents(tensor, kind)
+        elif tensor.HasField("contents"):
+            raise RequestError(f"input tensor {tensor.name} has contents and raw_input_contents: send one of them")
+        else:
+            values[tensor.name] = _from_raw(tensor.name, kind, raw[index])
+    return Inputs(values)
+
+
+def _from_contents(tensor: pb.ModelInferRequest.InferInputTensor, kind: str) -> bytes | bool:
+    present = {field.name: value for field, value in tensor.contents.ListFields()}
+    values = present.get(_CONTENTS[kind], ())
+    if len(present) != 1 or len(values) != 1:
+        raise RequestError(f"input tensor {tensor.name} must have one element in {_CONTENTS[kind]}")
+    return values[0]
+
+
+def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
+    if kind == "BOOL":
+        if data not in (b"\0", b"\1"):
+            raise RequestError(f"input tensor {name} must be one byte, 0 or 1, in raw_input_contents")
+        return data == b"\1"
+    if len(data) < 4 or len(data) != 4 + struct.unpack_from("<I", data)[0]:
+        raise RequestError(
+            f"input tensor {name} must be one element in raw_input_contents, its length as 4 bytes before it: "
+            f"got {len(data)} bytes that do not match"
+        )
+    return data[4:]
+
+
+def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
+    """Outputs that a response has: those asked for by flags, and only those listed where there is a list."""
+    listed = [tensor.name for tensor in request.outputs]
+    for name in listed:
+        if name not in OUTPUTS:
+            raise RequestError(f"unknown output tensor {name[:100]!r}: known are {', '.join(OUTPUTS)}")
+    names = ["text_output", *(name for name in OUTPUTS if inputs.flag(f"return_{name}"))]
+    return tuple(name for name in names if not listed or name in listed)
+
+
+def add_outputs(
+    message: pb.ModelInferResponse,
+    names: tuple[str, ...],
+    before: RequestOutput | None,
+    output: RequestOutput,
+    prefix: str = "",
+) -> None:
+    """Add what came between two outputs of a request. `prefix` stands before each text."""
+    parts = [_Part(c, before.outputs[i] if before else None) for i, c in enumerate(output.outputs)]
+    for name in names:
+        shape = [1] if name == "num_input_tokens" else [len(parts)]
+        message.outputs.add(name=name, datatype=OUTPUTS[name], shape=shape)
+        message.raw_output_contents.append(_encode(name, parts, output, prefix))
+
+
+def _encode(name: str, parts: list["_Part"], output: RequestOutput, prefix: str) -> bytes:
+    match name:
+        case "text_output":
+            return _pack_texts([prefix + part.text for part in parts])
+        case "finish_reason":
+            return _pack_texts([part.completion.finish_reason or "null" for part in parts])
+        case "logprobs":
+            return _pack_texts([part.logprobs_json() for part in parts])
+        case "cumulative_logprob":
+            return struct.pack(f"<{len(parts)}f", *(part.completion.cumulative_logprob or 0.0 for part in parts))
+        case "num_input_tokens":
+            return struct.pack("<I", len(output.prompt_token_ids))
+        case "num_output_tokens":
+            return struct.pack(f"<{len(parts)}I", *(part.num_tokens for part in parts))
+    raise AssertionError(f"no output {name}")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A sample, and what of it was sent before."""
+
+    completion: CompletionOutput
+    before: CompletionOutput | None
+
+    @property
+    def text(self) -> str:
+        return self.completion.text[len(self.before.text) if self.before else 0 :]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.completion.token_ids) - (len(self.before.token_ids) if self.before else 0)
+
+    def logprobs_json(self) -> str:
+        """A list with an object for each token, by token id; `null` if none were asked for."""
+        if self.completion.logprobs is None:
+            return "null"
+        start = len(self.completion.token_ids) - self.num_tokens
+        return json.dumps(
+            [
+                {
+                    str(token): {"logprob": it.logprob, "rank": it.rank, "decoded_token": it.decoded_token}
+                    for token, it in entry.items()
+                }
+                for entry in self.completion.logprobs[start:]
+            ]
+        )
+
+
+def _pack_texts(texts: list[str]) -> bytes:
+    encoded = [text.encode("utf-8", errors="replace") for text in texts]
+    return b"".join(struct.pack("<I", len(data)) + data for data in encoded)

@@ -1,0 +1,34 @@
+"""Reflection over the definitions of all protocols, which live in pools of their own."""
+
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pool
+from grpc_reflection.v1alpha import reflection
+
+from serving.grpc_server._proto import open_inference_pb2
+
+
+class _Pools:
+    """Looks a definition up in one pool after the other."""
+
+    def __init__(self, *pools: Any):
+        self._pools = pools
+
+    def __getattr__(self, name: str) -> Any:
+        def find(*args: Any) -> Any:
+            for pool in self._pools:
+                try:
+                    return getattr(pool, name)(*args)
+                except KeyError:
+                    continue
+            raise KeyError(args)
+
+        return find
+
+
+def add_reflection(server: grpc.aio.Server, services: list[str]) -> None:
+    """Let clients ask a server for its services' definitions."""
+    # Ours first: the default pool may have the same names from a client of that protocol in this process.
+    pools = _Pools(open_inference_pb2.DESCRIPTOR.pool, descriptor_pool.Default())
+    reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server, pool=pools)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""The gRPC server: ports, services, health, and how it ends."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from amoeba_jax.client._proto import inference_pb2, inference_pb2_grpc
+from amoeba_jax.errors import ConfigError
+from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
+from serving.grpc_server.admin_service import AdminService
+from serving.grpc_server.backend import Backend
+from serving.grpc_server.config import Limits, ServerConfig
+from serving.grpc_server.front_door import FrontDoor, State
+from serving.grpc_server.guard import Guard
+from serving.grpc_server.inference_service import InferenceService
+from serving.grpc_server.monitor import INTERVAL_S, watch_engine
+from serving.grpc_server.open_inference import OpenInferenceService
+from serving.grpc_server.reflection import add_reflection
+from serving.grpc_server.security import server_credentials
+from serving.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+ADMIN = inference_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# How long a drain waits for requests that were aborted, and for calls that are just ending.
+_LAST_WORDS_S = 2.0
+
+
+class Server:
+    """Listens from `start` on, serves from `attach` on. All methods run in one event loop.
+
+    Attributes:
+        port: the one that was bound; `admin_port` too, None where it is the same.
+        dead: done once the engine has failed, with its error.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.metrics = ServerMetrics()
+        self.front_door = FrontDoor(config.limits, self.metrics)
+        self.port = 0
+        self.admin_port: int | None = None
+        self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._servers: list[grpc.aio.Server] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Bind the ports. Calls are answered with UNAVAILABLE until a model is attached."""
+        await self._set_ready(False)
+        together = self.config.admin_port is None
+        main = self._new_server([INFERENCE, OPEN_INFERENCE, *([ADMIN] if together else [])])
+        self.port = self._bind(main, self.config.port)
+        if self.config.admin_port is not None:
+            self.admin_port = self._bind(self._new_server([ADMIN]), self.config.admin_port)
+        for server in self._servers:
+            await server.start()
+
+    def _new_server(self, services: list[str]) -> grpc.aio.Server:
+        guard = Guard(self.config.api_token, self.config.admin_token)
+        server = grpc.aio.server(interceptors=[guard], options=_options(self.config.limits))
+        if INFERENCE in services:
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.front_door), server)
+        if OPEN_INFERENCE in services:
+            service = OpenInferenceService(self.front_door)
+            open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+        if ADMIN in services:
+            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.front_door), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection(server, [*services, health.SERVICE_NAME])
+        self._servers.append(server)
+        return server
+
+    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+        address = f"{self.config.host}:{port}"
+        try:
+            if self.config.tls is not None:
+                return server.add_secure_port(address, server_credentials(self.config.tls))
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"{address} cannot be bound: choose another --port, or stop what uses it") from error
+
+    async def attach(self, backend: Backend, interval_s: float = INTERVAL_S) -> None:
+        """Serve with a model that is loaded."""
+        self.front_door.attach(backend)
+        self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
+        await self._set_ready(True)
+
+    async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
+        error = await watch_engine(backend, self.metrics, interval_s)
+        self.front_door.state = State.DEAD
+        logger.error("the engine has failed: %s", error)
+        self.dead.set_result(error)
+        await self._set_ready(False)
+        await self._health.set("", _NOT_SERVING)
+
+    async def _set_ready(self, ready: bool) -> None:
+        """Readiness by service; "" is liveness."""
+        for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
+            await self._health.set(service, _SERVING if ready else _NOT_SERVING)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""
+        if self.front_door.state in (State.LOADING, State.READY):
+            self.front_door.state = State.DRAINING
+        # A watcher that reads nothing must not hold this up.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._set_ready(False), _LAST_WORDS_S)
+        return await self.front_door.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """End all calls and close the ports."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        self.front_door.close()
+
+
+def _options(limits: Limits) -> Sequence[tuple[str, int]]:
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+        # A port that is in use is an error, not one to share.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping during long prefills; by default gRPC ends connections that ping more often than in 300 s.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Ours find clients that are gone without a word.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    )

@@ -1,0 +1,110 @@
+"""Sampling settings as JSON, which clients of the Open Inference Protocol send."""
+
+import json
+from typing import Any
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.sampling_params import SamplingParams
+from serving.grpc_server.messages import checked_params
+
+MAX_JSON_BYTES = 256 * 1024
+MAX_JSON_DEPTH = 4
+_INTEGERS = frozenset(
+    {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "priority"},
+)
+_NUMBERS = frozenset(
+    {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"},
+)
+_FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
+_OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})
+KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS
+
+
+def parse_settings(data: bytes) -> dict[str, Any]:
+    """The object in a JSON text: `SamplingParams` by name. Raises `RequestError`."""
+    if len(data) > MAX_JSON_BYTES:
+        raise RequestError(f"sampling_parameters has {len(data)} bytes: at most {MAX_JSON_BYTES} may be given")
+    text = decode_utf8("sampling_parameters", data)
+    if (depth := _depth(text)) > MAX_JSON_DEPTH:
+        raise RequestError(f"sampling_parameters is nested {depth} deep: at most {MAX_JSON_DEPTH} is allowed")
+    try:
+        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"sampling_parameters is not valid JSON: {error}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise RequestError(f"sampling_parameters cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"sampling_parameters must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def params_from_settings(values: dict[str, Any], **forced: Any) -> SamplingParams:
+    """Settings by name, numbers possibly as strings (as Triton's examples send them). Raises `RequestError`."""
+    unknown = sorted(set(values) - KNOWN)
+    if unknown:
+        raise RequestError(f"unknown sampling parameters {unknown[:8]}: known are {', '.join(sorted(KNOWN))}")
+    given = {name: _converted(name, value) for name, value in values.items() if value is not None}
+    return checked_params(**{**given, **forced})
+
+
+def decode_utf8(name: str, data: bytes) -> str:
+    """Raises `RequestError` for bytes that are not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _converted(name: str, value: Any) -> Any:
+    """A string as what the setting is; other values as they are, for `SamplingParams` to check."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {_number(name, token, int): bias for token, bias in value.items()}
+    if not isinstance(value, str):
+        return value
+    if name in _INTEGERS:
+        return _number(name, value, int)
+    if name in _NUMBERS:
+        return _number(name, value, float)
+    if name in _FLAGS and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise RequestError(f"{name} must be a number, got {text[:50]!r}") from error
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested outside strings: the parser itself would end in a recursion error."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise RequestError("sampling_parameters has a key twice")
+    return values
+
+
+def _no_constant(text: str) -> Any:
+    raise RequestError(f"sampling_parameters has {text}, which is not JSON: numbers must be finite")

@@ -1,0 +1,93 @@
+"""What can go wrong with a call, and the gRPC status that each has: the one place that maps them."""
+
+import logging
+import re
+
+import grpc
+
+from amoeba_jax.errors import EngineClosedError, LayoutError, RequestError, TransformError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 1000
+"""Longer error texts are cut: they travel in a header."""
+
+
+class UnknownModelError(ValueError):
+    """The call names a model or version that is not served."""
+
+
+class DuplicateIdError(ValueError):
+    """A request of this id has not ended yet."""
+
+
+class LimitError(ValueError):
+    """A limit of the server is reached: try again later."""
+
+
+class NotServingError(ValueError):
+    """The server is loading, draining, or its engine has failed."""
+
+
+class DeadlineError(ValueError):
+    """The request's time is over."""
+
+
+class SlowReaderError(ValueError):
+    """The client does not read what is sent."""
+
+
+class PreconditionError(ValueError):
+    """It cannot be done as things are; nothing has changed."""
+
+
+class CredentialsError(ValueError):
+    """The call has no token, or a wrong one."""
+
+
+class ForbiddenError(ValueError):
+    """The token does not allow this call."""
+
+
+_STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownModelError, grpc.StatusCode.NOT_FOUND),
+    (DuplicateIdError, grpc.StatusCode.ALREADY_EXISTS),
+    (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NotServingError, grpc.StatusCode.UNAVAILABLE),
+    (EngineClosedError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (SlowReaderError, grpc.StatusCode.CANCELLED),
+    (PreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
+    (CredentialsError, grpc.StatusCode.UNAUTHENTICATED),
+    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
+)
+# What these say comes from deep inside, and is for the log.
+_FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
+    (EngineClosedError, "the engine has failed or was closed: try another server"),
+    (TransformError, "the transformation failed on its way; the server's log says how it ended"),
+)
+_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*[\w.-]+[/\\][^\s'\",;:)]+")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """Status and text of an error: INTERNAL, with its text in the log alone, for what is not known here."""
+    code = _code_of(error)
+    if code is grpc.StatusCode.INTERNAL:
+        logger.error("a call failed", exc_info=error)
+    text = next((text for kind, text in _FIXED_TEXTS if isinstance(error, kind)), None)
+    if text is None and code is grpc.StatusCode.INTERNAL:
+        text = "internal error: the server's log has it"
+    return code, text or public_text(str(error))
+
+
+def _code_of(error: BaseException) -> grpc.StatusCode:
+    return next((code for kind, code in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def public_text(text: str) -> str:
+    """A text without file paths and memory addresses, cut to what fits a header."""
+    text = _ADDRESS.sub("(address)", _PATH.sub("(path)", text))
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 3]}..."

@@ -1,0 +1,172 @@
+"""Prometheus metrics of a server: vLLM's names under `amoeba:`, and those of transformations."""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.transform import TransformReport
+from serving.snapshot import Snapshot
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of its own. Observed from the event loop, scraped from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.latest: Snapshot | None = None
+        """Of the engine; gauges show it."""
+        self.ready_programs: int | None = None
+        """Programs that were compiled when the server got ready."""
+        registry = self.registry
+        self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
+        self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
+        self.prefix_queries = Counter(
+            "amoeba:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", registry=registry
+        )
+        self.prefix_hits = Counter("amoeba:prefix_cache_hits", "Of these: found.", registry=registry)
+        self.requests = Counter(
+            "amoeba:request_success", "Requests that ended, by reason.", ["finished_reason"], registry=registry
+        )
+        for reason in FINISH_REASONS:
+            self.requests.labels(reason)
+        self.ttft = Histogram("amoeba:time_to_first_token_seconds", "From arrival.", buckets=_TTFT_S, registry=registry)
+        self.itl = Histogram(
+            "amoeba:inter_token_latency_seconds", "Between two tokens.", buckets=_TOKEN_S, registry=registry
+        )
+        self.tpot = Histogram(
+            "amoeba:request_time_per_output_token_seconds",
+            "Mean time between a request's tokens.",
+            buckets=_TOKEN_S,
+            registry=registry,
+        )
+        self.e2e = Histogram(
+            "amoeba:e2e_request_latency_seconds", "From arrival to the end.", buckets=_REQUEST_S, registry=registry
+        )
+        self.queue = Histogram(
+            "amoeba:request_queue_time_seconds",
+            "From arrival until an instance takes it up.",
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        self.transformations = Counter(
+            "amoeba:transformations", "Transformations asked for.", ["kind", "variant", "result"], registry=registry
+        )
+        self.transformation_s = Histogram(
+            "amoeba:transformation_seconds", "Of one transformation.", ["kind"], buckets=_REQUEST_S, registry=registry
+        )
+        self.transformation_bytes = Counter(
+            "amoeba:transformation_bytes", "KV bytes that changed their place.", ["kind"], registry=registry
+        )
+        registry.register(_EngineMetrics(self))
+
+    def start_request(self) -> "RequestRecord":
+        """A request has come."""
+        return RequestRecord(self)
+
+    def transformed(self, report: TransformReport) -> None:
+        """A transformation has ended well."""
+        for group in report.groups:
+            kind = "scale_up" if group.to_degree > group.from_degree else "scale_down"
+            self.transformations.labels(kind, str(report.variant), "done").inc()
+            self.transformation_s.labels(kind).observe(group.seconds)
+            self.transformation_bytes.labels(kind).inc(sum(layer.moved_bytes for layer in group.layers))
+
+    def not_transformed(self, kind: str, variant: str, result: str) -> None:
+        """A transformation was `refused`, or `failed`."""
+        self.transformations.labels(kind, variant, result).inc()
+
+
+class RequestRecord:
+    """What one request adds to the metrics."""
+
+    def __init__(self, metrics: ServerMetrics):
+        self._metrics = metrics
+        self._output: RequestOutput | None = None
+        self._num_tokens = 0
+        self._last_token_at: float | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        """An output has come from the engine."""
+        metrics, now = self._metrics, time.monotonic()
+        if self._output is None:
+            prompt = len(output.prompt_token_ids)
+            metrics.prompt_tokens.inc(prompt)
+            metrics.prefix_queries.inc(prompt)
+            metrics.prefix_hits.inc(output.num_cached_tokens)
+            if output.metrics.queue_s is not None:
+                metrics.queue.observe(output.metrics.queue_s)
+            if output.metrics.ttft_s is not None:
+                metrics.ttft.observe(output.metrics.ttft_s)
+        total = sum(len(completion.token_ids) for completion in output.outputs)
+        if total > self._num_tokens:
+            if self._last_token_at is not None:
+                metrics.itl.observe(now - self._last_token_at)
+            metrics.generation_tokens.inc(total - self._num_tokens)
+            self._num_tokens, self._last_token_at = total, now
+        self._output = output
+
+    def end(self) -> None:
+        """The request has ended, well or not."""
+        metrics, output = self._metrics, self._output
+        if output is None or not output.finished:
+            metrics.requests.labels("error" if output is None else "abort").inc()
+            return
+        reasons = {completion.finish_reason for completion in output.outputs}
+        metrics.requests.labels(next(r for r in ("abort", "length", "stop") if r in reasons)).inc()
+        if output.metrics.e2e_s is not None:
+            metrics.e2e.observe(output.metrics.e2e_s)
+        if output.metrics.tpot_s is not None:
+            metrics.tpot.observe(output.metrics.tpot_s)
+
+
+class _EngineMetrics(Collector):
+    """The engine's own figures, from the latest snapshot."""
+
+    def __init__(self, metrics: ServerMetrics):
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._metrics.latest
+        if snapshot is None:
+            return
+        yield _gauge("num_requests_running", "Requests that an instance has taken up.", snapshot.running)
+        yield _gauge("num_requests_waiting", "Requests that wait for an instance.", snapshot.waiting)
+        yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", snapshot.kv_usage)
+        yield _counter("num_preemptions", "Times that a request lost its pages.", snapshot.stats.preemptions)
+        instances = GaugeMetricFamily(
+            "amoeba:instances", "Instances by tensor-parallel degree.", labels=["tensor_parallel_size"]
+        )
+        for degree, count in snapshot.instances_by_degree().items():
+            instances.add_metric([str(degree)], count)
+        yield instances
+        for name, text, sizes in (
+            ("weight_bytes", "Bytes of weights on a device.", snapshot.weight_bytes()),
+            ("kv_bytes", "Bytes of KV cache on a device.", snapshot.kv_bytes()),
+        ):
+            family = GaugeMetricFamily(f"amoeba:{name}", text, labels=["device"])
+            for device, size in sizes.items():
+                family.add_metric([str(device)], size)
+            yield family
+        ready = self._metrics.ready_programs
+        compiled = 0 if ready is None else snapshot.stats.compiled_programs - ready
+        yield _counter("compiles_after_ready", "Programs that were compiled while serving: none should be.", compiled)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"amoeba:{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"amoeba:{name}", text, value=value)

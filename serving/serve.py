@@ -1,0 +1,130 @@
+"""`amoeba serve`: a server from its start to its end."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TypeVar
+
+from prometheus_client import start_http_server
+
+from amoeba_jax import EngineConfig
+from amoeba_jax.errors import ConfigError
+from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.server import Server
+
+T = TypeVar("T")
+EXIT_ENGINE_FAILED = 70
+
+
+def run_server(server_config: ServerConfig, engine_config: EngineConfig, warm_up: bool) -> int:
+    """Serve until a signal comes (exit code 0) or the engine fails (70).
+
+    Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return asyncio.run(_serve(server_config, engine_config, warm_up))
+
+
+async def _serve(server_config: ServerConfig, engine_config: EngineConfig, warm_up: bool) -> int:
+    stop = _stop_signal()
+    server = Server(server_config)
+    close_metrics = _serve_metrics(server)
+    llm = None
+    try:
+        await server.start()
+        _say(f"listening on {server_config.host}:{server.port}, loading {engine_config.model}")
+        loading = _in_thread(lambda: _load(engine_config, warm_up))
+        await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            await server.stop()
+            # Nothing is served yet. Loading cannot be interrupted, and must not go on while the interpreter ends.
+            os._exit(0)
+        llm = loading.result()
+        await server.attach(llm)
+        _say(f"ready: {llm.name} on {server_config.host}:{server.port}")
+        await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
+        if server.dead.done():
+            print(f"error: the engine has failed: {server.dead.result()}", file=sys.stderr, flush=True)
+            return EXIT_ENGINE_FAILED
+        _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
+        aborted = await server.drain(server_config.shutdown_timeout_s)
+        _say(f"stopped; {aborted} requests were aborted")
+        return EXIT_ENGINE_FAILED if server.dead.done() else 0
+    finally:
+        await server.stop()
+        close_metrics()
+        if llm is not None and not server.dead.done():
+            await asyncio.to_thread(llm.close)
+
+
+def _load(config: EngineConfig, warm_up: bool):
+    """The model on its devices, with every executable of every layout compiled and run once if asked for."""
+    from amoeba_jax import LLM
+
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    llm = LLM(**settings, progress=sys.stderr.isatty())
+    if warm_up:
+        _say("loaded; compiling every executable of every layout, or loading it from the compile cache")
+        llm.warmup([degree for degree in (1, 2, 4) if degree <= config.max_tp])
+    return llm
+
+
+def _serve_metrics(server: Server) -> Callable[[], None]:
+    """Metrics over HTTP; returns what ends that. Raises `ConfigError` for a port that cannot be bound."""
+    host, port = server.config.host, server.config.metrics_port
+    if port is None:
+        return lambda: None
+    try:
+        http, thread = start_http_server(port, host, registry=server.metrics.registry)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be bound for metrics: choose another --metrics-port") from error
+    _say(f"metrics on http://{host}:{http.server_port}/metrics")
+
+    def close() -> None:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+    return close
+
+
+def _stop_signal() -> "asyncio.Future[None]":
+    """Done with the first SIGTERM or SIGINT; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        stop.set_result(None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run in a thread that the process need not wait for at its end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, name="amoeba-loading", daemon=True).start()
+    return future
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

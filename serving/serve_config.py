@@ -1,0 +1,78 @@
+"""The settings of `amoeba serve`: from a file, and from flags, which win."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from amoeba_jax import EngineConfig
+from amoeba_jax.errors import ConfigError
+from serving.grpc_server.config import TLS, Limits, ServerConfig
+
+_ENGINE = {field.name for field in fields(EngineConfig)}
+_LIMITS = {field.name for field in fields(Limits)}
+_SERVER = {field.name for field in fields(ServerConfig)} - {"limits", "tls", "api_token", "admin_token"}
+_FILES = {"tls_certificate", "tls_key", "tls_client_ca", "api_token_file", "admin_token_file"}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file, by the names of the flags. Raises `ConfigError`."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the configuration file {path} must hold names and values, not a {type(values).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def serve_settings(values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[ServerConfig, EngineConfig]:
+    """Both configurations from settings by name, tokens possibly from the environment. Raises `ConfigError`."""
+    known = _ENGINE | _LIMITS | _SERVER | _FILES
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    for name in sorted(_FILES & set(values)):
+        if not isinstance(values[name], str):
+            raise ConfigError(f"{name}={values[name]!r} must be the path of a file")
+    server = _typed(ServerConfig, {name: values[name] for name in _SERVER & set(values)})
+    server = ServerConfig(
+        **server,
+        limits=Limits(**{name: values[name] for name in _LIMITS & set(values)}),
+        tls=_tls(values),
+        api_token=_token(values.get("api_token_file"), environment.get("AMOEBA_API_TOKEN")),
+        admin_token=_token(values.get("admin_token_file"), environment.get("AMOEBA_ADMIN_TOKEN")),
+    )
+    return server, EngineConfig.from_fields({name: values[name] for name in _ENGINE & set(values)})
+
+
+def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The same values; raises `ConfigError` where YAML gave a text for a number or the other way round."""
+    for name, value in values.items():
+        wanted = str if name == "host" else (int, float) if name.endswith("_s") else int
+        optional = name in ("admin_port", "metrics_port") and value is None
+        if not optional and (isinstance(value, bool) or not isinstance(value, wanted)):
+            raise ConfigError(f"{name}={value!r} of {kind.__name__} has the wrong type")
+    return values
+
+
+def _tls(values: Mapping[str, Any]) -> TLS | None:
+    certificate, key, client_ca = (values.get(f"tls_{name}") for name in ("certificate", "key", "client_ca"))
+    if certificate is None and key is None and client_ca is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("TLS needs both tls_certificate and tls_key")
+    return TLS(Path(certificate), Path(key), None if client_ca is None else Path(client_ca))
+
+
+def _token(path: str | None, from_environment: str | None) -> str | None:
+    if path is None:
+        return from_environment
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}") from error

@@ -1,0 +1,62 @@
+"""What an engine looks like at one moment."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from amoeba_jax.stats import EngineStats
+from amoeba_jax.views import InstanceView, MemoryReport
+
+if TYPE_CHECKING:
+    from serving.grpc_server.backend import Backend
+
+KV_OWNER, SAMPLING_OWNER = "kv cache", "sampling"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Instances, memory and totals."""
+
+    instances: tuple[InstanceView, ...]
+    memory: MemoryReport
+    stats: EngineStats
+
+    @property
+    def running(self) -> int:
+        """Sequences that instances have taken up."""
+        return sum(view.running for view in self.instances)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue that all instances share."""
+        return max((view.waiting for view in self.instances), default=0)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of all KV pages in use, from 0 to 1."""
+        total = sum(view.kv_total_pages for view in self.instances)
+        return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
+
+    def instances_by_degree(self) -> dict[int, int]:
+        """Instances of each degree up to the number of devices, those included that there are none of."""
+        num_devices = sum(len(view.devices) for view in self.instances)
+        degrees = dict.fromkeys((degree for degree in (1, 2, 4) if degree <= num_devices), 0)
+        for view in self.instances:
+            degrees[view.tensor_parallel_size] += 1
+        return degrees
+
+    def weight_bytes(self) -> dict[int, int]:
+        """By device."""
+        sizes = {}
+        for device in self.memory.devices:
+            owners = self.memory.by_owner(device)
+            sizes[device] = sum(size for owner, size in owners.items() if owner not in (KV_OWNER, SAMPLING_OWNER))
+        return sizes
+
+    def kv_bytes(self) -> dict[int, int]:
+        """By device."""
+        return {device: self.memory.by_owner(device).get(KV_OWNER, 0) for device in self.memory.devices}
+
+
+def take_snapshot(backend: "Backend") -> Snapshot:
+    """Ask the engine, waiting for its step. Raises `EngineClosedError` once it has failed."""
+    return Snapshot(backend.instances, backend.memory(), backend.stats)

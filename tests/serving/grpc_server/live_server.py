@@ -1,0 +1,92 @@
+"""A server in this process, in an event loop of its own, and what must hold whenever it is idle."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.client import Client
+from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
+from serving.grpc_server.server import Server
+
+T = TypeVar("T")
+TIMEOUT_S = 120
+"""For whatever could wait for ever; a test that gets there has failed."""
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@dataclass
+class Live:
+    """A server that runs, and how to reach it."""
+
+    server: Server
+    llm: LLM
+    loop: LoopThread
+    channel: grpc.Channel
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    @property
+    def inference(self) -> Any:
+        return pb_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def admin(self) -> Any:
+        return pb_grpc.AdminServiceStub(self.channel)
+
+    def generate(self, **fields: Any) -> Any:
+        """A stream for `fields` of a request; its parameters are greedy unless they are given."""
+        fields.setdefault("params", pb.SamplingParams(temperature=0, max_tokens=8))
+        timeout = fields.pop("timeout", TIMEOUT_S)
+        return self.inference.Generate(pb.GenerateRequest(**fields), timeout=timeout)
+
+    def check_idle(self) -> None:
+        """No request is left: everything is free and zero, and the next one is answered as the API answers it."""
+        self.loop.run(asyncio.wait_for(self.server.front_door._idle.wait(), TIMEOUT_S))
+        admission = self.server.front_door.admission
+        assert (admission.ids, admission.queued_requests, admission.queued_tokens) == (set(), 0, 0)
+        assert not admission._clients
+        views = self.llm.instances
+        assert [(v.running, v.waiting, v.kv_used_pages) for v in views] == [(0, 0, 0)] * len(views)
+        assert not self.llm._requests
+        with Client(self.target) as client:
+            answer = client.generate("after all that", GREEDY)[0]
+        expected = self.llm.generate("after all that", GREEDY)[0].outputs[0]
+        assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+
+
+def code_and_text(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    """How a call fails. Its text must not say anything about this machine."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error: Any = caught.value
+    text = error.details()
+    assert "/tmp" not in text
+    assert "site-packages" not in text
+    assert "0x" not in text
+    return error.code(), text

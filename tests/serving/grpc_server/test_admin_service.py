@@ -1,0 +1,97 @@
+"""amoeba.v1.AdminService: what it shows, and transformations while requests run."""
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+from live_server import TIMEOUT_S, Live, code_and_text
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client._proto import inference_pb2 as pb
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_cluster_shows_instances_and_memory(live: Live):
+    cluster = live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S)
+    assert cluster.state == pb.SERVER_STATE_READY
+    assert [(list(i.devices), i.tensor_parallel_size) for i in cluster.instances] == [([0], 1), ([1], 1)]
+    assert all(d.weight_bytes and d.kv_bytes and d.weight_bytes + d.kv_bytes < d.budget_bytes for d in cluster.devices)
+    assert (cluster.waiting, cluster.accepted) == (0, 0)
+    stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    cluster = live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S)
+    assert (sum(i.running for i in cluster.instances), cluster.accepted) == (1, 1)
+    stream.cancel()
+    live.check_idle()
+
+
+def test_watch_repeats_until_the_client_leaves(live: Live):
+    watch = live.admin.WatchCluster(pb.WatchClusterRequest(interval_s=0.1), timeout=TIMEOUT_S)
+    assert [next(watch).state for _ in range(3)] == [pb.SERVER_STATE_READY] * 3
+    watch.cancel()
+    code, _ = code_and_text(lambda: next(live.admin.WatchCluster(pb.WatchClusterRequest(interval_s=0.01))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_instances_merge_and_split_while_a_request_runs(live: Live):
+    params = pb.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = live.generate(text="hello", params=params)
+    tokens = list(next(stream).completions[0].token_ids)
+    merged = live.admin.Transform(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S)
+    assert merged.tensor_parallel_size == 2
+    assert merged.seconds > 0
+    cluster = live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S)
+    assert [i.tensor_parallel_size for i in cluster.instances] == [2]
+    live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S)
+    tokens += [token for message in stream for c in message.completions for token in c.token_ids]
+    expected = live.llm.generate("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    assert tokens == list(expected[0].outputs[0].token_ids)
+    live.check_idle()
+
+
+@pytest.mark.parametrize(
+    "request_fields",
+    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 3}, {"tensor_parallel_size": 2, "devices": [0]}, {}],
+)
+def test_impossible_degree_is_a_failed_precondition_and_changes_nothing(live: Live, request_fields: dict):
+    before = live.llm.instances
+    code, _ = code_and_text(lambda: live.admin.Transform(pb.TransformRequest(**request_fields), timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert live.llm.instances == before
+    live.check_idle()
+
+
+def test_transformation_beside_another_is_a_failed_precondition(live: Live):
+    """The engine's thread is held until both are asked for."""
+    stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    both = [live.admin.Transform.future(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S) for _ in "ab"]
+    codes = sorted(str(call.code()) for call in both)
+    assert codes == ["StatusCode.FAILED_PRECONDITION", "StatusCode.OK"]
+    live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S)
+    stream.cancel()
+    live.check_idle()
+
+
+def test_unknown_variant_is_invalid(live: Live):
+    request = pb.TransformRequest(tensor_parallel_size=2, variant=99)  # type: ignore[arg-type]
+    code, _ = code_and_text(lambda: live.admin.Transform(request, timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_policy_needs_a_scheduler(live: Live):
+    code, _ = code_and_text(lambda: live.admin.SetPolicy(pb.SetPolicyRequest(policy="amoeba"), timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_admin_service_has_its_own_port(start: Callable[..., Live]):
+    live = start(admin_port=0)
+    code, _ = code_and_text(lambda: live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    with grpc.insecure_channel(f"127.0.0.1:{live.server.admin_port}") as channel:
+        from amoeba_jax.client._proto.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+
+        assert AdminServiceStub(channel).GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S).instances
+        code, _ = code_and_text(lambda: InferenceServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest()))
+        assert code is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,191 @@
+"""`amoeba_jax.client`, for threads and for asyncio."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from live_server import GREEDY, TIMEOUT_S, Live, LoopThread
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client import AsyncClient, Client, Retries
+from amoeba_jax.errors import RequestError
+from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.server import Server
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_generate_has_what_the_api_has(live: Live):
+    params = SamplingParams(n=2, temperature=0.7, seed=4, max_tokens=6, logprobs=1)
+    expected = live.llm.generate("hello", params)[0]
+    with Client(live.target) as client:
+        generations = client.generate("hello", params, request_id="mine", timeout_s=TIMEOUT_S)
+    for generation, output in zip(generations, expected.outputs, strict=True):
+        assert (generation.request_id, generation.index) == ("mine", output.index)
+        assert (generation.text, generation.token_ids) == (output.text, output.token_ids)
+        assert (generation.finish_reason, generation.stop_reason) == (output.finish_reason, output.stop_reason)
+        assert generation.logprobs == output.logprobs
+        assert generation.usage.completion_tokens == 12
+    live.check_idle()
+
+
+def test_leaving_the_loop_ends_the_request(live: Live):
+    with Client(live.target) as client:
+        params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+        for chunk in client.stream([72, 101], params):
+            assert chunk.token_ids
+            break
+        live.check_idle()
+
+
+def test_every_other_call(live: Live):
+    conversation = [{"role": "user", "content": "hello"}]
+    assert live.llm.tokenizer is not None
+    with Client(live.target) as client:
+        assert client.detokenize(client.tokenize("déjà")) == "déjà"
+        assert client.tokenize(conversation) == live.llm.tokenizer.apply_chat_template(conversation)
+        assert client.model_info().max_model_len == 4096
+        assert client.abort("nobody") is False
+        assert client.cluster().state == "ready"
+        assert next(client.watch_cluster(0.1)).instances[0].tensor_parallel_size == 1
+        assert client.transform(2).tensor_parallel_size == 2
+        assert client.transform(1, [0, 1], "in_place", layers_per_step=2).tensor_parallel_size == 1
+        answer = client.generate(conversation, GREEDY)[0]
+        assert answer.token_ids == live.llm.chat(conversation, GREEDY)[0].outputs[0].token_ids
+        with pytest.raises(RequestError, match="variant"):
+            client.transform(2, variant="magic")
+        with pytest.raises(RequestError, match="prompt must be"):
+            client.generate([1.5])  # type: ignore[list-item]
+        with pytest.raises(RequestError, match="role"):
+            client.generate([{"content": "x"}])
+    live.check_idle()
+
+
+def test_asyncio_client_does_the_same(live: Live):
+    async def use() -> list:
+        async with AsyncClient(live.target) as client:
+            generations = await asyncio.gather(*(client.generate(f"request {i}", GREEDY) for i in range(8)))
+            assert await client.detokenize(await client.tokenize("déjà")) == "déjà"
+            assert (await client.model_info()).model == "tiny-chat"
+            assert (await client.cluster()).state == "ready"
+            assert (await client.transform(2)).tensor_parallel_size == 2
+            assert (await client.transform(1)).tensor_parallel_size == 1
+            assert not await client.abort("nobody")
+            watch = client.watch_cluster(0.1)
+            assert (await anext(watch)).state == "ready"
+            await watch.aclose()
+            stream = client.stream("hello", SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+            await anext(stream)
+            await stream.aclose()
+            return [generation[0].token_ids for generation in generations]
+
+    tokens = asyncio.run(use())
+    expected = live.llm.generate([f"request {i}" for i in range(8)], GREEDY)
+    assert tokens == [output.outputs[0].token_ids for output in expected]
+    live.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_server_that_is_loading_is_tried_again(start: Callable[..., Live], kind: str):
+    live = start(attach=False)
+    retries = Retries(attempts=60, first_delay_s=0.05, longest_delay_s=0.2)
+    refused = live.server.front_door
+
+    def ask() -> tuple[int, ...]:
+        if kind == "sync":
+            with Client(live.target, retries=retries) as client:
+                return client.generate("hello", GREEDY, timeout_s=TIMEOUT_S)[0].token_ids
+
+        async def use() -> tuple[int, ...]:
+            async with AsyncClient(live.target, retries=retries) as client:
+                return (await client.generate("hello", GREEDY, timeout_s=TIMEOUT_S))[0].token_ids
+
+        return asyncio.run(use())
+
+    was_refused = _first_refusal(live)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ask)
+        assert live.loop.run(asyncio.wait_for(was_refused, TIMEOUT_S))
+        assert refused.state.name == "LOADING"
+        live.loop.run(live.server.attach(live.llm))
+        assert answer.result(TIMEOUT_S) == live.llm.generate("hello", GREEDY)[0].outputs[0].token_ids
+
+
+async def _set(event: asyncio.Event) -> bool:
+    await event.wait()
+    return True
+
+
+def _first_refusal(live: Live):
+    """Waits until the server has refused a call."""
+    event = asyncio.Event()
+    front_door = live.server.front_door
+    original = front_door.check_model
+
+    def check(name: str) -> None:
+        event.set()
+        original(name)
+
+    front_door.check_model = check  # type: ignore[method-assign]
+    return _set(event)
+
+
+def test_tries_end_with_the_deadline():
+    """Nobody listens there; a thousand tries would take minutes."""
+    retries = Retries(attempts=1000, first_delay_s=0.05, longest_delay_s=0.1)
+    with Client(f"127.0.0.1:{free_port()}", retries=retries) as client, pytest.raises(grpc.RpcError) as caught:
+        client.model_info(timeout_s=0.5)
+    assert caught.value.code() in (  # type: ignore[attr-defined]
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+
+
+def test_tries_are_counted(start: Callable[..., Live]):
+    live = start(attach=False)
+    calls = []
+    original = live.server.front_door.check_model
+
+    def check(name: str) -> None:
+        calls.append(name)
+        original(name)
+
+    live.server.front_door.check_model = check  # type: ignore[method-assign]
+    with Client(live.target, retries=Retries(attempts=3, first_delay_s=0.01)) as client:
+        with pytest.raises(grpc.RpcError, match="loading"):
+            client.tokenize("x")
+        assert len(calls) == 3
+
+
+def test_client_needs_no_jax():
+    code = "import sys, amoeba_jax.client; sys.exit('jax' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_port_that_is_taken_is_a_config_error():
+    loop = LoopThread()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+
+        async def run() -> None:
+            server = Server(ServerConfig(port=taken.getsockname()[1], metrics_port=None))
+            try:
+                await server.start()
+            finally:
+                await server.stop()
+
+        with pytest.raises(ValueError, match="cannot be bound"):
+            loop.run(run())
+    loop.close()

@@ -1,0 +1,105 @@
+"""Health, readiness and reflection, for clients that know nothing else of this server."""
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from live_server import TIMEOUT_S, Live, code_and_text
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.client._proto import inference_pb2 as pb
+from serving.grpc_server.server import ADMIN, INFERENCE, OPEN_INFERENCE
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def check(live: Live, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(live.channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S).status
+
+
+def test_ready_once_a_model_is_attached(start: Callable[..., Live]):
+    live = start(attach=False)
+    assert check(live, "") == SERVING
+    assert {check(live, service) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)} == {NOT_SERVING}
+    watch = health_pb2_grpc.HealthStub(live.channel).Watch(
+        health_pb2.HealthCheckRequest(service=INFERENCE), timeout=TIMEOUT_S
+    )
+    assert next(watch).status == NOT_SERVING
+    live.loop.run(live.server.attach(live.llm))
+    assert next(watch).status == SERVING
+    assert {check(live, service) for service in ("", INFERENCE, ADMIN, OPEN_INFERENCE)} == {SERVING}
+    live.loop.run(live.server.drain(0))
+    assert next(watch).status == NOT_SERVING
+    assert check(live, "") == SERVING
+    watch.cancel()
+    code, _ = code_and_text(lambda: check(live, "no.such.Service"))
+    assert code is grpc.StatusCode.NOT_FOUND
+
+
+def test_engine_that_dies_is_seen(start: Callable[..., Live], served_model, compile_cache: str):
+    settings = {"device_memory": "32MiB", "progress": False, "compile_cache": compile_cache}
+    with LLM(served_model, **settings) as llm:
+        live = start(llm)
+        watch = health_pb2_grpc.HealthStub(live.channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert next(watch).status == SERVING
+        stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+        next(stream)
+
+        def fail() -> bool:
+            raise RuntimeError("the device is gone: /tmp/somewhere at 0x7f00aabbcc")
+
+        llm._dispatcher.call(setattr, llm._engine, "advance", fail)
+        code, text = code_and_text(lambda: list(stream))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "device" not in text
+        assert next(watch).status == NOT_SERVING
+        assert check(live, INFERENCE) == NOT_SERVING
+        code, _ = code_and_text(lambda: list(live.generate(text="x")))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        watch.cancel()
+
+
+class ReflectingClient:
+    """Knows no .proto: learns messages and methods from the server."""
+
+    def __init__(self, channel: grpc.Channel):
+        self._channel = channel
+        self._stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        self._pool = descriptor_pool.DescriptorPool()
+
+    def _ask(self, **request: str) -> reflection_pb2.ServerReflectionResponse:
+        answers = self._stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**request)]))
+        return next(answers)
+
+    @property
+    def services(self) -> list[str]:
+        return [service.name for service in self._ask(list_services="").list_services_response.service]
+
+    def call(self, service: str, method: str, **fields: object) -> list:
+        for file in self._ask(file_containing_symbol=service).file_descriptor_response.file_descriptor_proto:
+            self._pool.Add(descriptor_pb2.FileDescriptorProto.FromString(file))
+        described = self._pool.FindServiceByName(service).methods_by_name[method]
+        request, response = (
+            message_factory.GetMessageClass(kind) for kind in (described.input_type, described.output_type)
+        )
+        kind = self._channel.unary_stream if described.server_streaming else self._channel.unary_unary
+        call = kind(f"/{service}/{method}", request.SerializeToString, response.FromString)
+        answer = call(request(**fields), timeout=TIMEOUT_S)
+        return list(answer) if described.server_streaming else [answer]
+
+
+def test_reflection_is_enough_to_call_every_protocol(live: Live):
+    client = ReflectingClient(live.channel)
+    assert {INFERENCE, ADMIN, OPEN_INFERENCE, "grpc.health.v1.Health"} <= set(client.services)
+    answers = client.call(INFERENCE, "Generate", text="hello", params={"temperature": 0, "max_tokens": 8})
+    text = "".join(completion.text for answer in answers for completion in answer.completions)
+    expected = live.llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0]
+    assert text == expected.outputs[0].text
+    assert ReflectingClient(live.channel).call(OPEN_INFERENCE, "ServerReady")[0].ready
+    live.check_idle()

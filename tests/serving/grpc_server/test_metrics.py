@@ -1,0 +1,112 @@
+"""Metrics: the names, what they count, and a dashboard that uses no others."""
+
+import asyncio
+import json
+import re
+from importlib.resources import files
+
+import pytest
+from live_server import TIMEOUT_S, Live, code_and_text
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from amoeba_jax.client._proto import inference_pb2 as pb
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+NAMES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "instances",
+    "transformations_total",
+    "transformation_seconds_bucket",
+    "transformation_bytes_total",
+    "weight_bytes",
+    "kv_bytes",
+    "compiles_after_ready_total",
+}
+
+
+def scrape(live: Live) -> dict[str, float]:
+    """Values by name and labels, after the engine has been looked at again."""
+    before = live.server.metrics.latest
+
+    async def looked_again() -> None:
+        while live.server.metrics.latest is before:
+            await asyncio.sleep(0.01)
+
+    live.loop.run(asyncio.wait_for(looked_again(), TIMEOUT_S))
+    values = {}
+    for family in text_string_to_metric_families(generate_latest(live.server.metrics.registry).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            values[f"{sample.name}{{{labels}}}"] = sample.value
+    return values
+
+
+def transform(live: Live, degree: int) -> None:
+    live.admin.Transform(pb.TransformRequest(tensor_parallel_size=degree), timeout=TIMEOUT_S)
+
+
+def test_requests_and_tokens_are_counted(live: Live):
+    for text in ("the same beginning of a prompt, 1", "the same beginning of a prompt, 2"):
+        list(live.generate(text=text))
+    stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    assert scrape(live)["amoeba:num_requests_running{}"] == 1
+    stream.cancel()
+    code_and_text(lambda: list(live.generate(text="y", params=pb.SamplingParams(max_tokens=5000))))
+    live.loop.run(asyncio.wait_for(live.server.front_door._idle.wait(), TIMEOUT_S))
+    values = scrape(live)
+    assert values["amoeba:prompt_tokens_total{}"] == 33 + 33 + 1
+    assert values["amoeba:prefix_cache_queries_total{}"] == 67
+    assert values["amoeba:prefix_cache_hits_total{}"] >= 16
+    assert values["amoeba:generation_tokens_total{}"] >= 8 + 8 + 1
+    assert values["amoeba:request_success_total{finished_reason=length}"] == 2
+    assert values["amoeba:request_success_total{finished_reason=abort}"] == 1
+    assert values["amoeba:request_success_total{finished_reason=error}"] == 1
+    assert values["amoeba:time_to_first_token_seconds_count{}"] == 3
+    assert values["amoeba:e2e_request_latency_seconds_count{}"] == 2
+    assert values["amoeba:num_requests_running{}"] == values["amoeba:num_requests_waiting{}"] == 0
+    assert values["amoeba:kv_cache_usage_perc{}"] == 0
+
+
+def test_transformations_are_counted(live: Live):
+    assert scrape(live)["amoeba:instances{tensor_parallel_size=1}"] == 2
+    transform(live, 2)
+    values = scrape(live)
+    assert values["amoeba:instances{tensor_parallel_size=2}"] == 1
+    assert values["amoeba:instances{tensor_parallel_size=1}"] == 0
+    merged = values["amoeba:kv_bytes{device=0}"]
+    transform(live, 1)
+    code_and_text(lambda: transform(live, 4))
+    values = scrape(live)
+    variant = "variant=in_place_overlapped"
+    assert values[f"amoeba:transformations_total{{kind=scale_up,result=done,{variant}}}"] == 1
+    assert values[f"amoeba:transformations_total{{kind=scale_down,result=done,{variant}}}"] == 1
+    assert values[f"amoeba:transformations_total{{kind=scale_up,result=refused,{variant}}}"] == 1
+    assert values["amoeba:transformation_seconds_count{kind=scale_up}"] == 1
+    assert values["amoeba:kv_bytes{device=0}"] < merged, "released weights were KV cache"
+
+
+def test_every_name_is_exported_and_the_dashboard_uses_exactly_these(live: Live):
+    transform(live, 2)
+    transform(live, 1)
+    exported = {name.partition("{")[0].removeprefix("amoeba:") for name in scrape(live)}
+    assert exported >= NAMES
+    dashboard = files("serving").joinpath("dashboards/amoeba.json").read_text()
+    targets = [target["expr"] for panel in json.loads(dashboard)["panels"] for target in panel["targets"]]
+    used = {name for expression in targets for name in re.findall(r"amoeba:(\w+)", expression)}
+    assert used == NAMES

@@ -1,0 +1,208 @@
+"""`amoeba serve`, `chat` and `transform` as a user runs them, in processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from live_server import GREEDY, TIMEOUT_S, code_and_text
+from typer.testing import CliRunner
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client import Client, Retries
+from serving.cli import app
+
+LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+
+
+class Process:
+    """A server in a process of its own; what it says comes on stderr."""
+
+    def __init__(self, *arguments: str | Path, before: str = ""):
+        code = f"{before}\nfrom serving.cli import main\nmain()"
+        command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
+        environment = os.environ | {"NPROC": "16"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.said = ""
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read on until something has been said."""
+        assert self.process.stderr is not None
+        while (match := re.search(pattern, self.said)) is None:
+            line = self.process.stderr.readline()
+            assert line, f"the server ended: {self.said}"
+            self.said += line
+        return match
+
+    @property
+    def target(self) -> str:
+        return self.wait_for(r"ready: \S+ on (\S+)")[1]
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self.process.stderr is not None
+        self.said += self.process.stderr.read()
+        return self.process.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def serve(served_model: Path, compile_cache: str, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    config = tmp_path / "server.yaml"
+    config.write_text(
+        f"model: {served_model}\ndevice_memory: 32MiB\nport: 1\nmetrics-port: 0\ncompile_cache: {compile_cache}\n"
+        "max_num_seqs: 4\n"
+    )
+    processes: list[Process] = []
+
+    def start(*arguments: str | Path, before: str = "") -> Process:
+        processes.append(Process("--config", config, "--port", "0", "--no-warmup", *arguments, before=before))
+        return processes[-1]
+
+    yield start
+    for server in processes:
+        server.process.kill()
+        server.process.wait(TIMEOUT_S)
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+
+
+def test_sigterm_finishes_what_runs_and_exits_0(serve: Callable[..., Process]):
+    server = serve("--num-devices", "2")
+    with Client(server.target) as client:
+        metrics = server.wait_for(r"metrics on (\S+)")[1]
+        stream = client.stream("hello", SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        chunks = [next(stream)]
+        assert b"amoeba:prompt_tokens_total" in urllib.request.urlopen(metrics, timeout=TIMEOUT_S).read()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping")
+        chunks += list(stream)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 300
+        assert server.wait() == 0
+        assert "0 requests were aborted" in server.said
+
+
+def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
+    server = serve("--shutdown-timeout", "0.2")
+    with Client(server.target) as client:
+        stream = client.stream("hello", LONG)
+        next(stream)
+        server.process.send_signal(signal.SIGINT)
+        *_, last = stream
+        assert last.finish_reason == "abort"
+        assert server.wait() == 0
+
+
+def test_commands_talk_with_a_server(serve: Callable[..., Process], tmp_path: Path):
+    token, admin = tmp_path / "token", tmp_path / "admin"
+    token.write_text("sesame\n")
+    admin.write_text("root\n")
+    server = serve("--num-devices", "2", "--api-token-file", token, "--admin-token-file", admin)
+    run = CliRunner().invoke
+    flags = ["--target", server.target, "--token-file", str(token)]
+    chat = run(app, ["chat", *flags, "--max-tokens", "8"], input="hello\n/new\nhello\n")
+    with Client(server.target, token="sesame") as client:
+        answer = client.generate([{"role": "user", "content": "hello"}], GREEDY)[0].text
+    assert chat.exit_code == 0, chat.stderr
+    assert chat.stdout == f"{answer}\n" * 2
+    refused = run(app, ["transform", "2", *flags])
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("error: PERMISSION_DENIED")
+    done = run(app, ["transform", "2", "--target", server.target, "--token-file", str(admin)])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("TP2 after")
+    impossible = run(app, ["transform", "4", "--target", server.target, "--token-file", str(admin)])
+    assert impossible.exit_code == 1
+    assert "FAILED_PRECONDITION" in impossible.stderr
+
+
+def test_killed_clients_leave_nothing(serve: Callable[..., Process]):
+    server = serve()
+    code = (
+        "import sys; from amoeba_jax import SamplingParams; from amoeba_jax.client import Client\n"
+        "params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)\n"
+        "for chunk in Client(sys.argv[1]).stream('hello', params): print('going', flush=True)"
+    )
+    with Client(server.target) as client:
+        clients = [
+            subprocess.Popen([sys.executable, "-c", code, server.target], stdout=subprocess.PIPE) for _ in range(2)
+        ]
+        for process in clients:
+            with process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                process.kill()
+        for cluster in client.watch_cluster(0.1, timeout_s=TIMEOUT_S):
+            if cluster.accepted == 0:
+                break
+        assert [(i.running, i.kv_used_pages) for i in client.cluster().instances] == [(0, 0)]
+        assert client.generate("hello", GREEDY)[0].finish_reason == "length"
+
+
+def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
+    server = serve()
+    with Client(server.target) as client:
+        stream = client.stream("hello", LONG)
+        next(stream)
+        server.process.kill()
+        code, _ = code_and_text(lambda: list(stream))
+        assert code is grpc.StatusCode.UNAVAILABLE
+    port = server.target.rpartition(":")[2]
+    again = serve("--port", port)
+    with Client(again.target, retries=Retries(attempts=20)) as client:
+        assert client.generate("hello", GREEDY)[0].finish_reason == "length"
+
+
+def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
+    """The process is given a step that fails once it is told to."""
+    trigger = tmp_path / "fail"
+    server = serve(
+        before="import pathlib\n"
+        "from amoeba_jax.engine.engine import Engine\n"
+        "advance = Engine.advance\n"
+        "def failing(self):\n"
+        f"    if pathlib.Path({str(trigger)!r}).exists(): raise RuntimeError('the device is gone')\n"
+        "    return advance(self)\n"
+        "Engine.advance = failing\n"
+    )
+    with Client(server.target) as client:
+        stream = client.stream("hello", LONG)
+        next(stream)
+        trigger.touch()
+        code, text = code_and_text(lambda: list(stream))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "device" not in text
+        assert server.wait() == 70
+        assert "the engine has failed" in server.said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour: red\n", "unknown settings colour"),
+        ("- 1\n", "names and values"),
+        ("port: [", "cannot be read"),
+        ("port: high\n", "wrong type"),
+        ("max_queued_requests: 0\n", "max_queued_requests=0"),
+        ("tls_certificate: x.pem\n", "tls_key"),
+        ("tls_certificate: x.pem\ntls_key: x.key\n", "there is no file"),
+        ("num_devices: 3\n", "num_devices=3"),
+        ("model: no-such-model\nmetrics_port: 0\nport: 0\n", "there is no model"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_exit_code_2(tmp_path: Path, text: str, message: str):
+    config = tmp_path / "server.yaml"
+    config.write_text(text)
+    result = CliRunner().invoke(app, ["serve", "--config", str(config)])
+    assert result.exit_code == 2, json.dumps(result.stderr)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
