@@ -19,6 +19,14 @@ class RequestError(ValueError):
     """One request cannot be served as asked; other requests are not affected."""
 
 
+class DeadlineError(RequestError):
+    """The request's time was over before it was served."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait: try again later."""
+
+
 class TransformError(RuntimeError):
     """A transformation failed on its way. Requests go on: where the message says so, computed again."""
 
@@ -30,10 +38,12 @@ class EngineClosedError(RuntimeError):
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeadlineError",
     "EngineClosedError",
     "LayoutError",
     "MemoryBudgetError",
     "ModelNotFoundError",
+    "QueueFullError",
     "RequestError",
     "TransformError",
 ]

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -23,6 +23,7 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.logits import sequence_logits
+from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.reports import engine_stats, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
@@ -44,6 +45,7 @@ from amoeba_jax.views import InstanceView, MemoryReport
 
 Prompt = str | list[int]
 Message = dict[str, Any]
+P = TypeVar("P", bound=Placement)
 
 
 class LLM:
@@ -134,8 +136,13 @@ class LLM:
             with self._bar("generating", len(prompt_list)) as advance:
                 self._submit(requests)
                 outputs = []
-                for delivery in deliveries:
-                    outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(delivery))
+                for prompt, request_id, delivery in zip(prompt_list, ids, deliveries, strict=True):
+                    try:
+                        outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(delivery))
+                    except RequestError as error:  # turned away while it waited
+                        if alone:
+                            raise
+                        outputs.append(_failed_output(prompt, request_id, error))
                     advance()
         finally:
             self._end(requests)
@@ -174,8 +181,12 @@ class LLM:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` for `async for`. Leaving the loop, or cancelling the task, ends the request."""
+        """`stream` for `async for`. Leaving the loop, or cancelling the task, ends the request.
+
+        Raises `DeadlineError` if no instance had room for it before `deadline`, a time of `time.monotonic()`.
+        """
         loop = asyncio.get_running_loop()
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
 
@@ -183,7 +194,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(deliveries.put_nowait, delivery)
 
-        request = self._request(prompt, params, deliver, request_id, cache_salt)
+        request = self._request(prompt, params, deliver, request_id, cache_salt, deadline=deadline)
         try:
             await asyncio.wrap_future(self._submit_soon([request]))
             finished = False
@@ -334,6 +345,27 @@ class LLM:
         weights = self._engine.cluster.weights
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
+    def use_placement(self, make: Callable[[Engine], P]) -> P:
+        """Let something else than the engine decide where requests go and when instances change, from now on.
+
+        `make(engine)` is called in the dispatcher thread, and what it makes is returned too. Requests may then be
+        longer than an instance of the present layout holds: the placement can change it.
+        """
+
+        def install() -> P:
+            self._engine.placement = placement = make(self._engine)
+            return placement
+
+        return self._dispatcher.call(install).result()
+
+    def remove_placement(self) -> None:
+        """Take back `use_placement`. For an engine without requests: those that wait could be too long for it now."""
+
+        def remove() -> None:
+            self._engine.placement = None
+
+        self._dispatcher.call(remove).result()
+
     def close(self) -> None:
         """End running requests and free the device memory. May be called twice."""
         self._finalizer()
@@ -354,6 +386,7 @@ class LLM:
         request_id: str | None,
         cache_salt: str | None,
         every_token: bool = True,
+        deadline: float | None = None,
     ) -> Request:
         """A request that is checked and known by its id, to be submitted and ended by the caller."""
         params = params or SamplingParams()
@@ -388,6 +421,7 @@ class LLM:
                     eos_token_ids=eos,
                     cache_salt=cache_salt,
                     leader=sequences[0] if sequences else None,
+                    deadline=deadline,
                 )
             )
         sequences[0].siblings = sequences[1:]

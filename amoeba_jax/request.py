@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.errors import EngineClosedError
+from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.outputs import (
     CompletionOutput,
     FinishReason,
@@ -102,6 +102,9 @@ class Request:
         if update.sequence.error is not None:
             self._failed = True
             error = update.sequence.error
+            if isinstance(error, RequestError):
+                self._deliver(error)
+                return
             failure = EngineClosedError(f"the engine failed: {error}")
             failure.__cause__ = error
             self._deliver(failure)

@@ -103,6 +103,16 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Who runs where, and when instances change: docs/scheduling.md.", show_default="amoeba"),
+    ] = None,
+    linger_s: Annotated[
+        float | None, typer.Option(help="Seconds that a merged instance waits for more.", show_default="60")
+    ] = None,
+    layers_per_step: Annotated[
+        int | None, typer.Option(help="Layers that a transformation changes between steps.", show_default="1")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="gRPC port; 0 for any.", show_default="50051")] = None,
     admin_port: Annotated[

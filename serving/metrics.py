@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from amoeba_jax.outputs import RequestOutput
 from amoeba_jax.transform import TransformReport
+from serving.scheduler import SchedulerCounters
 from serving.snapshot import Snapshot
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -26,6 +27,8 @@ class ServerMetrics:
         """Of the engine; gauges show it."""
         self.ready_programs: int | None = None
         """Programs that were compiled when the server got ready."""
+        self.scheduler: SchedulerCounters | None = None
+        """What a scheduler has decided, where there is one."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -158,6 +161,13 @@ class _EngineMetrics(Collector):
             family = GaugeMetricFamily(f"amoeba:{name}", text, labels=["device"])
             for device, size in sizes.items():
                 family.add_metric([str(device)], size)
+            yield family
+        if (counters := self._metrics.scheduler) is not None:
+            family = CounterMetricFamily(
+                "amoeba:scheduler_decisions", "Of the scheduler, by what became of them.", labels=["decision"]
+            )
+            for name, count in counters.by_name().items():
+                family.add_metric([name], count)
             yield family
         ready = self._metrics.ready_programs
         compiled = 0 if ready is None else snapshot.stats.compiled_programs - ready

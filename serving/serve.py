@@ -1,6 +1,7 @@
 """`amoeba serve`: a server from its start to its end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -16,21 +17,28 @@ from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
+from serving.scheduling import Scheduling, SchedulingConfig
 
 T = TypeVar("T")
 EXIT_ENGINE_FAILED = 70
 
 
-def run_server(server_config: ServerConfig, engine_config: EngineConfig, warm_up: bool) -> int:
+def run_server(
+    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
+) -> int:
     """Serve until a signal comes (exit code 0) or the engine fails (70).
 
     Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return asyncio.run(_serve(server_config, engine_config, warm_up))
+    logging.raiseExceptions = False  # a log that cannot be written stops nothing
+    logging.getLogger("amoeba.scheduler").setLevel(logging.INFO)
+    return asyncio.run(_serve(server_config, engine_config, scheduling_config, warm_up))
 
 
-async def _serve(server_config: ServerConfig, engine_config: EngineConfig, warm_up: bool) -> int:
+async def _serve(
+    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
+) -> int:
     stop = _stop_signal()
     server = Server(server_config)
     close_metrics = _serve_metrics(server)
@@ -45,11 +53,12 @@ async def _serve(server_config: ServerConfig, engine_config: EngineConfig, warm_
             # Nothing is served yet. Loading cannot be interrupted, and must not go on while the interpreter ends.
             os._exit(0)
         llm = loading.result()
-        await server.attach(llm)
-        _say(f"ready: {llm.name} on {server_config.host}:{server.port}")
+        scheduling = Scheduling(llm, scheduling_config, server.metrics)
+        await server.attach(llm, scheduling=scheduling)
+        _say(f"ready: {llm.name} on {server_config.host}:{server.port}, policy {scheduling.policy_name}")
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
         if server.dead.done():
-            print(f"error: the engine has failed: {server.dead.result()}", file=sys.stderr, flush=True)
+            _say(f"error: the engine has failed: {server.dead.result()}")
             return EXIT_ENGINE_FAILED
         _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
         aborted = await server.drain(server_config.shutdown_timeout_s)
@@ -127,4 +136,6 @@ def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A line for whoever started the server; serving goes on where nobody can read it, or its disk is full."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -10,10 +10,12 @@ import yaml
 from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError
 from serving.grpc_server.config import TLS, Limits, ServerConfig
+from serving.scheduling import SchedulingConfig
 
 _ENGINE = {field.name for field in fields(EngineConfig)}
 _LIMITS = {field.name for field in fields(Limits)}
 _SERVER = {field.name for field in fields(ServerConfig)} - {"limits", "tls", "api_token", "admin_token"}
+_SCHEDULING = {field.name for field in fields(SchedulingConfig)}
 _FILES = {"tls_certificate", "tls_key", "tls_client_ca", "api_token_file", "admin_token_file"}
 
 
@@ -30,9 +32,11 @@ def read_file(path: Path) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
-def serve_settings(values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[ServerConfig, EngineConfig]:
-    """Both configurations from settings by name, tokens possibly from the environment. Raises `ConfigError`."""
-    known = _ENGINE | _LIMITS | _SERVER | _FILES
+def serve_settings(
+    values: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
+    """All configurations from settings by name, tokens possibly from the environment. Raises `ConfigError`."""
+    known = _ENGINE | _SCHEDULING | _LIMITS | _SERVER | _FILES
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
@@ -47,7 +51,8 @@ def serve_settings(values: Mapping[str, Any], environment: Mapping[str, str]) ->
         api_token=_token(values.get("api_token_file"), environment.get("AMOEBA_API_TOKEN")),
         admin_token=_token(values.get("admin_token_file"), environment.get("AMOEBA_ADMIN_TOKEN")),
     )
-    return server, EngineConfig.from_fields({name: values[name] for name in _ENGINE & set(values)})
+    engine = EngineConfig.from_fields({name: values[name] for name in _ENGINE & set(values)})
+    return server, engine, SchedulingConfig(**{name: values[name] for name in _SCHEDULING & set(values)})
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:

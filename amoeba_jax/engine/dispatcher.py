@@ -69,11 +69,12 @@ class Dispatcher:
             self._engine.close()
 
     def _serve(self) -> bool:
-        """Wait for a call or a result, and serve all calls that are queued. False: stop."""
+        """Wait for a call, a result, or the time of a placement, and serve all calls that are queued. False: stop."""
         block = True
         while True:
+            placement = self._engine.placement
             try:
-                item = self._calls.get(block=block)
+                item = self._calls.get(block=block, timeout=None if placement is None else placement.interval_s)
             except queue.Empty:
                 return True
             block = False

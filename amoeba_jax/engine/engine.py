@@ -13,11 +13,12 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.instance import Instance, PendingStep, Row
+from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.sampling import logprob_entry, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
 from amoeba_jax.engine.weights import OpenWeights
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
@@ -42,6 +43,9 @@ class Engine:
 
     Attributes:
         on_result: called from other threads whenever `collect` has something to take; must not block.
+        placement: decides where sequences go, and when instances change; None: the engine places them itself, and
+            instances change only when told to.
+        num_changes: grows with whatever may let a waiting sequence go on: one came, ended, or lost its pages.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Engine:
         self.transformations = Transformations(self.cluster, self._drain, self._preempt)
         self.waiting: list[Sequence] = []
         self.stats = EngineStats()
+        self.placement: Placement | None = None
+        self.num_changes = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -75,6 +81,13 @@ class Engine:
         """
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
+        if self.placement is None:
+            self._check_waiting(options)
+        return self.transformations.request(options)
+
+    def _check_waiting(self, options: TransformOptions) -> None:
+        """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
+        degree = options.tensor_parallel_size
         limit = self.capacity_tokens(degree)
         others = [i for i in self.instances if i.id not in options.devices]
         if not any(instance.capacity_tokens >= limit for instance in others):
@@ -84,7 +97,6 @@ class Engine:
                         f"the transformation is refused: request {sequence.request_id!r}, which waits, needs {total} "
                         f"tokens, and a TP{degree} instance holds {limit}"
                     )
-        return self.transformations.request(options)
 
     def end_transformations(self) -> None:
         """Go on, and wait, until no transformation is under way."""
@@ -125,17 +137,21 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `RequestError` for a request that no instance of the present layout can hold."""
+        """Raise `RequestError` for a request that no instance of the present layout can hold, or, with a `placement`
+        that may change it, none of any layout."""
         total = num_prompt_tokens + max_tokens
         if not self.instances:
             return  # closed: whatever is asked next says so
-        largest = max(self.instances, key=lambda instance: instance.capacity_tokens)
-        limit = min(self.max_model_len, largest.capacity_tokens)
+        capacity, tp = max((instance.capacity_tokens, instance.tp) for instance in self.instances)
+        if self.placement is not None:
+            degrees = self.cluster.sub_meshes.degrees()
+            capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
+        limit = min(self.max_model_len, capacity)
         if total > limit:
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens plus max_tokens={max_tokens} is {total} tokens, over the "
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
-                f"TP{largest.tp} instance holds {largest.capacity_tokens}"
+                f"TP{tp} instance holds {capacity}"
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
@@ -156,6 +172,7 @@ class Engine:
         if sequence.page_keys is None:
             sequence.page_keys = PageKeys(self.dims.page_size, sequence.cache_salt or "")
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self.num_changes += 1
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
         """End sequences early; their pages are free afterwards. Those that have ended already are left as they are."""
@@ -172,6 +189,7 @@ class Engine:
             self._retire(self._home(sequence), sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self.num_changes += 1
         self._release_siblings(sequence)
 
     def _release_siblings(self, leader: Sequence) -> None:
@@ -199,6 +217,8 @@ class Engine:
                     launched = True
                     self._admit()
         pending = any(instance.pending for instance in self.instances)
+        if self.placement is not None:
+            return launched  # what waits may wait for its decision
         if not launched and not pending and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
         return launched
@@ -222,8 +242,14 @@ class Engine:
 
     def _admit(self) -> None:
         """Place waiting sequences, in order: nobody overtakes within a priority, so nobody starves."""
+        if self.placement is not None:
+            self.placement.place(self)
+            return
         while self.waiting:
             sequence = self.waiting[0]
+            if sequence.deadline is not None and sequence.deadline < time.monotonic():
+                self.reject(sequence, DeadlineError("the request's time was over before an instance had room for it"))
+                continue
             if sequence.num_in_flight:
                 return  # preempted a moment ago: its last token is not known yet
             instance = self._choose_instance(sequence)
@@ -233,9 +259,48 @@ class Engine:
             elif not self._preempt_lower_priority(sequence):
                 return
 
+    # For a placement
+
+    def start(self, instance: Instance, sequence: Sequence) -> None:
+        """Let a waiting sequence run. Raises `RequestError`, with nothing changed, if it cannot run there now."""
+        most = len(sequence.prompt) + sequence.params.max_tokens
+        if sequence not in self.waiting or sequence.num_in_flight:
+            raise RequestError(f"request {sequence.request_id!r} does not wait")
+        if instance.transition is not None:
+            raise RequestError(f"instance {instance.id} is being transformed")
+        if instance.capacity_tokens < most:
+            raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
+        if not instance.has_free_slot or (
+            self.leader_home(sequence) is not instance
+            and not instance.cache.fits(self._reusable_keys(sequence), sequence.num_known)
+        ):
+            raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")
+        self.waiting.remove(sequence)
+        self._place(instance, sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence off its instance; it waits, and is computed again from its tokens.
+
+        Raises `RequestError`, with nothing changed, if it does not run, or where its instance is being transformed.
+        """
+        if sequence.slot < 0:
+            raise RequestError(f"request {sequence.request_id!r} does not run")
+        home = self._home(sequence)
+        if home.transition is not None:
+            raise RequestError(f"instance {home.id} is being transformed")
+        self._preempt(home, sequence)
+
+    def reject(self, sequence: Sequence, error: RequestError) -> None:
+        """End a waiting sequence with an error for its client, and the others of its request with it."""
+        siblings, sequence.siblings = sequence.siblings, []
+        for s in (sequence, *siblings):
+            s.error, s.finished_at = error, time.monotonic()
+            self._take_out(s)
+            s.sink(Update(s, finished=True))
+
     def _choose_instance(self, sequence: Sequence) -> Instance | None:
         """The instance that can take a sequence and has the least to compute before and beside it, if any."""
-        if (home := self._leader_home(sequence)) is not None:
+        if (home := self.leader_home(sequence)) is not None:
             return home
         keys = self._reusable_keys(sequence)
         candidates = []
@@ -252,7 +317,7 @@ class Engine:
                 candidates.append((new + backlog + _DECODE_COST * len(instance.running), instance.id, instance))
         return min(candidates)[2] if candidates else None
 
-    def _leader_home(self, sequence: Sequence) -> Instance | None:
+    def leader_home(self, sequence: Sequence) -> Instance | None:
         """Where a sibling can share the pages of its leader's prompt: one page more, a copy of the last, is enough."""
         leader = sequence.leader
         if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
@@ -272,7 +337,7 @@ class Engine:
 
     def _place(self, instance: Instance, sequence: Sequence) -> None:
         """Give a sequence its pages and a slot."""
-        if self._leader_home(sequence) is instance:
+        if self.leader_home(sequence) is instance:
             self._fork(instance, sequence)
         else:
             sequence.pages = instance.cache.match(self._reusable_keys(sequence))
@@ -328,6 +393,7 @@ class Engine:
         """Take a sequence off its instance. What it computed stays in the cache while there is room."""
         self._cache_pages(instance, sequence)
         instance.remove(sequence)
+        self.num_changes += 1
 
     def _cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Let others find the full pages whose tokens are known and computed, or about to be by a launched step."""
@@ -386,6 +452,8 @@ class Engine:
                 assert result.logprobs is not None, "the step was sampled with them"
                 entry = logprob_entry(result.logprobs, row.place, token, sequence.params.logprobs)
             sequence.append(token)
+            if sequence.slot < 0:
+                self.num_changes += 1  # preempted: its last token is known now, and it can start again
             if sequence.finished:
                 self._take_out(sequence)
             sequence.sink(Update(sequence, (token,), entry, sequence.finished))

@@ -169,6 +169,11 @@ class Instance:
     # Sequences
 
     @property
+    def num_free_slots(self) -> int:
+        """Sequences that it could run besides those that it runs."""
+        return max(self.max_running - len(self.running), 0)
+
+    @property
     def has_free_slot(self) -> bool:
         return len(self.running) < self.max_running
 

@@ -38,6 +38,7 @@ class Sequence:
         num_computed: leading tokens whose keys and values are in the cache, by steps that have been launched.
         slot: its place in the instance's device-side arrays while it runs.
         page_keys: of its known tokens, once it is queued.
+        deadline: by `time.monotonic()`; it is not started after that.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Sequence:
     cache_salt: str | None = None
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None
+    deadline: float | None = None
 
     arrival: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)

@@ -104,6 +104,10 @@ class Transformations:
         """A transformation has not ended yet."""
         return bool(self._jobs)
 
+    def targets(self) -> dict[int, int]:
+        """Of every device that is being transformed, or is about to be, the degree to come."""
+        return {device: job.options.tensor_parallel_size for job in self._jobs for device in job.options.devices}
+
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
         self._check(options)

@@ -98,8 +98,11 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return pb.DrainResponse(aborted=await self._front_door.drain(request.timeout_s or None))
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
-        """There is no scheduler whose policy could change."""
-        raise PreconditionError("no scheduler runs: instances change by Transform alone")
+        """Let another policy place requests from now on."""
+        scheduling = self._front_door.scheduling
+        if scheduling is None:
+            raise PreconditionError("no scheduler runs: instances change by Transform alone")
+        return pb.SetPolicyResponse(previous_policy=scheduling.set_policy(request.policy))
 
     async def _cluster(self) -> pb.Cluster:
         front_door = self._front_door

@@ -26,8 +26,12 @@ class Backend(Protocol):
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they grow. Closing the generator ends the request and frees its pages."""
+        """Outputs as they grow. Closing the generator ends the request and frees its pages.
+
+        Raises `DeadlineError` if it has not started by `deadline`, a time of `time.monotonic()`.
+        """
         ...
 
     def cancel(self, request_id: str) -> bool:

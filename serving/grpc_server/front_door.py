@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.errors import DeadlineError, EngineClosedError, RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
 from serving.grpc_server.backend import Backend
 from serving.grpc_server.config import Limits
 from serving.grpc_server.latest_output import LatestOutput, Send
-from serving.grpc_server.statuses import DeadlineError, NotServingError, UnknownModelError
+from serving.grpc_server.statuses import NotServingError, UnknownModelError
 from serving.metrics import RequestRecord, ServerMetrics
+from serving.scheduling import Scheduling
 
 # How long a drain waits for the clients of requests that it has aborted.
 _LAST_WORDS_S = 2.0
@@ -62,15 +63,16 @@ class FrontDoor:
         self.metrics = metrics
         self._limits = limits
         self._backend: Backend | None = None
+        self.scheduling: Scheduling | None = None
         # Tokenizing long texts takes a while, and so do calls that wait for the engine: the loop must go on meanwhile.
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
         self._control = ThreadPoolExecutor(8, thread_name_prefix="amoeba-control")
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def attach(self, backend: Backend) -> None:
-        """The model is loaded: serve."""
-        self._backend = backend
+    def attach(self, backend: Backend, scheduling: Scheduling | None) -> None:
+        """The model is loaded: serve. Without `scheduling`, instances change only when they are told to."""
+        self._backend, self.scheduling = backend, scheduling
         self.state = State.READY
 
     def close(self) -> None:
@@ -122,20 +124,32 @@ class FrontDoor:
             async with asyncio.timeout(call.timeout_s):
                 tokens = await self.tokenize(call.prompt)
                 ticket.count_tokens(len(tokens))
-                await self._generate(backend, call, tokens, send, ticket, record)
+                deadline = None if call.timeout_s is None else started + call.timeout_s
+                await self._generate(backend, call, tokens, deadline, send, ticket, record)
         except TimeoutError:
             waited_s = time.monotonic() - started
             raise DeadlineError(f"the request's time is over after {waited_s:.3f} s") from None
 
     async def _generate(
-        self, backend: Backend, call: Call, tokens: list[int], send: Send, ticket: Ticket, record: RequestRecord
+        self,
+        backend: Backend,
+        call: Call,
+        tokens: list[int],
+        deadline: float | None,
+        send: Send,
+        ticket: Ticket,
+        record: RequestRecord,
     ) -> None:
         """The engine is read as fast as it generates, whatever the client does: two tasks, which end together."""
         buffer = LatestOutput(self._limits.max_buffered_tokens)
 
         async def receive() -> None:
             stream = backend.astream(
-                tokens, call.params, request_id=call.request_id, cache_salt=call.cache_salt or None
+                tokens,
+                call.params,
+                request_id=call.request_id,
+                cache_salt=call.cache_salt or None,
+                deadline=deadline,
             )
             async with contextlib.aclosing(stream):
                 async for output in stream:

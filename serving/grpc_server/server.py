@@ -22,6 +22,7 @@ from serving.grpc_server.open_inference import OpenInferenceService
 from serving.grpc_server.reflection import add_reflection
 from serving.grpc_server.security import server_credentials
 from serving.metrics import ServerMetrics
+from serving.scheduling import Scheduling
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,11 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"{address} cannot be bound: choose another --port, or stop what uses it") from error
 
-    async def attach(self, backend: Backend, interval_s: float = INTERVAL_S) -> None:
-        """Serve with a model that is loaded."""
-        self.front_door.attach(backend)
+    async def attach(
+        self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
+    ) -> None:
+        """Serve with a model that is loaded, and a scheduler over it if there is one."""
+        self.front_door.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
         await self._set_ready(True)
 

@@ -5,7 +5,15 @@ import re
 
 import grpc
 
-from amoeba_jax.errors import EngineClosedError, LayoutError, RequestError, TransformError
+from amoeba_jax.errors import (
+    DeadlineError,
+    EngineClosedError,
+    LayoutError,
+    QueueFullError,
+    RequestError,
+    TransformError,
+)
+from serving.scheduler import UnknownPolicyError
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +37,6 @@ class NotServingError(ValueError):
     """The server is loading, draining, or its engine has failed."""
 
 
-class DeadlineError(ValueError):
-    """The request's time is over."""
-
-
 class SlowReaderError(ValueError):
     """The client does not read what is sent."""
 
@@ -49,14 +53,17 @@ class ForbiddenError(ValueError):
     """The token does not allow this call."""
 
 
+# Errors before the kinds that they are of.
 _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (QueueFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownPolicyError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownModelError, grpc.StatusCode.NOT_FOUND),
     (DuplicateIdError, grpc.StatusCode.ALREADY_EXISTS),
     (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotServingError, grpc.StatusCode.UNAVAILABLE),
     (EngineClosedError, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (SlowReaderError, grpc.StatusCode.CANCELLED),
     (PreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),

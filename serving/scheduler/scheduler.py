@@ -32,6 +32,11 @@ class SchedulerCounters:
     held_back: int = 0
     """Actions that were not tried because they had been refused a moment before."""
 
+    def by_name(self) -> dict[str, int]:
+        """All of them, with flat names for metrics and reports."""
+        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return counts | {f"rejected_{kind.value}": count for kind, count in self.rejected.items()}
+
 
 @dataclass(frozen=True)
 class Decision:

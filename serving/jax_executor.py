@@ -1,0 +1,218 @@
+"""The scheduler on real devices: an engine as the scheduler's executor, and the scheduler as the engine's placement."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.errors import (
+    DeadlineError,
+    LayoutError,
+    MemoryBudgetError,
+    QueueFullError,
+    RequestError,
+)
+from amoeba_jax.transform import TransformReport
+from serving.scheduler import (
+    Action,
+    ClusterView,
+    DegreeLimits,
+    Dispatch,
+    InstanceView,
+    Outcome,
+    Policy,
+    Preempt,
+    PreemptKind,
+    Reject,
+    RejectKind,
+    RunningRequest,
+    ScaleDown,
+    ScaleUp,
+    Scheduler,
+    WaitingRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+_ERRORS = {
+    RejectKind.NEVER_FITS: RequestError,
+    RejectKind.DEADLINE: DeadlineError,
+    RejectKind.QUEUE_FULL: QueueFullError,
+}
+OnTransformed = Callable[[ScaleUp | ScaleDown, "Future[TransformReport]"], None]
+
+
+class JaxExecutor:
+    """`Executor` over an engine. Used by the dispatcher thread only.
+
+    Args:
+        layers_per_step: layers that a transformation changes between two steps.
+        on_transformed: called with each transformation that was begun, once it has ended.
+    """
+
+    def __init__(self, engine: Engine, layers_per_step: int, on_transformed: OnTransformed):
+        self._engine, self._layers_per_step, self._on_transformed = engine, layers_per_step, on_transformed
+        self._waiting: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        cluster = engine.cluster
+        self._degrees = tuple(
+            DegreeLimits(tp, engine.capacity_tokens(tp), cluster.buckets(tp).max_num_seqs)
+            for tp in cluster.sub_meshes.degrees()
+        )
+
+    def snapshot(self) -> ClusterView:
+        """The present state, without waiting requests whose last token is still on its way from the device."""
+        engine = self._engine
+        self._waiting = _by_name(s for s in engine.waiting if not s.num_in_flight)
+        self._running = _by_name(s for instance in engine.instances for s in instance.running if not s.finished)
+        names = {id(sequence): name for name, sequence in self._running.items()}
+        targets = engine.transformations.targets()
+        return ClusterView(
+            now_s=time.monotonic(),
+            instances=tuple(self._instance_view(i, names, targets.get(i.id)) for i in engine.instances),
+            queue=tuple(_waiting_request(name, s) for name, s in self._waiting.items()),
+            degrees=self._degrees,
+            num_devices=len(engine.cluster.sub_meshes.devices),
+            base_degree=engine.config.tensor_parallel_size,
+            page_size=engine.dims.page_size,
+            max_model_len=engine.max_model_len,
+        )
+
+    def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
+        return InstanceView(
+            id=instance.id,
+            devices=instance.group.device_indices,
+            capacity_tokens=instance.capacity_tokens,
+            free_tokens=instance.cache.num_available_pages * self._engine.dims.page_size,
+            free_slots=instance.num_free_slots,
+            running=tuple(_running_request(names[id(s)], s) for s in instance.running if not s.finished),
+            transition_to=target,
+        )
+
+    def apply(self, action: Action) -> Outcome:
+        """Take on an action, or refuse it with nothing changed."""
+        try:
+            self._apply(action)
+        except (RequestError, LayoutError, MemoryBudgetError) as error:
+            return Outcome(False, str(error))
+        except Exception as error:
+            if not isinstance(action, ScaleUp | ScaleDown):
+                raise
+            # A program that does not compile or load, say: the transformation has taken back what it had begun.
+            logger.exception("a transformation could not begin")
+            return Outcome(False, f"{type(error).__name__}: {error}")
+        return Outcome(True)
+
+    def _apply(self, action: Action) -> None:
+        engine = self._engine
+        match action:
+            case Dispatch(request_id, instance_id):
+                engine.start(self._instance(instance_id), _known(self._waiting, request_id))
+            case ScaleUp(devices, degree) | ScaleDown(devices, degree):
+                options = TransformOptions(degree, devices, layers_per_step=self._layers_per_step)
+                future = engine.transform(options)
+                future.add_done_callback(lambda done: self._on_transformed(action, done))
+            case Preempt(request_id, PreemptKind.SOFT):
+                engine.preempt(_known(self._running, request_id))
+            case Reject(request_id, kind, reason):
+                engine.reject(_known(self._waiting, request_id), _ERRORS[kind](reason))
+            case _:
+                raise RequestError(f"this executor knows no {action}")
+
+    def _instance(self, instance_id: int) -> Instance:
+        for instance in self._engine.instances:
+            if instance.id == instance_id:
+                return instance
+        raise RequestError(f"there is no instance {instance_id}")
+
+
+class ScheduledPlacement:
+    """Has a scheduler decide for an engine. Used by the dispatcher thread, but for `policy`.
+
+    Args:
+        layers_per_step, on_transformed: see `JaxExecutor`.
+    """
+
+    interval_s = 1.0
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        layers_per_step: int = 1,
+        on_transformed: OnTransformed = lambda action, future: None,
+    ):
+        self.scheduler = Scheduler(policy, JaxExecutor(engine, layers_per_step, on_transformed))
+        self._decided_on: object = None
+        self._next_s = 0.0
+
+    @property
+    def policy(self) -> Policy:
+        """May be replaced from any thread: the next decisions are the new one's."""
+        return self.scheduler.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.scheduler.policy = policy
+
+    def place(self, engine: Engine) -> None:
+        """Let the scheduler decide if anything has changed, or a second has passed."""
+        _start_siblings(engine)
+        state = (engine.num_changes, engine.instances, engine.transformations.targets())
+        if state == self._decided_on and time.monotonic() < self._next_s:
+            return
+        # What it decides may change the state, and it decides again when it is asked next.
+        self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
+        self.scheduler.tick()
+
+
+def _start_siblings(engine: Engine) -> None:
+    """Continuations of one prompt run beside the first of them, which has its pages, while they find room there."""
+    for sequence in [s for s in engine.waiting if s.leader is not None and not s.num_in_flight]:
+        if (home := engine.leader_home(sequence)) is not None:
+            engine.start(home, sequence)
+
+
+def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
+    """Sequences by the names that the scheduler knows: those of their requests, numbered where there are `n`."""
+    named: dict[str, Sequence] = {}
+    for sequence in sequences:
+        name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id
+        while name in named:  # a client may have chosen just that
+            name += "'"
+        named[name] = sequence
+    return named
+
+
+def _known(sequences: dict[str, Sequence], name: str) -> Sequence:
+    if name not in sequences:
+        raise RequestError(f"there is no such request {name!r}")
+    return sequences[name]
+
+
+def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
+    return WaitingRequest(
+        name,
+        prompt_tokens=sequence.num_known,
+        max_total_tokens=len(sequence.prompt) + sequence.params.max_tokens,
+        priority=sequence.params.priority,
+        arrival_s=sequence.arrival,
+        deadline_s=sequence.deadline,
+        started=sequence.started_at is not None,
+    )
+
+
+def _running_request(name: str, sequence: Sequence) -> RunningRequest:
+    return RunningRequest(
+        name,
+        num_tokens=sequence.num_tokens,
+        max_total_tokens=len(sequence.prompt) + sequence.params.max_tokens,
+        uncomputed_tokens=max(len(sequence.prompt) - sequence.num_computed, 0),
+        priority=sequence.params.priority,
+        arrival_s=sequence.arrival,
+        deadline_s=sequence.deadline,
+    )

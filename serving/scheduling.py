@@ -1,0 +1,110 @@
+"""The scheduler of a served model: its settings, and the handle by which the server shows and changes it."""
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from amoeba_jax import LLM
+from amoeba_jax.errors import ConfigError
+from amoeba_jax.transform import TransformReport, TransformVariant
+from serving.jax_executor import ScheduledPlacement
+from serving.metrics import ServerMetrics
+from serving.scheduler import (
+    AmoebaConfig,
+    Policy,
+    ScaleDown,
+    ScaleUp,
+    SchedulerCounters,
+    UnknownPolicyError,
+    make_policy,
+)
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """How requests are placed, and when instances change. Raises `ConfigError`. See docs/scheduling.md."""
+
+    policy: str = "amoeba"
+    """Name of a policy."""
+    linger_s: float = AmoebaConfig.linger_s
+    """See `AmoebaConfig`, as of the next four."""
+    split_free_share: float = AmoebaConfig.split_free_share
+    merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
+    reserve_memory_s: float = AmoebaConfig.reserve_memory_s
+    reserved_growth: float = AmoebaConfig.reserved_growth
+    layers_per_step: int = 1
+    """Layers that a transformation changes between two steps: more end sooner, and make running requests wait longer
+    for a token meanwhile."""
+
+    def __post_init__(self) -> None:
+        for name in ("linger_s", "reserve_memory_s", "merge_again_after_s"):
+            value = getattr(self, name)
+            if name == "merge_again_after_s" and value is None:
+                continue
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be seconds, finite and at least 0")
+        for name in ("split_free_share", "reserved_growth"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value!r} must be from 0 to 1")
+        layers = self.layers_per_step
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+            raise ConfigError(f"layers_per_step={layers!r} must be a positive integer")
+        try:
+            self.make_policy()
+        except UnknownPolicyError as error:
+            raise ConfigError(str(error)) from None
+
+    def make_policy(self, name: str | None = None) -> Policy:
+        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
+        config = AmoebaConfig(
+            split_free_share=self.split_free_share,
+            linger_s=self.linger_s,
+            merge_again_after_s=self.merge_again_after_s,
+            reserve_memory_s=self.reserve_memory_s,
+            reserved_growth=self.reserved_growth,
+        )
+        return make_policy(self.policy if name is None else name, config=config)
+
+
+class Scheduling:
+    """A scheduler that places the requests of an `LLM` from now on, until `close`. Methods may be called from any
+    thread."""
+
+    def __init__(self, llm: LLM, config: SchedulingConfig, metrics: ServerMetrics):
+        self._llm, self._config, self._metrics = llm, config, metrics
+        self._placement = llm.use_placement(
+            lambda engine: ScheduledPlacement(engine, config.make_policy(), config.layers_per_step, self._transformed)
+        )
+        metrics.scheduler = self.counters
+
+    @property
+    def policy_name(self) -> str:
+        """Of the policy that decides."""
+        return self._placement.policy.name
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """What was decided since the start."""
+        return self._placement.scheduler.counters
+
+    def set_policy(self, name: str) -> str:
+        """Let another policy decide from now on; returns the name of the one before. Raises `UnknownPolicyError`."""
+        before = self.policy_name
+        self._placement.policy = self._config.make_policy(name)
+        return before
+
+    def close(self) -> None:
+        """Leave placing to the engine. For an `LLM` that has no requests."""
+        self._llm.remove_placement()
+
+    def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:
+        if future.exception() is None:
+            self._metrics.transformed(future.result())
+        else:
+            kind = "scale_up" if isinstance(action, ScaleUp) else "scale_down"
+            self._metrics.not_transformed(kind, str(TransformVariant.IN_PLACE_OVERLAPPED), "failed")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

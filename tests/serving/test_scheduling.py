@@ -1,0 +1,267 @@
+"""The scheduler over a real engine: instances merge for a long request and split after it, and tokens stay the same."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S
+from tiny_models import tiny_model
+from transform_cases import Background
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.transition import Transition
+from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
+from serving.metrics import ServerMetrics
+from serving.scheduler import POLICY_NAMES, UnknownPolicyError
+from serving.scheduling import Scheduling, SchedulingConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CACHE = 64
+"""Tokens that an instance of one device holds."""
+QUICK = {"linger_s": 0.3, "layers_per_step": 2}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    """Four devices as four instances."""
+    with LLM(
+        tiny_model("llama2", tmp_path_factory.mktemp("models")),
+        num_devices=4,
+        device_memory="8MiB",
+        kv_cache_tokens=CACHE,
+        page_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        segment_layers=2,
+        prefix_caching=False,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+Schedule = Callable[..., Scheduling]
+
+
+@pytest.fixture
+def schedule(llm: LLM) -> Iterator[Schedule]:
+    """Puts a scheduler over the engine: `schedule(policy=..., ...)`. Afterwards everything is as it was."""
+    made = []
+
+    def start(**settings: Any) -> Scheduling:
+        made.append(Scheduling(llm, SchedulingConfig(**{**QUICK, **settings}), ServerMetrics()))
+        return made[-1]
+
+    yield start
+    for scheduling in made:
+        scheduling.close()
+    assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+
+
+def prompts(count: int, length: int, seed: int = 1) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(3, 200, (count, length)).tolist()
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def tokens(outputs: list) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def degrees(llm: LLM) -> list[int]:
+    return [view.tensor_parallel_size for view in llm.instances]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < give_up, "it never came to that"
+        time.sleep(0.01)
+
+
+def undisturbed(llm: LLM, requests: list[list[int]], params: SamplingParams, tp: int) -> list[tuple[int, ...]]:
+    """What the engine gives alone, by its own placing."""
+    if tp > 1:
+        llm.transform(tp)
+    outputs = [llm.generate(prompt, params)[0] for prompt in requests]
+    if tp > 1:
+        llm.transform(1)
+    return tokens(outputs)
+
+
+def test_a_long_request_has_instances_merged_and_split_again(llm: LLM, schedule: Schedule):
+    """Three times what one device holds, among short ones that go on."""
+    short, long = prompts(8, 20), prompts(1, 3 * CACHE)
+    expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), 4)
+    scheduling = schedule()
+    background = Background(llm, short, greedy(40))
+    wait_for(lambda: any(view.running for view in llm.instances))
+    assert tokens(llm.generate(long, greedy(24))) == expected[1]
+    assert tokens(background.result()) == expected[0]
+    wait_for(lambda: degrees(llm) == [1, 1, 1, 1])
+    counters = scheduling.counters
+    assert (counters.scale_ups, counters.scale_downs, counters.transformations_failed) == (1, 1, 0)
+    assert counters.dispatched >= 9
+
+
+def test_consecutive_long_requests_share_a_merged_instance(llm: LLM, schedule: Schedule):
+    long = prompts(4, CACHE + 20)
+    expected = undisturbed(llm, long, greedy(16), 2)
+    scheduling = schedule(linger_s=30)
+    for prompt, wanted in zip(long, expected, strict=True):
+        assert tokens(llm.generate(prompt, greedy(16))) == [wanted]
+    assert (scheduling.counters.scale_ups, scheduling.counters.scale_downs) == (1, 0)
+    assert degrees(llm) == [2, 1, 1]
+    # A short request goes elsewhere as long as it finds room there.
+    with_room = Background(llm, prompts(1, 10), greedy(50))
+    wait_for(lambda: any(view.running for view in llm.instances))
+    assert [view.running for view in llm.instances][0] == 0
+    with_room.result()
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "static"])
+def test_every_policy_serves_a_mix_with_the_same_tokens(llm: LLM, schedule: Schedule, policy: str):
+    short, long = prompts(12, 16), prompts(2, 2 * CACHE)
+    expected = undisturbed(llm, short, greedy(24), 1) + undisturbed(llm, long, greedy(8), 4)
+    scheduling = schedule(policy=policy)
+    requests = [*short, *long]
+    params = [greedy(24)] * len(short) + [greedy(8)] * len(long)
+    assert tokens(llm.generate(requests, params)) == expected
+    wait_for(lambda: degrees(llm) == [1, 1, 1, 1])
+    assert scheduling.counters.scale_ups == scheduling.counters.scale_downs > 0
+
+
+def test_static_turns_away_what_would_need_a_merge(llm: LLM, schedule: Schedule):
+    """That request alone: the others of the same call are served."""
+    short, long = prompts(2, 8), prompts(1, CACHE + 8)
+    expected = undisturbed(llm, short, greedy(8), 1)
+    schedule(policy="static")
+    outputs = llm.generate([short[0], *long, short[1]], greedy(8))
+    assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == expected
+    assert str(CACHE + 16) in outputs[1].error
+    with pytest.raises(RequestError, match=str(CACHE + 16)):
+        llm.generate(long, greedy(8))
+    assert degrees(llm) == [1, 1, 1, 1]
+
+
+def test_what_fits_no_layout_is_refused_at_once(llm: LLM, schedule: Schedule):
+    schedule()
+    limit = llm.max_model_len
+    with pytest.raises(RequestError, match=rf"over the limit of {limit}.*TP4"):
+        llm.generate(prompts(1, limit), greedy(8))
+
+
+def test_a_deadline_passes_in_the_queue(llm: LLM, schedule: Schedule):
+    """All room is taken, by requests that the one with a deadline cannot push aside."""
+    schedule(policy="static")
+    background = Background(llm, prompts(16, 8), greedy(CACHE - 8))
+    wait_for(lambda: all(view.running for view in llm.instances))
+
+    async def ask() -> None:
+        stream = llm.astream(prompts(1, 8)[0], greedy(CACHE - 8), deadline=time.monotonic())
+        async for _ in stream:
+            pass
+
+    with pytest.raises(DeadlineError, match="deadline"):
+        asyncio.run(ask())
+    assert all(len(output.outputs[0].token_ids) == CACHE - 8 for output in background.result())
+
+
+def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LLM):
+    background = Background(llm, prompts(24, 8), greedy(CACHE - 8))
+    wait_for(lambda: any(view.waiting for view in llm.instances))
+
+    async def ask() -> None:
+        async for _ in llm.astream(prompts(1, 8)[0], greedy(CACHE - 8), deadline=time.monotonic()):
+            pass
+
+    with pytest.raises(DeadlineError, match="time was over"):
+        asyncio.run(ask())
+    background.result()
+
+
+def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
+    """More than there is room for: what is preempted is computed again, and nothing changes a token."""
+    requests = prompts(20, 30)
+    params = [
+        SamplingParams(temperature=0.9, seed=index, n=1 + index % 3, max_tokens=30, priority=index % 2, ignore_eos=True)
+        for index in range(len(requests))
+    ]
+    expected = [[c.token_ids for c in llm.generate(r, p)[0].outputs] for r, p in zip(requests, params, strict=True)]
+    scheduling = schedule()
+    outputs = llm.generate(requests, params)
+    assert [[c.token_ids for c in output.outputs] for output in outputs] == expected
+    assert scheduling.counters.dispatched >= len(requests)
+
+
+def test_a_cancelled_request_that_waits_for_a_merge_leaves_nothing(llm: LLM, schedule: Schedule):
+    schedule()
+    # Decoding requests hold all pages, so that the long one waits.
+    background = Background(llm, prompts(16, 12), greedy(CACHE - 12))
+    wait_for(lambda: all(view.running for view in llm.instances))
+    long = Background(llm, prompts(1, 3 * CACHE), greedy(8), request_ids=["long"])
+    wait_for(lambda: llm.cancel("long"))
+    assert long.result()[0].outputs[0].finish_reason == "abort"
+    background.result()
+    wait_for(lambda: degrees(llm) == [1, 1, 1, 1])
+
+
+def test_a_transformation_that_fails_is_tried_again_later(
+    llm: LLM, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+):
+    scheduling = schedule()
+    real, calls = Transition.switch_layers, []
+
+    def fail_once(self: Transition) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise RuntimeError("injected")
+        real(self)
+
+    monkeypatch.setattr(Transition, "switch_layers", fail_once)
+    short, long = prompts(4, 8), prompts(1, 2 * CACHE)
+    background = Background(llm, short, greedy(56))
+    wait_for(lambda: any(view.running for view in llm.instances))
+    assert len(llm.generate(long, greedy(8))[0].outputs[0].token_ids) == 8
+    background.result()
+    assert scheduling.counters.transformations_failed == 1
+    assert scheduling.counters.scale_ups == 2
+
+
+def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
+    scheduling = schedule(policy="static")
+    background = Background(llm, prompts(8, 12), greedy(50))
+    wait_for(lambda: any(view.running for view in llm.instances))
+    assert scheduling.set_policy("amoeba") == "static"
+    assert len(llm.generate(prompts(1, 2 * CACHE), greedy(4))[0].outputs[0].token_ids) == 4
+    with pytest.raises(UnknownPolicyError, match="nobody"):
+        scheduling.set_policy("nobody")
+    assert scheduling.policy_name == "amoeba"
+    background.result()
+    wait_for(lambda: degrees(llm) == [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "best"}, "'best'.*amoeba"),
+        ({"linger_s": -1}, "linger_s=-1"),
+        ({"linger_s": float("nan")}, "linger_s=nan"),
+        ({"merge_again_after_s": "soon"}, "merge_again_after_s='soon'"),
+        ({"split_free_share": 1.5}, "split_free_share=1.5"),
+        ({"reserved_growth": True}, "reserved_growth=True"),
+        ({"layers_per_step": 0}, "layers_per_step=0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        SchedulingConfig(**settings)
