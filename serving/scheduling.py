@@ -1,6 +1,7 @@
 """The scheduler of a served model: its settings, and the handle by which the server shows and changes it."""
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,9 +28,10 @@ class SchedulingConfig:
     policy: str = "amoeba"
     """Name of a policy."""
     linger_s: float = AmoebaConfig.linger_s
-    """See `AmoebaConfig`, as of the next four."""
+    """See `AmoebaConfig`, as of the next five."""
     split_free_share: float = AmoebaConfig.split_free_share
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
+    merge_to: int = AmoebaConfig.merge_to
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
     reserved_growth: float = AmoebaConfig.reserved_growth
     layers_per_step: int = 1
@@ -50,6 +52,8 @@ class SchedulingConfig:
         layers = self.layers_per_step
         if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
             raise ConfigError(f"layers_per_step={layers!r} must be a positive integer")
+        if isinstance(self.merge_to, bool) or self.merge_to not in (1, 2, 4):
+            raise ConfigError(f"merge_to={self.merge_to!r} must be a degree: 1, 2 or 4")
         try:
             self.make_policy()
         except UnknownPolicyError as error:
@@ -61,18 +65,32 @@ class SchedulingConfig:
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
             merge_again_after_s=self.merge_again_after_s,
+            merge_to=self.merge_to,
             reserve_memory_s=self.reserve_memory_s,
             reserved_growth=self.reserved_growth,
         )
         return make_policy(self.policy if name is None else name, config=config)
 
 
+OnReport = Callable[[TransformReport], None]
+
+
 class Scheduling:
     """A scheduler that places the requests of an `LLM` from now on, until `close`. Methods may be called from any
-    thread."""
+    thread.
 
-    def __init__(self, llm: LLM, config: SchedulingConfig, metrics: ServerMetrics):
-        self._llm, self._config, self._metrics = llm, config, metrics
+    Args:
+        on_report: called, in the dispatcher thread, with what each transformation did that has ended well.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        config: SchedulingConfig,
+        metrics: ServerMetrics,
+        on_report: OnReport = lambda report: None,
+    ):
+        self._llm, self._config, self._metrics, self._on_report = llm, config, metrics, on_report
         self._placement = llm.use_placement(
             lambda engine: ScheduledPlacement(engine, config.make_policy(), config.layers_per_step, self._transformed)
         )
@@ -101,6 +119,7 @@ class Scheduling:
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:
         if future.exception() is None:
             self._metrics.transformed(future.result())
+            self._on_report(future.result())
         else:
             kind = "scale_up" if isinstance(action, ScaleUp) else "scale_down"
             self._metrics.not_transformed(kind, str(TransformVariant.IN_PLACE_OVERLAPPED), "failed")

@@ -1,5 +1,6 @@
 """AMOEBA's policy: merge for what fits nowhere, send the next long requests there too, split when they are done."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
@@ -26,6 +27,9 @@ class AmoebaConfig:
     merge_again_after_s: float | None = None
     """A long request that has waited this long for a merged instance may have another merged for it. None: it waits,
     and consecutive long requests never cause a second merge."""
+    merge_to: int = 1
+    """Merges go to this degree at least: long requests are served faster, and fewer instances are left for short ones.
+    1: to the least degree that holds the request."""
     reserve_memory_s: float = 600.0
     """Room is kept for a long request as large as the largest that came within this time."""
     reserved_growth: float = 0.0
@@ -50,6 +54,7 @@ class AmoebaPolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
+        view = dataclasses.replace(view, merge_to=self.config.merge_to)
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         round_ = _Round(view, self.config, self.admission.order)

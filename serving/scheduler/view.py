@@ -102,6 +102,8 @@ class ClusterView:
     """Tokens in a KV page."""
     max_model_len: int | None = None
     """Longest prompt plus output of the model, in tokens; None: as long as an instance can hold."""
+    merge_to: int = 1
+    """Merges go to this degree at least, or to the highest that there is. A policy's setting, not the executor's."""
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
     """Transformations (devices, degree) that were refused or failed a moment ago: not to be asked for now."""
 
@@ -124,11 +126,18 @@ class ClusterView:
         return any(self.is_long(request.max_total_tokens) for request in instance.running)
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """The least degree, from the base degree on, whose instances hold a request when empty; None if none does."""
-        for limits in self.degrees:
-            if limits.degree >= self.base_degree and limits.capacity_tokens >= max_total_tokens:
-                return limits.degree
-        return None
+        """The least degree, from the base degree on, whose instances hold a request when empty; None if none does.
+
+        Where it is above the base degree, `merge_to` counts too.
+        """
+        holding = [
+            limits.degree
+            for limits in self.degrees
+            if limits.degree >= self.base_degree and limits.capacity_tokens >= max_total_tokens
+        ]
+        if not holding or holding[0] == self.base_degree:
+            return min(holding, default=None)
+        return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
         """Devices that may make up an instance of a degree: aligned and contiguous."""

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from serving import demo
+from serving import demo_run
 from serving.cli import app
-from serving.demo import agreement
+from serving.demo_report import agreement
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -26,7 +26,7 @@ def report(num_devices: int, chat_model: Path, tmp_path_factory: pytest.TempPath
         patch.setenv("AMOEBA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("COLUMNS", "120")
         # Steps of so small a model take less time than threads need to wake up.
-        patch.setattr(demo, "MARGIN", 64)
+        patch.setattr(demo_run, "MARGIN", 64)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,7 +123,7 @@ def test_consecutive_long_requests_share_a_merged_instance(llm: LLM, schedule: S
     # A short request goes elsewhere as long as it finds room there.
     with_room = Background(llm, prompts(1, 10), greedy(50))
     wait_for(lambda: any(view.running for view in llm.instances))
-    assert [view.running for view in llm.instances][0] == 0
+    assert llm.instances[0].running == 0
     with_room.result()
 
 
@@ -260,6 +259,7 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"split_free_share": 1.5}, "split_free_share=1.5"),
         ({"reserved_growth": True}, "reserved_growth=True"),
         ({"layers_per_step": 0}, "layers_per_step=0"),
+        ({"merge_to": 3}, "merge_to=3"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str):

@@ -343,3 +343,22 @@ def test_running_requests_keep_a_share_of_their_growth():
 def test_equal_snapshots_give_equal_decisions():
     view = cluster(*[filled(d, d / 10) for d in range(8)], queue=[waiting(f"r{n}", SHORT + n) for n in range(5)])
     assert decide(view) == decide(view)
+
+
+# merge_to
+
+
+def test_merges_go_to_the_degree_that_was_asked_for():
+    """A request that TP2 would hold has four instances merged; a longer one than TP2 holds does anyway."""
+    view = cluster(queue=[waiting("a", TP2_LONG)])
+    assert [only(decide(view, merge_to=degree)).degree for degree in (1, 2, 4)] == [2, 2, 4]  # type: ignore[union-attr]
+    longer = cluster(queue=[waiting("a", TP4_LONG)])
+    assert only(decide(longer, merge_to=2)).degree == 4  # type: ignore[union-attr]
+
+
+def test_no_degree_is_high_enough_for_merge_to():
+    """The highest that there is takes its place; a request that fits the base degree is not concerned."""
+    two = cluster(queue=[waiting("a", TP2_LONG)], num_devices=2)
+    two = dataclasses.replace(two, degrees=two.degrees[:2])
+    assert decide(two, merge_to=4) == decide(two, merge_to=2)
+    assert dispatched(decide(cluster(queue=[waiting("a", SHORT)]), merge_to=4)) == {"a": 0}

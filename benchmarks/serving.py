@@ -1,0 +1,145 @@
+"""What the server costs: tokens a second through gRPC, many streams at once, against `LLM.generate`, same prompts.
+
+    python benchmarks/serving.py [--model smollm2-135m] [--streams 64] [--new-tokens 64] [--repeats 3] [--json FILE]
+
+Two processes, each with the whole model: one that calls `LLM.generate`, and `amoeba serve`, whose streams a third one
+(this) reads. They take turns, so that only one works at a time.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client import AsyncClient
+
+Prompts = list[list[int]]
+
+
+def params(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True)
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    per_device = -(-options.streams // options.num_devices)
+    return {
+        "model": options.model,
+        "num_devices": options.num_devices,
+        "device_memory": options.device_memory,
+        "max_num_seqs": 1 << (per_device - 1).bit_length(),
+        "max_model_len": 512,
+    }
+
+
+def generate_in_process(options: argparse.Namespace, prompts: Prompts, parent: Connection) -> None:
+    """The process that calls `LLM.generate` each time that it is told to, and says how long it took, and the tokens."""
+    from amoeba_jax import LLM
+
+    with LLM(**settings(options), prefix_caching=False, progress=False) as llm:
+        parent.send(None)
+        while parent.recv():
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params(options))
+            parent.send((time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]))
+
+
+@contextmanager
+def server(options: argparse.Namespace) -> Iterator[str]:
+    """`amoeba serve` in a process of its own; yields its address."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(options).items()]
+    command = [sys.executable, "-m", "serving.cli", "serve", "--port=0", "--no-warmup", *flags]
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        config = Path(scratch) / "server.yaml"
+        config.write_text("prefix_caching: false\nmetrics_port: null\n")
+        process = stack.enter_context(
+            subprocess.Popen([*command, f"--config={config}"], stderr=subprocess.PIPE, text=True)
+        )
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if found := re.match(r"ready: .* on ([\d.]+:\d+)", line):
+                break
+        else:
+            raise SystemExit("the server did not start:\n" + "".join(log))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+async def streams_s(target: str, prompts: Prompts, options: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
+    async with AsyncClient(target) as client:
+
+        async def read(prompt: list[int]) -> tuple[int, ...]:
+            return tuple([t async for chunk in client.stream(prompt, params(options)) for t in chunk.token_ids])
+
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(read(prompt) for prompt in prompts))
+        return time.perf_counter() - start, list(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--num-devices", type=int, default=4)
+    parser.add_argument("--device-memory", default="1GiB")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    random = np.random.default_rng(0)
+    prompts = random.integers(1000, 30000, (options.streams, options.prompt)).tolist()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=generate_in_process, args=(options, prompts, theirs))
+    child.start()
+    ours.recv()
+    times: dict[str, list[float]] = {"LLM.generate": [], "gRPC": []}
+    with server(options) as target:
+        for repeat in range(options.repeats + 1):  # the first compiles
+            ours.send(True)
+            alone_s, expected = ours.recv()
+            grpc_s, answers = asyncio.run(streams_s(target, prompts, options))
+            assert answers == expected, "the same tokens either way"
+            if repeat:
+                times["LLM.generate"].append(alone_s)
+                times["gRPC"].append(grpc_s)
+    ours.send(False)
+    child.join()
+    total = options.streams * options.new_tokens
+    table = Table(title=f"{options.model}, {options.num_devices} devices, {options.streams} requests, {total} tokens")
+    for column in ("", "seconds, median", "tokens/s", "of LLM.generate"):
+        table.add_column(column, justify="right" if column else "left")
+    base = median(times["LLM.generate"])
+    for name, seconds in times.items():
+        middle = median(seconds)
+        table.add_row(name, f"{middle:.2f}", f"{total / middle:.1f}", f"{base / middle:.3f}x")
+    Console(width=100).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(times | {"tokens": total}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

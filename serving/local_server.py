@@ -1,0 +1,68 @@
+"""A server in this process, over an `LLM` that this process made: for `amoeba demo`, and for trying things out."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from amoeba_jax import LLM
+from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.server import Server
+from serving.scheduling import OnReport, Scheduling, SchedulingConfig
+
+T = TypeVar("T")
+
+
+@contextmanager
+def local_server(
+    llm: LLM,
+    scheduling: SchedulingConfig | None = None,
+    config: ServerConfig | None = None,
+    on_report: OnReport = lambda report: None,
+) -> Iterator[tuple[str, Scheduling]]:
+    """Serve an LLM over gRPC in an event loop of its own, until the block ends; yields address and scheduler.
+
+    The default `config` binds any free port of this machine alone, without metrics. The LLM stays open, and places its
+    requests itself again afterwards. Raises `ConfigError` for a port that cannot be bound.
+    """
+    loop = _LoopThread()
+    config = config or ServerConfig(port=0, metrics_port=None)
+    try:
+        server = loop.run(_start(config))
+        scheduler = Scheduling(llm, scheduling or SchedulingConfig(), server.metrics, on_report)
+        try:
+            loop.run(server.attach(llm, scheduling=scheduler))
+            yield f"{config.host}:{server.port}", scheduler
+        finally:
+            loop.run(server.stop())
+            scheduler.close()
+    finally:
+        loop.close()
+
+
+async def _start(config: ServerConfig) -> Server:
+    server = Server(config)
+    try:
+        await server.start()
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="amoeba-server", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
