@@ -126,10 +126,12 @@ class Running:
         self._thread.join()
 
 
-def wait_for_steps(found: list[Step], count: int) -> None:
+def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
     """Until the first device's instance has run so many more."""
     wanted = sum(step.device == 0 for step in found) + count
     while sum(step.device == 0 for step in found) < wanted:
+        if not llm._engine.has_requests:
+            raise RuntimeError(f"the requests have ended after {len(found)} steps: generate more than {NEW_TOKENS}")
         time.sleep(0.002)
 
 
@@ -140,7 +142,7 @@ def round_trip(
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
         marks = [running.start]
-        wait_for_steps(found, STEADY_STEPS)
+        wait_for_steps(llm, found, STEADY_STEPS)
         result: dict[str, Any] = {"kv_use": kv_use(llm)}
         for name, degree in (("up", 4), ("down", 1)):
             marks.append(time.perf_counter())
@@ -150,7 +152,7 @@ def round_trip(
             # A restart computes its requests again: until all of them decode, they wait.
             while not running.all_decode(llm):
                 time.sleep(0.002)
-            wait_for_steps(found, STEADY_STEPS)
+            wait_for_steps(llm, found, STEADY_STEPS)
             result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
         result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
         result["tp4_step_s"] = steady_step_s(found, marks[2], marks[3])
@@ -318,9 +320,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 results.append(way | {"trips": trips})
                 log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
             switches = []
+            # So that requests still run at the end of a way with a plain step or more beside each switch.
+            plain = min(3, (NEW_TOKENS - 4 * STEADY_STEPS) // layers - 1)
             for _ in range(options.repeats):
                 for direction in ("up", "down"):
-                    trip = round_trip(llm, prompts, {"variant": "in_place_overlapped"}, 3, direction)
+                    trip = round_trip(llm, prompts, {"variant": "in_place_overlapped"}, plain, direction)
                     switches += trip["switches"]
             log(f"{name}: {len(switches)} switches beside plain steps")
             cluster = llm._engine.cluster

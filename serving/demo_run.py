@@ -177,18 +177,21 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
     short = [encode(text) for text in texts]
     longest = max(len(prompt) for prompt in short)
     layers_per_step = -(-num_layers // TRANSFORM_STEPS)
+    page = EngineConfig.page_size
+
+    def device_tokens(short_tokens: int) -> int:
+        return SHORT_PER_DEVICE * -(-(longest + short_tokens) // page) * page
+
     steps, chunks = 0, 0
     if num_devices > 1:
         # A short request generates a token in each step; the long prompt takes a step for each of its chunks.
         steps = 2 * -(-num_layers // layers_per_step) + LONG_TOKENS
-        whole = num_devices * SHORT_PER_DEVICE
-        while chunks * CHUNK < LONG_SHARE * whole * (longest + 2 * MARGIN + steps + chunks) and chunks < MAX_CHUNKS:
+        share = LONG_SHARE * num_devices
+        while chunks * CHUNK < share * device_tokens(2 * MARGIN + steps + chunks) and chunks < MAX_CHUNKS:
             chunks += 1
     short_tokens = 2 * MARGIN + steps + chunks
     long = _fill(encode, chunks * CHUNK) if chunks else []
-    page = EngineConfig.page_size
-    pages = -(-(longest + short_tokens) // page)
-    return Work(short, long, short_tokens, layers_per_step, SHORT_PER_DEVICE * pages * page)
+    return Work(short, long, short_tokens, layers_per_step, device_tokens(short_tokens))
 
 
 def run_work(llm: LLM, work: Work) -> Run:
