@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from amoeba_jax.engine import sampler
 from amoeba_jax.engine.page_copy import compile_page_copy
 from amoeba_jax.engine.program import Program, StepKey, compile_step
+from amoeba_jax.engine.program_store import ProgramStore
 from amoeba_jax.engine.restore import compile_restore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.models.dims import ModelDims
@@ -33,20 +34,17 @@ class Executables:
 
     def __init__(self, dims: ModelDims):
         self._dims = dims
-        self._programs: dict[StepKey, Program] = {}
-        self._others: dict[Hashable, jax.stages.Compiled] = {}
+        self._programs: ProgramStore[Program] = ProgramStore()
+        self._others: ProgramStore[jax.stages.Compiled] = ProgramStore()
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Compiled steps."""
-        return tuple(self._programs.values())
+        return tuple(self._programs)
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> Program:
         """The program of `key`."""
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = compile_step(self._dims, plan, key, group)
-        return program
+        return self._programs.get(key, lambda: compile_step(self._dims, plan, key, group))
 
     def draw(self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int) -> jax.stages.Compiled:
         """`sampler.draw` for logits of this shape and settings of this size."""
@@ -85,9 +83,7 @@ class Executables:
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...], num_layers: int) -> jax.stages.Compiled:
         """`compile_page_copy` for extents of so many pages in each layer."""
         key = ("page_copy", group.device_indices, extent_pages, num_layers)
-        if key not in self._others:
-            self._others[key] = compile_page_copy(self._dims, group, extent_pages, num_layers)
-        return self._others[key]
+        return self._others.get(key, lambda: compile_page_copy(self._dims, group, extent_pages, num_layers))
 
     def exchange(
         self,
@@ -99,19 +95,18 @@ class Executables:
     ) -> jax.stages.Compiled:
         """`compile_exchange` for one layer."""
         key = ("exchange", group.device_indices, old_extents, new_extents, phase_pieces)
-        if key not in self._others:
-            dtype = jnp.dtype(dims.dtype)
-            self._others[key] = compile_exchange(dims.pages, dtype, group, old_extents, new_extents, 1, phase_pieces)
-        return self._others[key]
+        dtype = jnp.dtype(dims.dtype)
+        return self._others.get(
+            key, lambda: compile_exchange(dims.pages, dtype, group, old_extents, new_extents, 1, phase_pieces)
+        )
 
     def migrate(
         self, dims: ModelDims, group: SubMesh, extents: tuple[int, ...], num_pieces: int
     ) -> jax.stages.Compiled:
         """`compile_migrate`."""
         key = ("migrate", group.device_indices, extents, num_pieces)
-        if key not in self._others:
-            self._others[key] = compile_migrate(dims.pages, jnp.dtype(dims.dtype), group, extents, num_pieces)
-        return self._others[key]
+        dtype = jnp.dtype(dims.dtype)
+        return self._others.get(key, lambda: compile_migrate(dims.pages, dtype, group, extents, num_pieces))
 
     def defragment(
         self,
@@ -123,19 +118,17 @@ class Executables:
     ) -> jax.stages.Compiled:
         """`compile_defragment`."""
         key = ("defragment", group.device_indices, old_extents, new_extents, num_pieces)
-        if key not in self._others:
-            dtype = jnp.dtype(dims.dtype)
-            self._others[key] = compile_defragment(dims.pages, dtype, group, old_extents, new_extents, num_pieces)
-        return self._others[key]
+        dtype = jnp.dtype(dims.dtype)
+        return self._others.get(
+            key, lambda: compile_defragment(dims.pages, dtype, group, old_extents, new_extents, num_pieces)
+        )
 
     def restore(self, group: SubMesh, released: ReleasedChunk, dims: ModelDims, step_pages: int) -> jax.stages.Compiled:
         """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
         places = tuple(released.chunks[device % dims.max_tp] for device in group.device_indices)
         key = ("restore", group.device_indices, released.spec.stored_shape, places, step_pages)
-        if key not in self._others:
-            dtype = jnp.dtype(dims.dtype)
-            self._others[key] = compile_restore(released, dims.max_tp, dtype, group, step_pages)
-        return self._others[key]
+        dtype = jnp.dtype(dims.dtype)
+        return self._others.get(key, lambda: compile_restore(released, dims.max_tp, dtype, group, step_pages))
 
     def mapped(
         self,
@@ -149,12 +142,14 @@ class Executables:
     ) -> jax.stages.Compiled:
         """A function of one array under `shard_map` over a group."""
         key = (name, group.device_indices, shape, dtype)
-        if key not in self._others:
+
+        def make() -> jax.stages.Compiled:
             run = jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=result, check_vma=False)
             inputs, outputs = NamedSharding(group.mesh, spec), NamedSharding(group.mesh, result)
             jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
-            self._others[key] = jitted.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
-        return self._others[key]
+            return jitted.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+
+        return self._others.get(key, make)
 
     def _get(
         self,
@@ -165,15 +160,19 @@ class Executables:
         donate: tuple[int, ...] = (),
     ) -> jax.stages.Compiled:
         """A program on one device, compiled if there is none of this key yet."""
-        if key not in self._others:
+
+        def make() -> jax.stages.Compiled:
             here = SingleDeviceSharding(device)
             jitted = jax.jit(function, in_shardings=here, out_shardings=here, donate_argnums=donate, keep_unused=True)
             abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
-            self._others[key] = jitted.lower(*abstract).compile()
-        return self._others[key]
+            return jitted.lower(*abstract).compile()
 
-    def __len__(self) -> int:
-        return len(self._programs) + len(self._others)
+        return self._others.get(key, make)
+
+    @property
+    def num_made(self) -> int:
+        """Programs that were compiled, or loaded from the compile cache, so far."""
+        return self._programs.num_added + self._others.num_added
 
     def prepare(self, requests: Iterable[Request], on_program: Callable[[], None], jobs: int = 2) -> None:
         """Compile what is missing, `jobs` at a time (XLA releases the GIL). Reports each program when it is done."""
@@ -188,5 +187,5 @@ class Executables:
 
         with ThreadPoolExecutor(jobs, thread_name_prefix="amoeba-compile") as threads:
             for program in threads.map(build, missing.values()):
-                self._programs[program.key] = program
+                self._programs.add(program.key, program)
                 on_program()

@@ -59,4 +59,4 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 def engine_stats(engine: Engine) -> EngineStats:
     """Running totals."""
-    return replace(engine.stats, compiled_programs=len(engine.cluster.executables))
+    return replace(engine.stats, compiled_programs=engine.cluster.executables.num_made)

@@ -28,7 +28,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     """
     executables = engine.cluster.executables
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
-    before = len(executables)
+    before = executables.num_made
     try:
         for tp in degrees:
             engine.set_layout(tp)
@@ -38,7 +38,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
         for tp, devices in present:
             engine.transform(TransformOptions(tp, devices))
         engine.end_transformations()
-    return len(executables) - before
+    return executables.num_made - before
 
 
 def _compile_layout(engine: Engine, on_program: Callable[[], None]) -> None:

@@ -1,0 +1,71 @@
+"""Programs that a process cannot all hold: the least recently used go before the limit is reached."""
+
+import gc
+import logging
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from amoeba_jax.engine import program_store
+from amoeba_jax.engine.program_store import ProgramStore
+
+
+def test_programs_are_made_once():
+    store = ProgramStore[object]()
+    made = [store.get("a", object) for _ in range(3)]
+    assert made[0] is made[1] is made[2]
+    assert ("a" in store, "b" in store, len(store), store.num_added) == (True, False, 1, 1)
+
+
+def test_least_recently_used_go_first(caplog: pytest.LogCaptureFixture):
+    """Ten mappings a program, and room for a thousand: 76 programs are over three quarters, and 19 of them go."""
+    store = ProgramStore[int](lambda: 10 * len(store), 1000)
+    with caplog.at_level(logging.WARNING):
+        for number in range(79):
+            store.add(number, number)
+            store.get(0, lambda: -1)
+        assert not caplog.records
+        store.add(79, 79)
+    assert len(store) == 60
+    assert 0 in store, "it is used all the time"
+    assert [number in store for number in (1, 20, 21)] == [False, False, True]
+    assert "80 programs took 800 of the 1000 memory mappings" in caplog.text
+    assert store.get(5, lambda: 555) == 555
+    assert store.num_added == 81
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are counted on Linux")
+def test_dropped_programs_give_their_mappings_back():
+    def compiled(number: int) -> jax.stages.Compiled:
+        def function(x: jax.Array) -> jax.Array:
+            for step in range(6):
+                x = jnp.tanh(x @ x + number * step) * jax.nn.softmax(x)
+            return x
+
+        return jax.jit(function).lower(jnp.ones((8, 8))).compile()
+
+    count = program_store._num_mappings
+    before = count()
+    store = ProgramStore[jax.stages.Compiled](max_mappings=4 * before)
+    most = 0
+    for number in range(400):
+        store.add(number, compiled(number))
+        most = max(most, count())
+        if len(store) < store.num_added:
+            break
+    assert most >= 3 * before, "programs take mappings"
+    assert count() < most - (most - before) / 8
+    assert len(store) == store.num_added - store.num_added // 4
+    store = None  # type: ignore[assignment]
+    gc.collect()
+    assert count() < before + (most - before) / 2
+
+
+def test_without_a_limit_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(program_store, "_max_mappings", lambda: None)
+    store = ProgramStore[int](lambda: 1 << 40)
+    for number in range(100):
+        store.add(number, number)
+    assert len(store) == 100
