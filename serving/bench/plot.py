@@ -24,8 +24,16 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(run: Run, path: Path) -> None:
+    """Write the picture of a run; the ending of `path` says in which format. Raises `ConfigError`."""
+    try:
+        draw_run(run).savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
+        raise ConfigError(f"the plot {path} cannot be written: {error}") from error
+
+
+def draw_run(run: Run) -> Any:
     """Three panels over the time of a run: output tokens per second, time to first token of requests by their arrival,
-    and devices by the degree of their instance. Raises `ConfigError`."""
+    and devices by the degree of their instance. Raises `ConfigError` without matplotlib."""
     figure = load_matplotlib()(figsize=(10, 8), layout="tight")
     tokens, waits, degrees = figure.subplots(3, 1, sharex=True)
     _draw_tokens(tokens, run)
@@ -33,10 +41,7 @@ def save_plot(run: Run, path: Path) -> None:
     _draw_degrees(degrees, run)
     degrees.set_xlabel("seconds")
     degrees.set_xlim(0, run.duration_s)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
-        raise ConfigError(f"the plot {path} cannot be written: {error}") from error
+    return figure
 
 
 def _draw_tokens(axes: Any, run: Run) -> None:

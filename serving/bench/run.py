@@ -63,7 +63,8 @@ async def _run(config: BenchConfig) -> Run:
                     duration_s = await load.run(requests, stop, progress)
                 finally:
                     watching.cancel()
-                    await asyncio.wait([watching])
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await watching
         return Run(
             date=date,
             model=model,

@@ -16,9 +16,9 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
         console.print(_latencies(report, config))
     for failure in report["failures"]:
         line = f"{failure['count']} requests failed with {failure['status']}: {failure['text']}"
-        console.print(Text(line, style="red"))
+        console.print(Text(line, style="red"), soft_wrap=True)
     for line in _notes(report):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
 
 
 def _totals(report: dict[str, Any]) -> Table:

@@ -52,9 +52,10 @@ def read_trace(path: Path) -> Trace:
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ConfigError(f"the trace {path} is a single array: it must be a .npz file with named ones")
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ConfigError(f"the trace {path} is a single array: it must be a .npz file with named ones")
+        with file:
             missing = [name for name in _LENGTHS if name not in file.files]
             if missing:
                 has = ", ".join(sorted(file.files)) or "nothing"
