@@ -73,7 +73,7 @@ def _draw_degrees(axes: Any, run: Run) -> None:
     if not samples:
         axes.text(0.5, 0.5, "instances were not watched", ha="center", transform=axes.transAxes)
         return
-    times, counts = degree_steps(samples, run.duration_s)
+    times, counts = degree_steps(samples, run.watch.end_s(run.duration_s))
     colors = [_DEGREE_COLORS.get(degree, "#8c8c8c") for degree in counts]
     labels = [f"TP{degree}" for degree in counts]
     axes.stackplot(times, *counts.values(), colors=colors, labels=labels, step="post")

@@ -73,6 +73,7 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
     unfinished = [r for r in records if r.outcome is not Outcome.COMPLETED]
     kinds = list(dict.fromkeys(record.request.kind for record in records))
     merges, splits = count_transformations(watch.samples)
+    seconds = device_seconds(watch.samples, watch.end_s(run.duration_s))
     return {
         "goodput_objectives_ms": config.goodput,
         "interrupted": run.interrupted,
@@ -89,7 +90,7 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
             "problem": watch.problem,
             "merges": merges if watch.samples else None,
             "splits": splits if watch.samples else None,
-            "device_seconds": {str(d): s for d, s in sorted(device_seconds(watch.samples, run.duration_s).items())},
+            "device_seconds": {str(degree): seconds[degree] for degree in sorted(seconds)},
             "degrees_over_time": [
                 {"time_s": sample.time_s, "degrees": sample.degrees} for sample in changes_of(watch.samples)
             ],

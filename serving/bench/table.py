@@ -45,7 +45,7 @@ def _totals(report: dict[str, Any]) -> Table:
 
 def _latencies(report: dict[str, Any], config: MetricsConfig) -> Table:
     percentiles = [f"p{value:g}" for value in config.metric_percentiles]
-    table = Table("ms", "requests", *(Text(name, justify="right") for name in ("mean", "median", "std", *percentiles)))
+    table = Table("ms", "requests", "mean", "median", "std", *percentiles)
     for column in table.columns[2:]:
         column.justify = "right"
     for metric, name in METRICS.items():

@@ -7,7 +7,7 @@ import pytest
 from bench_records import make_records, make_samples
 
 from amoeba_jax.errors import ConfigError
-from serving.bench.cluster_watch import changes_of, count_transformations, device_seconds
+from serving.bench.cluster_watch import ClusterWatch, changes_of, count_transformations, device_seconds
 from serving.bench.load import Outcome, Record
 from serving.bench.metrics import MetricsConfig, compute_metrics, tokens_per_bin
 from serving.bench.report import failures_of
@@ -155,3 +155,5 @@ def test_device_seconds_follow_the_samples():
     samples = make_samples((0.4, "1111"), (2.0, "1111"), (3.0, "112"), (5.0, "4"), (6.5, "1111"), (9.0, "22"))
     assert device_seconds(samples, 8.0) == pytest.approx({1: 4 * 3 + 2 * 2 + 4 * 1.5, 2: 2 * 2, 4: 4 * 1.5})
     assert device_seconds([], 8.0) == {}
+    assert ClusterWatch(samples).end_s(20.0) == 20.0
+    assert ClusterWatch(samples, "UNAVAILABLE: gone").end_s(20.0) == 9.0
