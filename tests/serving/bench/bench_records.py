@@ -1,10 +1,14 @@
 """Requests as a run would have written them down, made up."""
 
+from datetime import datetime
+
 import numpy as np
 
-from serving.bench.cluster_watch import Sample
-from serving.bench.load import Outcome, Record
-from serving.bench.workload import PlannedRequest
+from amoeba_jax.client import ModelInfo
+from serving.bench.cluster_watch import ClusterWatch, Sample
+from serving.bench.load import LoadConfig, Outcome, Record
+from serving.bench.report import Run
+from serving.bench.workload import PlannedRequest, WorkloadConfig
 
 
 def make_records(count: int, seed: int = 0, duration_s: float = 20.0) -> list[Record]:
@@ -38,3 +42,10 @@ def make_samples(*moments: tuple[float, str]) -> list[Sample]:
             first += degree
         samples.append(Sample(time_s, tuple(devices), tuple(map(int, degrees)), 0))
     return samples
+
+
+def make_run(count: int, watch: ClusterWatch) -> Run:
+    """20 seconds with so many requests."""
+    model = ModelInfo("tiny", "1.0", 4096, 256, False, False, (), None)
+    workload, records = WorkloadConfig(dataset_name="mix"), make_records(count)
+    return Run(datetime(2026, 1, 2), model, workload, LoadConfig(), count, records, 20.0, watch, False)

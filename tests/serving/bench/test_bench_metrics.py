@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from bench_records import make_records, make_samples
+from bench_records import make_records, make_run, make_samples
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.cluster_watch import ClusterWatch, changes_of, count_transformations, device_seconds
 from serving.bench.load import Outcome, Record
 from serving.bench.metrics import MetricsConfig, compute_metrics, tokens_per_bin
-from serving.bench.report import failures_of
+from serving.bench.report import failures_of, make_report
 from serving.bench.workload import PlannedRequest
 
 DURATION_S = 20.0
@@ -132,6 +132,23 @@ def test_failures_are_counted_by_status():
         {"status": "UNAVAILABLE", "count": len(records) - 1, "text": records[0].error},
         {"status": "INTERNAL", "count": 1, "text": "other"},
     ]
+
+
+def test_report_says_what_did_not_complete_and_what_was_not_seen():
+    run = make_run(40, ClusterWatch(problem="PERMISSION_DENIED: not the admin's"))
+    report = make_report(run, MetricsConfig(), None, detailed=True)
+    unfinished = [r for r in run.records if r.outcome != "completed"]
+    assert report["unfinished_output_tokens"] == sum(tokens for r in unfinished for tokens in r.chunk_tokens) > 0
+    assert report["interrupted_requests"] == sum(r.outcome == "interrupted" for r in unfinished)
+    assert report["completed"] + report["failed"] + report["interrupted_requests"] == len(report["ttfts"]) == 40
+    assert report["output_lens"] == [sum(r.chunk_tokens) for r in run.records]
+    assert report["instances"] == {
+        "problem": "PERMISSION_DENIED: not the admin's",
+        "merges": None,
+        "splits": None,
+        "device_seconds": {},
+        "degrees_over_time": [],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,17 @@
 """The picture of a run."""
 
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-from bench_records import make_records, make_samples
+from bench_records import make_run, make_samples
 
-from amoeba_jax.client import ModelInfo
 from amoeba_jax.errors import ConfigError
 from serving.bench.cluster_watch import ClusterWatch
-from serving.bench.load import LoadConfig
 from serving.bench.options import OutputConfig
 from serving.bench.plot import degree_steps, draw_run, save_plot
-from serving.bench.report import Run
-from serving.bench.workload import WorkloadConfig
 
 SAMPLES = make_samples((0.5, "1111"), (3.0, "112"), (5.0, "4"), (9.0, "1111"))
-
-
-def make_run(count: int, watch: ClusterWatch) -> Run:
-    model = ModelInfo("tiny", "1.0", 4096, 256, False, False, (), None)
-    workload, records = WorkloadConfig(dataset_name="mix"), make_records(count)
-    return Run(datetime(2026, 1, 2), model, workload, LoadConfig(), count, records, 20.0, watch, False)
 
 
 def test_degrees_stack_up_to_all_devices():
