@@ -84,8 +84,8 @@ def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
 
 def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]]) -> int:
     """How many of `wholes` are made of several of `parts`."""
-    parts = [set(devices) for devices in parts]
-    return sum(sum(part < set(whole) for part in parts) > 1 for whole in wholes)
+    part_sets = [set(devices) for devices in parts]
+    return sum(sum(part < set(whole) for part in part_sets) > 1 for whole in wholes)
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:

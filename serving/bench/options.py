@@ -101,12 +101,10 @@ def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Be
     goodput, more = flags["goodput"] or [], flags["more_goodput"] or []
     if more and not goodput:
         raise ConfigError(f"unexpected arguments {' '.join(more)}: only --goodput takes several")
-    tokens = {
-        "token": read_token(flags["token_file"], environment.get("AMOEBA_API_TOKEN")),
-        "admin_token": read_token(flags["admin_token_file"], environment.get("AMOEBA_ADMIN_TOKEN")),
-    }
+    token = read_token(flags["token_file"], environment.get("AMOEBA_API_TOKEN"))
+    admin_token = read_token(flags["admin_token_file"], environment.get("AMOEBA_ADMIN_TOKEN"))
     return BenchConfig(
-        ConnectionConfig(**_fields(ConnectionConfig, flags), **tokens),
+        ConnectionConfig(**_fields(ConnectionConfig, flags), token=token, admin_token=admin_token),
         WorkloadConfig(**_fields(WorkloadConfig, flags)),
         LoadConfig(**_fields(LoadConfig, flags)),
         MetricsConfig.from_text(flags["percentile_metrics"], flags["metric_percentiles"], [*goodput, *more]),

@@ -51,42 +51,23 @@ def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
 
 def test_mix_with_a_failure(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refuse(live, monkeypatch, "-3")
-    lengths = [
-        "--short-input-len",
-        "20",
-        "--short-output-len",
-        "8",
-        "--long-input-len",
-        "600",
-        "--long-output-len",
-        "4",
-    ]
-    rates = [
-        "--short-per-minute",
-        "600",
-        "--long-per-minute",
-        "200",
-        "--num-prompts",
-        "24",
-        "--seed",
-        "1",
-        "--max-concurrency",
-        "4",
-    ]
+    short = ["--short-input-len", "20", "--short-output-len", "8", "--short-per-minute", "600"]
+    long = ["--long-input-len", "40", "--long-output-len", "4", "--long-per-minute", "300"]
+    most = ["--num-prompts", "16", "--max-concurrency", "2"]
     result = bench(
-        *("--target", live.target, "--dataset-name", "mix", *lengths, *rates, "--metric-percentiles", "50,99"),
+        *("--target", live.target, "--dataset-name", "mix", *short, *long, *most, "--metric-percentiles", "50,99"),
         *("--goodput", "ttft:60000", "tpot:60000", "--label", "mine", "--watch-interval", "0.1"),
         *("--save-detailed", "--result-dir", tmp_path, "--result-filename", "result.json"),
     )
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "result.json").read_text())
     assert report.keys() >= VLLM_FIELDS | VLLM_DETAILS
-    assert (report["completed"], report["failed"], report["num_prompts"]) == (23, 1, 24)
+    assert (report["completed"], report["failed"], report["num_prompts"]) == (15, 1, 16)
     assert report["failures"] == [{"status": "RESOURCE_EXHAUSTED", "count": 1, "text": "no room for this one"}]
     assert report["errors"][3] == "RESOURCE_EXHAUSTED: no room for this one"
     assert report["request_goodput"] == report["request_throughput"]
     assert (report["label"], report["model_id"]) == ("mine", "tiny-chat")
-    assert report["request_rate"] == pytest.approx(800 / 60)
+    assert report["request_rate"] == pytest.approx(900 / 60)
 
     kinds = [kind for index, kind in enumerate(report["kinds"]) if index != 3]
     short, long = report["classes"]["short"], report["classes"]["long"]
