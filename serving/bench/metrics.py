@@ -11,13 +11,13 @@ from amoeba_jax.errors import ConfigError
 from serving.bench.load import Outcome, Record
 
 METRICS = {
-    "ttft": "Time to first token",
-    "tpot": "Time per output token",
-    "itl": "Inter-token latency",
-    "e2el": "End-to-end latency",
-    "client_queue_time": "Wait at the client",
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "client_queue_time": "Queue here",
 }
-"""What can be asked for, and how it is called in full."""
+"""What can be asked for, and how the table calls it. E2EL is the latency from end to end."""
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 

@@ -64,7 +64,7 @@ def _draw_waits(axes: Any, run: Run) -> None:
     axes.set_ylabel("TTFT (s) by arrival")
     axes.set_ylim(bottom=0)
     if len(kinds) > 1 or failed:
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _draw_degrees(axes: Any, run: Run) -> None:
@@ -77,7 +77,7 @@ def _draw_degrees(axes: Any, run: Run) -> None:
     colors = [_DEGREE_COLORS.get(degree, "#8c8c8c") for degree in counts]
     labels = [f"TP{degree}" for degree in counts]
     axes.stackplot(times, *counts.values(), colors=colors, labels=labels, step="post")
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:

@@ -15,7 +15,7 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
     if config.percentile_metrics:
         console.print(_latencies(report, config))
     for failure in report["failures"]:
-        line = f"{failure['count']} requests failed with {failure['status']}: {failure['text']}"
+        line = f"Failed with {failure['status']}: {failure['count']} requests, the first with: {failure['text']}"
         console.print(Text(line, style="red"), soft_wrap=True)
     for line in _notes(report):
         console.print(Text(line), soft_wrap=True)
@@ -32,7 +32,7 @@ def _totals(report: dict[str, Any]) -> Table:
         ("Prompt tokens", "total_input_tokens", ",d"),
         ("Generated tokens", "total_output_tokens", ",d"),
         ("Requests per s", "request_throughput", ".3f"),
-        ("Requests per s within limits", "request_goodput", ".3f"),
+        ("Requests per s (goodput)", "request_goodput", ".3f"),
         ("Generated tokens per s", "output_throughput", ",.1f"),
         ("Most of them in a second", "max_output_tokens_per_s", ",.0f"),
         ("All tokens per s", "total_token_throughput", ",.1f"),
@@ -47,7 +47,7 @@ def _latencies(report: dict[str, Any], config: MetricsConfig) -> Table:
     percentiles = [f"p{value:g}" for value in config.metric_percentiles]
     table = Table("ms", "requests", "mean", "median", "std", *percentiles)
     for column in table.columns[2:]:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"
     for metric, name in METRICS.items():
         if metric not in config.percentile_metrics:
             continue
@@ -84,7 +84,7 @@ def _instances(report: dict[str, Any]) -> list[str]:
         total = sum(instances["device_seconds"].values())
         shares = [f"TP{degree} {seconds / total:.0%}" for degree, seconds in instances["device_seconds"].items()]
         lines.append(
-            f"Instances: {instances['merges']} merges and {instances['splits']} splits seen; "
+            f"Instances: merges seen {instances['merges']}, splits {instances['splits']}; "
             f"time of devices: {', '.join(shares)}."
         )
     if instances["problem"]:

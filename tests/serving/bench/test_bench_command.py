@@ -80,7 +80,7 @@ def test_mix_with_a_failure(live: Live, tmp_path: Path, monkeypatch: pytest.Monk
     assert (report["instances"]["merges"], report["instances"]["splits"]) == (0, 0)
     assert report["instances"]["device_seconds"] == {"1": pytest.approx(2 * report["duration"])}
 
-    assert "1 requests failed with RESOURCE_EXHAUSTED: no room for this one" in result.stdout
+    assert "Failed with RESOURCE_EXHAUSTED: 1 requests, the first with: no room for this one" in result.stdout
     assert "time of devices: TP1 100%" in result.stdout
     live.check_idle()
 
@@ -110,7 +110,7 @@ def test_no_completed_request_exits_with_1(live: Live, monkeypatch: pytest.Monke
     refuse(live, monkeypatch, "")
     result = bench("--target", live.target, *SMALL, "--num-prompts", "2")
     assert result.exit_code == 1
-    assert "2 requests failed with RESOURCE_EXHAUSTED" in result.stdout
+    assert "Failed with RESOURCE_EXHAUSTED: 2 requests" in result.stdout
 
 
 def test_server_that_cannot_be_asked_is_one_line(start: Callable[..., Live]):
