@@ -16,12 +16,21 @@ from serving.errors import EXIT_FAILURE
 
 def open_client(target: str, token_file: Path | None, token: str | None, tls_ca: Path | None) -> Client:
     """A connection with the token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+    token = read_token(token_file, token)
     try:
-        if token_file is not None:
-            token = token_file.read_text(encoding="utf-8").strip()
         return Client(target, token=token, ca=tls_ca)
+    except OSError as error:
+        raise ConfigError(f"the certificate file {tls_ca} cannot be read: {error}") from error
+
+
+def read_token(token_file: Path | None, token: str | None) -> str | None:
+    """The token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+    if token_file is None:
+        return token
+    try:
+        return token_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a token or certificate file cannot be read: {error}") from error
+        raise ConfigError(f"the token file {token_file} cannot be read: {error}") from error
 
 
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
@@ -86,7 +95,7 @@ def server_errors(fatal: bool = True) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if not isinstance(error, grpc.Call):
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             raise
         print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
         if fatal:

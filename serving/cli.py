@@ -191,6 +191,81 @@ def transform(
 
 
 @app.command()
+def bench(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    target: Target = DEFAULT_TARGET,
+    token_file: TokenFile = None,
+    tls_ca: TLSAuthority = None,
+    admin_target: Annotated[
+        str | None, typer.Option(help="Host and port of AdminService.", show_default="--target")
+    ] = None,
+    admin_token_file: Annotated[
+        Path | None, typer.Option(help="File with its token.", show_default="from the environment")
+    ] = None,
+    dataset_name: Annotated[str, typer.Option(help="random, mix (short and long requests) or trace.")] = "random",
+    num_prompts: Annotated[
+        int | None, typer.Option(help="The most requests.", show_default="1000, all of a trace, or by --duration")
+    ] = None,
+    duration_s: Annotated[
+        float | None, typer.Option("--duration", help="Seconds in which requests come; those that run may end.")
+    ] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second; inf: all at once.", show_default="the trace's times, or inf"),
+    ] = None,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson arrivals; less: in bursts; more: regular.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="The most requests at once; others wait here.")] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.")] = 0,
+    random_input_len: Annotated[int, typer.Option(help="Prompt tokens of random.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(help="Tokens that random generates.")] = 128,
+    random_range_ratio: Annotated[float, typer.Option(help="Both are drawn from (1 - ratio) to (1 + ratio).")] = 0.0,
+    short_input_len: Annotated[int, typer.Option(help="Prompt tokens of the mix's short requests.")] = 1000,
+    short_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
+    short_per_minute: Annotated[float, typer.Option(help="How many come in a minute.")] = 60.0,
+    long_input_len: Annotated[int, typer.Option(help="Prompt tokens of the mix's long requests.")] = 50000,
+    long_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
+    long_per_minute: Annotated[float, typer.Option(help="How many come in a minute.")] = 1.0,
+    trace: Annotated[Path | None, typer.Option(help=".npz file with input_tokens, output_tokens, arrival_s.")] = None,
+    trace_length_scale: Annotated[float, typer.Option(help="Factor of a trace's lengths.")] = 1.0,
+    trace_time_scale: Annotated[float, typer.Option(help="Factor of its times; below 1 is faster.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 draws.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate as much as planned, whatever the model says.")] = True,
+    num_warmups: Annotated[int, typer.Option(help="Send the first request so often before, uncounted.")] = 0,
+    request_id_prefix: Annotated[str, typer.Option(help="Of the requests' ids.")] = "bench-",
+    ready_timeout_s: Annotated[
+        float, typer.Option("--ready-check-timeout-sec", help="Seconds to wait for a server that is loading.")
+    ] = 0.0,
+    watch_interval_s: Annotated[
+        float, typer.Option("--watch-interval", help="Seconds between looks at the instances; 0: none.")
+    ] = 0.5,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits in ms for ttft, tpot, e2el, such as ttft:10000 tpot:100.")
+    ] = None,
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time.")
+    ] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Such as 50,90,99.")] = "99",
+    label: Annotated[str | None, typer.Option(help="Goes into the result.")] = None,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="With lists of all requests.")] = False,
+    result_dir: Annotated[Path | None, typer.Option(help="Directory for it.", show_default="this one")] = None,
+    result_filename: Annotated[str | None, typer.Option(help="Its name.", show_default="what and when")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture over time, such as run.png; needs matplotlib.")] = None,
+) -> None:
+    """Send load to a running server and report what it did. Options and results as `vllm bench serve` has them."""
+    flags = dict(locals())
+    with clean_exit():
+        from serving.bench.options import bench_config
+        from serving.bench.run import run_bench
+        from serving.chat import server_errors
+
+        with server_errors():
+            code = run_bench(bench_config(flags, os.environ))
+        if code:
+            raise typer.Exit(code)
+
+
+@app.command()
 def demo(
     model: Model = EngineConfig.model,
     num_devices: NumDevices = 4,

@@ -1,9 +1,17 @@
-"""Tiny models that take text, and a cache of the tests' own."""
+"""Tiny models that take text, a server over one of them that the tests can look into, and a cache of the tests' own."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from live_server import Live, LoopThread
 from tiny_models import byte_model
+
+from amoeba_jax import LLM
+from serving.grpc_server.config import Limits, ServerConfig
+from serving.grpc_server.server import Server
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +32,63 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     path = tmp_path_factory.getbasetemp() / "amoeba-cache"
     monkeypatch.setenv("AMOEBA_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer that takes text and conversations."""
+    return byte_model(tmp_path_factory.mktemp("served") / "tiny-chat")
+
+
+@pytest.fixture(scope="session")
+def served_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
+    """Two devices, as two instances."""
+    with LLM(
+        served_model,
+        num_devices=2,
+        tensor_parallel_size=1,
+        device_memory="64MiB",
+        max_num_seqs=4,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+Start = Callable[..., Live]
+
+
+@pytest.fixture
+def start(served_llm: LLM) -> Iterator[Start]:
+    """Starts servers over the LLM: `start(limits=..., ...)`, with fields of `ServerConfig` and `Limits`."""
+    stack: list[Live] = []
+
+    def start_one(llm: LLM = served_llm, attach: bool = True, interval_s: float = 0.1, **settings: Any) -> Live:
+        limit_names = Limits.__dataclass_fields__
+        limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in limit_names})
+        config = ServerConfig(**{"port": 0, "metrics_port": None, "limits": limits, **settings})
+        loop = LoopThread()
+
+        async def run() -> Server:
+            server = Server(config)
+            await server.start()
+            if attach:
+                await server.attach(llm, interval_s)
+            return server
+
+        server = loop.run(run())
+        live = Live(server, llm, loop, grpc.insecure_channel(f"127.0.0.1:{server.port}"))
+        stack.append(live)
+        return live
+
+    yield start_one
+    for live in stack:
+        live.channel.close()
+        live.loop.run(live.server.stop())
+        live.loop.close()
+
+
+@pytest.fixture
+def live(start: Start) -> Live:
+    """A server with settings of no interest."""
+    return start()

@@ -43,7 +43,7 @@ class Process:
 
     @property
     def target(self) -> str:
-        return self.wait_for(r"ready: \S+ on (\S+)")[1]
+        return self.wait_for(r"ready: \S+ on ([^\s,]+)")[1]
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)

@@ -1,0 +1,1 @@
+"""`amoeba bench`: load for a running server, and what came of it. Brings no JAX along."""

@@ -1,0 +1,191 @@
+"""Sends planned requests to a server, each at its time, and writes down what comes back."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+import grpc
+
+from amoeba_jax.client import AsyncClient, ModelInfo
+from amoeba_jax.errors import ConfigError
+from amoeba_jax.sampling_params import SamplingParams
+from serving.bench.workload import PlannedRequest
+
+MAX_PREFIX_CHARS = 80
+"""Ids may have 128."""
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    """By whoever ran the benchmark."""
+
+
+@dataclass
+class Record:
+    """One request and what became of it. Times are in seconds since the start of the run."""
+
+    request: PlannedRequest
+    arrival_s: float
+    """When it was handed over: `request.arrival_s`, or later where this program did not keep up."""
+    start_s: float | None = None
+    """When it was sent: later than `arrival_s` where it waited for `max_concurrency`. None: never."""
+    chunk_times: list[float] = field(default_factory=list)
+    """When tokens came."""
+    chunk_tokens: list[int] = field(default_factory=list)
+    """How many each time."""
+    end_s: float | None = None
+    outcome: Outcome = Outcome.RUNNING
+    status: str = ""
+    """Name of the gRPC status of a request that failed."""
+    error: str = ""
+    """And its text."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(self.chunk_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending it to its first token; None where there was none."""
+        return self.chunk_times[0] - self.start_s if self.start_s is not None and self.chunk_times else None
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Between messages with tokens, which is between tokens where each has one."""
+        return [after - before for before, after in pairwise(self.chunk_times)]
+
+    @property
+    def e2el_s(self) -> float | None:
+        """From sending it to its last token; None where there was none."""
+        return self.chunk_times[-1] - self.start_s if self.start_s is not None and self.chunk_times else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time of each token after the first; None where there was none."""
+        if self.output_tokens < 2:
+            return None
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long it waited here to be sent."""
+        return None if self.start_s is None else self.start_s - self.arrival_s
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How requests are sent. Raises `ConfigError`, and `RequestError` for a temperature that cannot be."""
+
+    seed: int = 0
+    """Of the prompts."""
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    """Generate as many tokens as planned, whatever the model says."""
+    max_concurrency: int | None = None
+    """The most requests at once: others wait here. None: no limit."""
+    request_id_prefix: str = "bench-"
+    """Of all ids. It is their cache salt as well: no prompt finds what an earlier run with its seed has left."""
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency={self.max_concurrency} must be at least 1")
+        if len(self.request_id_prefix) > MAX_PREFIX_CHARS:
+            raise ConfigError(
+                f"request_id_prefix has {len(self.request_id_prefix)} characters: the most is {MAX_PREFIX_CHARS}"
+            )
+        SamplingParams(temperature=self.temperature)  # checks it
+
+
+class Load:
+    """A run of requests against one server."""
+
+    def __init__(self, client: AsyncClient, model: ModelInfo, config: LoadConfig):
+        self._client, self._model, self._config = client, model, config
+        self._begin = time.perf_counter()
+        self._room = nullcontext() if config.max_concurrency is None else asyncio.Semaphore(config.max_concurrency)
+        self.records: list[Record] = []
+        """Of all requests that have arrived, in that order."""
+
+    def clock(self) -> float:
+        """Seconds since the start of the run."""
+        return time.perf_counter() - self._begin
+
+    async def run(
+        self,
+        requests: Sequence[PlannedRequest],
+        stop: asyncio.Event,
+        on_end: Callable[[Record], None] = lambda record: None,
+    ) -> float:
+        """Send each request at its time and wait for all; returns the seconds that it took. To be called once.
+
+        A request that fails says so in its record. After `stop` no more are sent, and those that run are ended.
+        `on_end` is called with the record of each that ended by itself.
+        """
+        self._begin = time.perf_counter()
+        tasks: list[asyncio.Task[None]] = []
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            for request in requests:
+                delay_s = request.arrival_s - self.clock()
+                if delay_s > 0:
+                    await asyncio.wait([stopped], timeout=delay_s)
+                if stop.is_set():
+                    break
+                record = Record(request, self.clock())
+                self.records.append(record)
+                tasks.append(asyncio.create_task(self._follow(record, on_end)))
+            if tasks:
+                ended = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
+                await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+                ended.cancel()
+        finally:
+            stopped.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()  # raises what is a bug
+        for record in self.records:
+            if record.outcome is Outcome.RUNNING:
+                record.outcome, record.end_s = Outcome.INTERRUPTED, self.clock()
+        return self.clock()
+
+    async def _follow(self, record: Record, on_end: Callable[[Record], None]) -> None:
+        async with self._room:
+            try:
+                await self._send(record)
+                record.outcome = Outcome.COMPLETED if record.outcome is Outcome.RUNNING else record.outcome
+            except grpc.aio.AioRpcError as error:
+                record.outcome = Outcome.FAILED
+                record.status, record.error = error.code().name, error.details() or ""
+        record.end_s = self.clock()
+        on_end(record)
+
+    async def _send(self, record: Record) -> None:
+        request, config = record.request, self._config
+        prompt = request.prompt(config.seed, self._model.vocab_size)
+        params = SamplingParams(
+            temperature=config.temperature, max_tokens=request.output_len, ignore_eos=config.ignore_eos
+        )
+        name = f"{config.request_id_prefix}{request.index}"
+        record.start_s = self.clock()
+        stream = self._client.stream(prompt, params, request_id=name, cache_salt=config.request_id_prefix)
+        async with aclosing(stream):
+            async for chunk in stream:
+                if chunk.token_ids:
+                    record.chunk_times.append(self.clock())
+                    record.chunk_tokens.append(len(chunk.token_ids))
+                if chunk.finish_reason == "abort":
+                    record.outcome = Outcome.FAILED
+                    record.status, record.error = "CANCELLED", "the request was aborted at the server"

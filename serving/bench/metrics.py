@@ -1,0 +1,146 @@
+"""Figures of a run, by vLLM's definitions and names."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax.errors import ConfigError
+from serving.bench.load import Outcome, Record
+
+METRICS = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "client_queue_time": "Queue here",
+}
+"""What can be asked for, and how the table calls it. E2EL is the latency from end to end."""
+_OBJECTIVES = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Which figures there are. Raises `ConfigError`."""
+
+    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    """Of `METRICS`: mean, median, standard deviation and percentiles."""
+    metric_percentiles: tuple[float, ...] = (99.0,)
+    """From 0 to 100."""
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Limits in milliseconds by `ttft`, `tpot` and `e2el`. Empty: no goodput."""
+
+    def __post_init__(self) -> None:
+        for name in self.percentile_metrics:
+            if name not in METRICS:
+                raise ConfigError(f"percentile_metrics has {name!r}: it may have {', '.join(METRICS)}")
+        for value in self.metric_percentiles:
+            if not 0 <= value <= 100:
+                raise ConfigError(f"metric_percentiles has {value:g}: each must be from 0 to 100")
+        for name, value in self.goodput.items():
+            if name not in _OBJECTIVES:
+                raise ConfigError(f"goodput has {name!r}: it may have {', '.join(_OBJECTIVES)}")
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"goodput has {name}:{value:g}: milliseconds must be finite and at least 0")
+
+    @classmethod
+    def from_text(cls, percentile_metrics: str, metric_percentiles: str, goodput: Sequence[str]) -> "MetricsConfig":
+        """From "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"]. Raises `ConfigError`."""
+        names = tuple(name.strip() for name in percentile_metrics.split(",") if name.strip())
+        try:
+            percentiles = tuple(float(value) for value in metric_percentiles.split(",") if value.strip())
+        except ValueError:
+            raise ConfigError(
+                f"metric_percentiles={metric_percentiles!r} must be numbers with commas between"
+            ) from None
+        limits: dict[str, float] = {}
+        for objective in goodput:
+            name, _, value = objective.partition(":")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                raise ConfigError(
+                    f"goodput has {objective!r}: it must be a name and milliseconds, such as ttft:10000"
+                ) from None
+        return cls(names, percentiles, limits)
+
+
+def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
+    """All values of each metric in seconds, of the requests that completed."""
+    done = [record for record in records if record.outcome is Outcome.COMPLETED]
+    return {
+        "ttft": [value for r in done if (value := r.ttft_s) is not None],
+        "tpot": [value for r in done if (value := r.tpot_s) is not None],
+        "itl": [value for r in done for value in r.itl_s],
+        "e2el": [value for r in done if (value := r.e2el_s) is not None],
+        "client_queue_time": [value for r in done if (value := r.queue_s) is not None],
+    }
+
+
+def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
+    """vLLM's figures by vLLM's names, over requests that completed, with rates over all of `duration_s`.
+
+    None instead of a latency where no request has one. `request_goodput` is None where there is no objective.
+    """
+    done = [record for record in records if record.outcome is Outcome.COMPLETED]
+    input_tokens = sum(record.request.input_len for record in done)
+    output_tokens = sum(record.output_tokens for record in done)
+    good = sum(meets(record, config.goodput) for record in done)
+    figures: dict[str, Any] = {
+        "completed": len(done),
+        "failed": sum(record.outcome is Outcome.FAILED for record in records),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / duration_s,
+        "request_goodput": good / duration_s if config.goodput else None,
+        "output_throughput": output_tokens / duration_s,
+        "total_token_throughput": (input_tokens + output_tokens) / duration_s,
+        "max_output_tokens_per_s": max(tokens_per_bin(records, duration_s, 1.0), default=0.0),
+        "max_concurrent_requests": max_concurrency(records),
+    }
+    for name, values in latencies_s(records).items():
+        if name in config.percentile_metrics:
+            figures |= _statistics(name, values, config.metric_percentiles)
+    return figures
+
+
+def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
+    """Whether a request was within all limits. One without a second token has no TPOT, and meets any."""
+    values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
+    return all(
+        value is not None and value * 1000 <= objectives_ms.get(name, math.inf) for name, value in values.items()
+    )
+
+
+def max_concurrency(records: Sequence[Record]) -> int:
+    """The most requests that had been sent and had not ended, those that failed among them."""
+    events = []
+    for record in records:
+        if record.start_s is not None and record.end_s is not None:
+            events += [(record.start_s, 1), (record.end_s, -1)]
+    running = most = 0
+    for _, change in sorted(events):  # at the same time, ends come first
+        running += change
+        most = max(most, running)
+    return most
+
+
+def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float) -> list[float]:
+    """Output tokens in each `width_s` seconds from the start, those of requests that failed among them."""
+    counts = np.zeros(math.ceil(duration_s / width_s) or 1)
+    for record in records:
+        for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):
+            counts[min(int(time_s / width_s), len(counts) - 1)] += tokens
+    return counts.tolist()
+
+
+def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    values_ms = np.array(values_s) * 1000
+    keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
+    keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]
+    if not len(values_ms):
+        return dict.fromkeys(keys)
+    figures = [values_ms.mean(), np.median(values_ms), values_ms.std(), *np.percentile(values_ms, percentiles)]
+    return {key: float(value) for key, value in zip(keys, figures, strict=True)}

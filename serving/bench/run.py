@@ -1,0 +1,160 @@
+"""`amoeba bench` from its start to its end."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from amoeba_jax.client import AsyncClient, ModelInfo
+from serving.bench.cluster_watch import ClusterWatch
+from serving.bench.load import Load, LoadConfig, Outcome, Record
+from serving.bench.options import BenchConfig
+from serving.bench.plot import save_plot
+from serving.bench.report import Run, make_report, result_path, save_report
+from serving.bench.table import print_report
+from serving.bench.workload import PlannedRequest, plan_requests
+from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+
+
+def run_bench(config: BenchConfig) -> int:
+    """Run, print and save. Returns the exit code: 130 after Ctrl-C, 1 where no request completed, 0 otherwise.
+
+    Raises `ConfigError` for what cannot be run, and `grpc.RpcError` where the server does not say what it serves.
+    """
+    run = asyncio.run(_run(config))
+    output = config.output
+    report = make_report(run, config.metrics, output.label, output.save_detailed)
+    print_report(report, config.metrics, Console())
+    if output.wants_file:
+        path = result_path(run, output.result_dir, output.result_filename)
+        save_report(report, path)
+        _say(f"saved {path}")
+    if output.plot is not None:
+        save_plot(run, output.plot)
+        _say(f"saved {output.plot}")
+    if run.interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if report["completed"] else EXIT_FAILURE
+
+
+async def _run(config: BenchConfig) -> Run:
+    connection, workload = config.connection, config.workload
+    load_config = replace(config.load, request_id_prefix=f"{config.load.request_id_prefix}{uuid.uuid4().hex[:8]}-")
+    async with connection.open() as client, connection.open(admin=True) as admin:
+        model = await _wait_for_model(client, connection.ready_timeout_s)
+        requests = plan_requests(workload, model.max_model_len)
+        with _stop_signals() as stop:
+            if config.num_warmups:
+                await _warm_up(client, model, load_config, requests[0], config.num_warmups, stop)
+            load, watch = Load(client, model, load_config), ClusterWatch()
+            date = datetime.now()
+            with _progress(len(requests)) as progress:
+                watching = asyncio.ensure_future(watch.follow(admin, connection.watch_interval_s, load.clock))
+                try:
+                    duration_s = await load.run(requests, stop, progress)
+                finally:
+                    watching.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await watching
+        return Run(
+            date=date,
+            model=model,
+            workload=workload,
+            load=load_config,
+            num_planned=len(requests),
+            records=load.records,
+            duration_s=duration_s,
+            watch=watch,
+            interrupted=stop.is_set(),
+        )
+
+
+async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
+    """What the server serves, asked again while it is UNAVAILABLE and `timeout_s` is not over."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + timeout_s
+    while True:
+        try:
+            return await client.model_info(timeout_s=30.0)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or clock() >= end:
+                raise
+        await asyncio.sleep(min(1.0, max(end - clock(), 0.0)))
+
+
+async def _warm_up(
+    client: AsyncClient, model: ModelInfo, config: LoadConfig, first: PlannedRequest, number: int, stop: asyncio.Event
+) -> None:
+    """Send the first request so many times, without counting it."""
+    config = replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-")
+    await Load(client, model, config).run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """Set by the first SIGINT or SIGTERM; the second does what it always does."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, handlers[number])
+
+    def on_signal() -> None:
+        _say("stopping: requests that run are ended")
+        stop.set()
+        restore()
+
+    try:
+        for number in numbers:
+            loop.add_signal_handler(number, on_signal)
+    except (RuntimeError, ValueError):  # not in the main thread: nobody can press Ctrl-C
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+class _Counter:
+    """Counts requests in a progress bar as they end."""
+
+    def __init__(self, progress: Progress, total: int):
+        self._progress = progress
+        self._task = progress.add_task("requests", total=total, tokens=0, failed=0)
+        self._tokens = self._failed = 0
+
+    def __call__(self, record: Record) -> None:
+        self._tokens += record.output_tokens
+        self._failed += record.outcome is Outcome.FAILED
+        self._progress.update(self._task, advance=1, tokens=self._tokens, failed=self._failed)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[_Counter]:
+    """A bar on stderr where that is a terminal."""
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed, {task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        yield _Counter(progress, total)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

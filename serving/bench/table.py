@@ -1,0 +1,93 @@
+"""The report in a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serving.bench.metrics import METRICS, MetricsConfig
+
+
+def print_report(report: dict[str, Any], config: MetricsConfig, console: Console) -> None:
+    """Totals, latencies, what failed, and what the instances did."""
+    console.print(_totals(report))
+    if config.percentile_metrics:
+        console.print(_latencies(report, config))
+    for failure in report["failures"]:
+        line = f"Failed with {failure['status']}: {failure['count']} requests, the first with: {failure['text']}"
+        console.print(Text(line, style="red"), soft_wrap=True)
+    for line in _notes(report):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _totals(report: dict[str, Any]) -> Table:
+    """A column for all requests, and one for each class."""
+    table = Table("", "all", *report["classes"], title=f"{report['model_id']}, {report['duration']:.2f} s")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, key, form in (
+        ("Completed requests", "completed", "d"),
+        ("Failed requests", "failed", "d"),
+        ("Prompt tokens", "total_input_tokens", ",d"),
+        ("Generated tokens", "total_output_tokens", ",d"),
+        ("Requests per s", "request_throughput", ".3f"),
+        ("Requests per s (goodput)", "request_goodput", ".3f"),
+        ("Generated tokens per s", "output_throughput", ",.1f"),
+        ("Most of them in a second", "max_output_tokens_per_s", ",.0f"),
+        ("All tokens per s", "total_token_throughput", ",.1f"),
+        ("Most requests at once", "max_concurrent_requests", "d"),
+    ):
+        if report[key] is not None:
+            table.add_row(name, *(format(part[key], form) for part in (report, *report["classes"].values())))
+    return table
+
+
+def _latencies(report: dict[str, Any], config: MetricsConfig) -> Table:
+    percentiles = [f"p{value:g}" for value in config.metric_percentiles]
+    table = Table("ms", "requests", "mean", "median", "std", *percentiles)
+    for column in table.columns[2:]:
+        column.justify, column.overflow = "right", "fold"
+    for metric, name in METRICS.items():
+        if metric not in config.percentile_metrics:
+            continue
+        for kind, part in (("all", report), *report["classes"].items()):
+            values = [part[f"{figure}_{metric}_ms"] for figure in ("mean", "median", "std", *percentiles)]
+            cells = ["-" if value is None else f"{value:,.2f}" for value in values]
+            table.add_row(name if kind == "all" else "", kind, *cells)
+    return table
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    notes = []
+    if report["interrupted"]:
+        notes.append(
+            f"Interrupted: {report['interrupted_requests']} requests were running, of {report['num_prompts']} planned."
+        )
+    if report["shortened_requests"]:
+        notes.append(
+            f"{report['shortened_requests']} requests of the trace were shortened to the context of "
+            f"{report['max_model_len']} tokens."
+        )
+    if report["max_lateness_ms"] > 100:
+        notes.append(
+            f"This program did not keep up: a request came {report['max_lateness_ms']:.0f} ms late. "
+            "Figures are of this machine too."
+        )
+    return [*notes, *_instances(report)]
+
+
+def _instances(report: dict[str, Any]) -> list[str]:
+    instances = report["instances"]
+    lines = []
+    if instances["degrees_over_time"]:
+        total = sum(instances["device_seconds"].values())
+        shares = [f"TP{degree} {seconds / total:.0%}" for degree, seconds in instances["device_seconds"].items()]
+        lines.append(
+            f"Instances: merges seen {instances['merges']}, splits {instances['splits']}; "
+            f"time of devices: {', '.join(shares)}."
+        )
+    if instances["problem"]:
+        since = "no longer" if instances["degrees_over_time"] else "not"
+        lines.append(f"Instances were {since} watched: {instances['problem']}")
+    return lines

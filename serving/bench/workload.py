@@ -1,0 +1,249 @@
+"""Which requests a benchmark sends: how long they are, and when each one comes."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+
+from amoeba_jax.errors import ConfigError
+from serving.bench.arrivals import draw_arrivals
+from serving.bench.trace_file import read_trace
+
+DATASETS = ("random", "mix", "trace")
+DEFAULT_NUM_PROMPTS = 1000
+MAX_REQUESTS = 1_000_000
+# Streams of random numbers, so that a change of one setting changes nothing else.
+_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS = range(4)
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
+
+    dataset_name: str = "random"
+    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file."""
+    num_prompts: int | None = None
+    """The most requests. None: as many as come within `duration_s`; where that is None too, all of a trace, or 1000."""
+    duration_s: float | None = None
+    """Requests that would come later are left out. None: all come."""
+    request_rate: float | None = None
+    """Requests a second; infinity: all at once. None: the times of a trace that has some, infinity otherwise. Not for
+    `mix`, whose classes have rates of their own."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less comes in bursts, more is regular."""
+    seed: int = 0
+    """Of everything random."""
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    """Lengths are drawn from (1 - ratio) to (1 + ratio) times these."""
+    short_input_len: int = 1000
+    short_output_len: int = 128
+    short_per_minute: float = 60.0
+    long_input_len: int = 50000
+    long_output_len: int = 128
+    long_per_minute: float = 1.0
+    trace: Path | None = None
+    """A .npz file; see `read_trace`."""
+    trace_length_scale: float = 1.0
+    """Factor of its lengths, which stay at least 1."""
+    trace_time_scale: float = 1.0
+    """Factor of its times: below 1, requests come faster."""
+
+    def __post_init__(self) -> None:
+        if self.dataset_name not in DATASETS:
+            raise ConfigError(f"dataset_name={self.dataset_name!r} must be one of {', '.join(DATASETS)}")
+        _check_range(self, ("num_prompts",), 1, MAX_REQUESTS)
+        _check_range(self, ("seed",), 0, 2**32 - 1)
+        lengths = [f"{kind}_{part}_len" for kind in ("random", "short", "long") for part in ("input", "output")]
+        _check_range(self, lengths, 1, 2**31 - 1)
+        for name in ("duration_s", "trace_length_scale", "trace_time_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} must be above 0 and finite")
+        for name in ("request_rate", "burstiness"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} must be above 0")
+        for name in ("short_per_minute", "long_per_minute"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be finite and at least 0")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be at least 0 and below 1")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.dataset_name == "trace":
+            if self.trace is None:
+                raise ConfigError("dataset_name='trace' needs a file: give it by --trace")
+        elif self.trace is not None:
+            raise ConfigError(f"dataset_name={self.dataset_name!r} takes no trace: {self.trace} needs 'trace'")
+        if self.dataset_name == "mix":
+            if self.request_rate is not None:
+                raise ConfigError(
+                    f"request_rate={self.request_rate} is not for the mix: set short_per_minute and long_per_minute"
+                )
+            if self.short_per_minute + self.long_per_minute == 0:
+                raise ConfigError("short_per_minute=0 and long_per_minute=0: no request would ever come")
+        if self.dataset_name != "trace" and self.duration_s is not None:
+            if math.isinf(self.rate):
+                raise ConfigError(f"duration_s={self.duration_s:g} needs a request_rate: without one, all come at once")
+            expected = min(self.rate * self.duration_s, self.num_prompts or math.inf)
+            if expected > MAX_REQUESTS:
+                raise ConfigError(
+                    f"about {expected:.0f} requests would come, and the most is {MAX_REQUESTS}: set num_prompts"
+                )
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinity for all at once. Without meaning for a trace with times of its own."""
+        if self.dataset_name == "mix":
+            return (self.short_per_minute + self.long_per_minute) / 60
+        return math.inf if self.request_rate is None else self.request_rate
+
+    @property
+    def most(self) -> int | None:
+        """The most requests of a dataset that has no end; None for those within `duration_s`."""
+        return DEFAULT_NUM_PROMPTS if self.num_prompts is None and self.duration_s is None else self.num_prompts
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """One request to send. Lengths in tokens; `arrival_s` in seconds from the start."""
+
+    index: int
+    kind: str
+    """`random`, `short`, `long` or `trace`."""
+    arrival_s: float
+    input_len: int
+    output_len: int
+    shortened: bool = False
+    """Whether it was longer in the trace than the model's context."""
+
+    def prompt(self, seed: int, vocab_size: int) -> list[int]:
+        """Its token ids, which depend on the seed and its index alone. Drawn when they are needed: those of a long
+        trace would fill the memory."""
+        random = np.random.default_rng((seed, _PROMPTS, self.index))
+        return random.integers(0, vocab_size, self.input_len).tolist()
+
+
+def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    """The requests of a workload in the order of their arrival, for a model with a context of `max_model_len` tokens.
+
+    Raises `ConfigError` for lengths that the context does not hold, other than those of a trace, and for a trace that
+    cannot be read or has too few requests.
+    """
+    planners = {"random": _plan_random, "mix": _plan_mix, "trace": _plan_trace}
+    planned = planners[config.dataset_name](config, max_model_len)
+    if not planned:
+        raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
+    return planned
+
+
+def _plan_random(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    ratio = config.random_range_ratio
+    low, high = (
+        [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
+        for round_, factor in ((math.floor, 1 - ratio), (math.ceil, 1 + ratio))
+    )
+    _check_context("random_input_len plus random_output_len", high, max_model_len)
+    arrivals = _synthetic_arrivals(config, config.most)
+    random = _stream(config, _LENGTHS)
+    lengths = [random.integers(low[part], high[part] + 1, len(arrivals)) for part in (0, 1)]
+    return _requests(["random"] * len(arrivals), arrivals, *lengths)
+
+
+def _plan_mix(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    planned = []
+    for kind, stream in (("short", _ARRIVALS), ("long", _LONG_ARRIVALS)):
+        per_minute, *lengths = (getattr(config, f"{kind}_{name}") for name in ("per_minute", "input_len", "output_len"))
+        if per_minute == 0:
+            continue
+        _check_context(f"{kind}_input_len plus {kind}_output_len", lengths, max_model_len)
+        random = _stream(config, stream)
+        times = draw_arrivals(random, per_minute / 60, config.burstiness, config.most, config.duration_s)
+        planned += [(time, kind, *lengths) for time in times]
+    planned.sort()
+    times, kinds, inputs, outputs = zip(*planned[: config.most], strict=True) if planned else ((),) * 4
+    return _requests(kinds, times, inputs, outputs)
+
+
+def _plan_trace(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    assert config.trace is not None, "checked with the configuration"
+    trace = read_trace(config.trace)
+    size = len(trace.input_tokens)
+    if config.num_prompts is not None and config.num_prompts > size:
+        raise ConfigError(f"num_prompts={config.num_prompts} is more than the {size} requests of {config.trace}")
+    count = config.num_prompts or size
+    if trace.arrival_s is not None and config.request_rate is None:
+        arrivals = trace.arrival_s[:count] * config.trace_time_scale
+        arrivals = arrivals if config.duration_s is None else arrivals[arrivals < config.duration_s]
+    elif config.duration_s is not None and math.isinf(config.rate):
+        raise ConfigError(f"duration_s={config.duration_s:g} needs a request_rate: {config.trace} has no times")
+    else:
+        arrivals = _synthetic_arrivals(config, count)
+    scaled = [
+        np.maximum(1, np.rint(lengths[: len(arrivals)] * config.trace_length_scale)).astype(np.int64)
+        for lengths in (trace.input_tokens, trace.output_tokens)
+    ]
+    fitting = fit_context(scaled[0], scaled[1], max_model_len)
+    shortened = scaled[0] + scaled[1] > max_model_len
+    return _requests(["trace"] * len(arrivals), arrivals, *fitting, shortened)
+
+
+def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths that a context of `max_model_len` tokens holds. Where prompt and output are too long together, each
+    keeps half of the context or what the other leaves, whichever is more.
+    """
+    half = max_model_len // 2
+    outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))
+    return np.minimum(inputs, max_model_len - outputs), outputs
+
+
+def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
+    """As vLLM does it, a number of requests without an end in time is spread over just the time that it takes at the
+    rate: runs with different seeds then offer the same load."""
+    random = _stream(config, _ARRIVALS)
+    arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)
+    if config.duration_s is None and not math.isinf(config.rate):
+        arrivals *= len(arrivals) / config.rate / arrivals[-1]
+    return arrivals
+
+
+def _stream(config: WorkloadConfig, stream: int) -> np.random.Generator:
+    return np.random.default_rng((config.seed, stream))
+
+
+def _requests(
+    kinds: Iterable[str],
+    arrivals: Iterable[float],
+    inputs: Iterable[int],
+    outputs: Iterable[int],
+    shortened: Iterable[bool] | None = None,
+) -> list[PlannedRequest]:
+    lengths = zip(kinds, arrivals, inputs, outputs, strict=True)
+    return [
+        PlannedRequest(index, kind, float(arrival_s), int(input_len), int(output_len), bool(cut))
+        for index, ((kind, arrival_s, input_len, output_len), cut) in enumerate(
+            zip(lengths, repeat(False) if shortened is None else shortened, strict=False)
+        )
+    ]
+
+
+def _check_range(config: WorkloadConfig, names: Iterable[str], least: int, most: int) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name}={value} must be from {least} to {most}")
+
+
+def _check_context(what: str, lengths: list[int], max_model_len: int) -> None:
+    if sum(lengths) > max_model_len:
+        raise ConfigError(
+            f"{what} may be {lengths[0]} + {lengths[1]} = {sum(lengths)} tokens, and the server's longest context is "
+            f"{max_model_len}: make them shorter, or serve with more memory, devices or max_model_len"
+        )
