@@ -40,8 +40,16 @@ def served_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
 Start = Callable[..., Live]
 
 
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    """Of all servers: gRPC's event loops share what wakes them up, and one that ends may take that from another."""
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
 @pytest.fixture
-def start(served_llm: LLM) -> Iterator[Start]:
+def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
     """Starts servers over the LLM: `start(...)`, with fields of `ServerConfig` and `Limits`."""
     stack: list[Live] = []
 
@@ -56,7 +64,6 @@ def start(served_llm: LLM) -> Iterator[Start]:
         limit_names = Limits.__dataclass_fields__
         limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in limit_names})
         config = ServerConfig(**{"port": 0, "metrics_port": None, "limits": limits, **settings})
-        loop = LoopThread()
 
         async def run() -> Server:
             server = Server(config, tracing)
@@ -75,7 +82,6 @@ def start(served_llm: LLM) -> Iterator[Start]:
     for live in stack:
         live.channel.close()
         live.loop.run(live.server.stop())
-        live.loop.close()
         if live.scheduling is not None:
             live.scheduling.close()
 
