@@ -27,6 +27,10 @@ class QueueFullError(RequestError):
     """Too many requests wait: try again later."""
 
 
+class NotANumberError(RuntimeError):
+    """The model's logits for one request were infinite or not numbers; other requests are not affected."""
+
+
 class TransformError(RuntimeError):
     """A transformation failed on its way. Requests go on: where the message says so, computed again."""
 
@@ -35,14 +39,20 @@ class EngineClosedError(RuntimeError):
     """The engine was closed, or died of an earlier error, which is then its cause."""
 
 
+class EngineStuckError(RuntimeError):
+    """The engine's thread lives and does not answer."""
+
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeadlineError",
     "EngineClosedError",
+    "EngineStuckError",
     "LayoutError",
     "MemoryBudgetError",
     "ModelNotFoundError",
+    "NotANumberError",
     "QueueFullError",
     "RequestError",
     "TransformError",

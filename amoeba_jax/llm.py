@@ -29,7 +29,7 @@ from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import TransformOptions
 from amoeba_jax.engine.warmup import count_programs, warm_up
-from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
@@ -112,9 +112,9 @@ class LLM:
             request_ids: names for `cancel`, one for each prompt; by default they are numbered.
             cache_salt: prompts share cached prefixes only with requests of the same salt.
 
-        Raises `RequestError` if a single prompt cannot be served. One of several fails alone: its output has the
-        message in `error`, and the others are served. `KeyboardInterrupt` ends the requests and leaves the engine
-        usable.
+        Raises `RequestError` if a single prompt cannot be served, `NotANumberError` if the model's logits for it are
+        not numbers. One of several fails alone: its output has the message in `error`, and the others are served.
+        `KeyboardInterrupt` ends the requests and leaves the engine usable.
         """
         prompt_list, alone = _as_prompts(prompts)
         settings = _one_each("params", params, SamplingParams, len(prompt_list))
@@ -139,7 +139,7 @@ class LLM:
                 for prompt, request_id, delivery in zip(prompt_list, ids, deliveries, strict=True):
                     try:
                         outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(delivery))
-                    except RequestError as error:  # turned away while it waited
+                    except (RequestError, NotANumberError) as error:  # turned away while it waited, or failed alone
                         if alone:
                             raise
                         outputs.append(_failed_output(prompt, request_id, error))
@@ -528,7 +528,7 @@ def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
     return list(values)
 
 
-def _failed_output(prompt: Any, request_id: str | None, error: RequestError) -> RequestOutput:
+def _failed_output(prompt: Any, request_id: str | None, error: Exception) -> RequestOutput:
     """What a prompt that cannot be served gets among others that can."""
     tokens = () if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
     metrics = RequestMetrics(arrival=time.monotonic())

@@ -111,7 +111,7 @@ class RequestOutput(_ShortRepr):
     """For each token of the prompt: itself and the likeliest ones, by token id. The first is None: nothing comes
     before it. None altogether unless the request asked for it."""
     error: str | None = None
-    """Why the request was refused, if it was one of several; it has no `outputs` then."""
+    """Why the request was refused or failed, if it was one of several; it has no `outputs` then."""
 
     @property
     def finished(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
 from amoeba_jax.outputs import (
     CompletionOutput,
     FinishReason,
@@ -102,7 +102,9 @@ class Request:
         if update.sequence.error is not None:
             self._failed = True
             error = update.sequence.error
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError | NotANumberError):
+                for sequence in self.sequences:
+                    end_early(sequence, None)
                 self._deliver(error)
                 return
             failure = EngineClosedError(f"the engine failed: {error}")

@@ -1,6 +1,9 @@
 """Running totals of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Largest number of tokens of each of `EngineStats.steps_by_tokens`, but for the last, which has no limit."""
 
 
 @dataclass
@@ -17,5 +20,9 @@ class EngineStats:
     """Prompt tokens that were not computed, as the prefix cache had them (at a request's first start)."""
     preemptions: int = 0
     """Times that a running request had to give up its pages."""
+    nan_logits: int = 0
+    """Sequences that ended as their logits were infinite or not numbers."""
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """Of the steps, those of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
     compiled_programs: int = 0
     """Programs compiled, or loaded from the compilation cache."""

@@ -58,6 +58,8 @@ class GroupTransform:
         staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
         restored_bytes: of weights that came back from peers, on all ranks together.
         recomputed: requests that are computed again.
+        step_s: duration of a decode step before it, of the slowest instance: the median of the latest 16. None if
+            nothing had been decoded, or the variant is `restart`.
     """
 
     devices: tuple[int, ...]
@@ -70,6 +72,15 @@ class GroupTransform:
     staging_bytes: int
     restored_bytes: int
     recomputed: int = 0
+    step_s: float | None = None
+
+    @property
+    def step_overhead(self) -> float | None:
+        """Share of its time that it took from its steps, from 0 to 1: what is left of `seconds` without `steps` as
+        long as before it. None if no step ran while it was under way, or none before it."""
+        if not self.steps or self.step_s is None:
+            return None
+        return max(1 - self.steps * self.step_s / self.seconds, 0.0)
 
 
 @dataclass(frozen=True)

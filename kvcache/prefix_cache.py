@@ -192,6 +192,14 @@ class PrefixCache:
         self.evicted_pages += num_pages
         return num_pages
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forgets the pages of these keys, as far as they are cached. Those in use stay their sequences' own, the
+        others are free."""
+        known = [key for key in dict.fromkeys(keys) if key in self._columns]
+        for key in known:
+            self._evictable.pop(key, None)
+        self._forget(known)
+
     def clear(self) -> None:
         """Forgets all pages. Those in use stay their sequences' own, the others are free."""
         self._forget(list(self._columns))

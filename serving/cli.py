@@ -134,6 +134,9 @@ def serve(
     shutdown_timeout: Annotated[
         float | None, typer.Option(help="Seconds that requests may go on after SIGTERM.", show_default="30")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="http://HOST:PORT of an OpenTelemetry collector; needs the extra otel.")
+    ] = None,
     warmup: Annotated[bool, typer.Option(help="Compile and run everything before the server is ready.")] = True,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""

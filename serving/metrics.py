@@ -1,13 +1,15 @@
 """Prometheus metrics of a server: vLLM's names under `amoeba:`, and those of transformations."""
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform import TransformReport
 from serving.scheduler import SchedulerCounters
 from serving.snapshot import Snapshot
@@ -29,6 +31,8 @@ class ServerMetrics:
         """Programs that were compiled when the server got ready."""
         self.scheduler: SchedulerCounters | None = None
         """What a scheduler has decided, where there is one."""
+        self.on_transformed: Callable[[TransformReport], None] = lambda report: None
+        """Called with the reports of transformations, from any thread."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -69,6 +73,14 @@ class ServerMetrics:
         self.transformation_bytes = Counter(
             "amoeba:transformation_bytes", "KV bytes that changed their place.", ["kind"], registry=registry
         )
+        self.step_overhead = Gauge(
+            "amoeba:step_overhead_ratio",
+            "Share of the latest transformation's time that it took from its steps.",
+            ["kind"],
+            registry=registry,
+        )
+        for kind in ("scale_up", "scale_down"):
+            self.step_overhead.labels(kind)
         registry.register(_EngineMetrics(self))
 
     def start_request(self) -> "RequestRecord":
@@ -77,11 +89,14 @@ class ServerMetrics:
 
     def transformed(self, report: TransformReport) -> None:
         """A transformation has ended well."""
+        self.on_transformed(report)
         for group in report.groups:
             kind = "scale_up" if group.to_degree > group.from_degree else "scale_down"
             self.transformations.labels(kind, str(report.variant), "done").inc()
             self.transformation_s.labels(kind).observe(group.seconds)
             self.transformation_bytes.labels(kind).inc(sum(layer.moved_bytes for layer in group.layers))
+            if group.step_overhead is not None:
+                self.step_overhead.labels(kind).set(group.step_overhead)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
         """A transformation was `refused`, or `failed`."""
@@ -93,14 +108,15 @@ class RequestRecord:
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
-        self._output: RequestOutput | None = None
+        self.output: RequestOutput | None = None
+        """The latest."""
         self._num_tokens = 0
         self._last_token_at: float | None = None
 
     def take(self, output: RequestOutput) -> None:
         """An output has come from the engine."""
         metrics, now = self._metrics, time.monotonic()
-        if self._output is None:
+        if self.output is None:
             prompt = len(output.prompt_token_ids)
             metrics.prompt_tokens.inc(prompt)
             metrics.prefix_queries.inc(prompt)
@@ -115,13 +131,13 @@ class RequestRecord:
                 metrics.itl.observe(now - self._last_token_at)
             metrics.generation_tokens.inc(total - self._num_tokens)
             self._num_tokens, self._last_token_at = total, now
-        self._output = output
+        self.output = output
 
-    def end(self) -> None:
-        """The request has ended, well or not."""
-        metrics, output = self._metrics, self._output
+    def end(self, failed: bool) -> None:
+        """The request has ended, well or not; or it `failed`: the engine could not go on with it."""
+        metrics, output = self._metrics, self.output
         if output is None or not output.finished:
-            metrics.requests.labels("error" if output is None else "abort").inc()
+            metrics.requests.labels("error" if output is None or failed else "abort").inc()
             return
         reasons = {completion.finish_reason for completion in output.outputs}
         metrics.requests.labels(next(r for r in ("abort", "length", "stop") if r in reasons)).inc()
@@ -148,6 +164,8 @@ class _EngineMetrics(Collector):
         yield _gauge("num_requests_waiting", "Requests that wait for an instance.", snapshot.waiting)
         yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", snapshot.kv_usage)
         yield _counter("num_preemptions", "Times that a request lost its pages.", snapshot.stats.preemptions)
+        yield _counter("nan_logits", "Samples that ended as their logits were not numbers.", snapshot.stats.nan_logits)
+        yield _step_tokens(snapshot.stats)
         instances = GaugeMetricFamily(
             "amoeba:instances", "Instances by tensor-parallel degree.", labels=["tensor_parallel_size"]
         )
@@ -172,6 +190,17 @@ class _EngineMetrics(Collector):
         ready = self._metrics.ready_programs
         compiled = 0 if ready is None else snapshot.stats.compiled_programs - ready
         yield _counter("compiles_after_ready", "Programs that were compiled while serving: none should be.", compiled)
+
+
+def _step_tokens(stats: EngineStats) -> Metric:
+    """Counts of a Prometheus histogram are those of all steps up to a bound."""
+    bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+    return HistogramMetricFamily(
+        "amoeba:iteration_tokens_total",
+        "Tokens computed in a step of an instance.",
+        buckets=list(zip(bounds, itertools.accumulate(stats.steps_by_tokens), strict=True)),
+        sum_value=stats.prompt_tokens + stats.decode_tokens,
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -9,15 +9,18 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import start_http_server
 
 from amoeba_jax import EngineConfig
-from amoeba_jax.errors import ConfigError
+from amoeba_jax.errors import ConfigError, EngineStuckError
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
 from serving.scheduling import Scheduling, SchedulingConfig
+
+if TYPE_CHECKING:
+    from serving.tracing import Tracing
 
 T = TypeVar("T")
 EXIT_ENGINE_FAILED = 70
@@ -26,7 +29,7 @@ EXIT_ENGINE_FAILED = 70
 def run_server(
     server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
 ) -> int:
-    """Serve until a signal comes (exit code 0) or the engine fails (70).
+    """Serve until a signal comes (exit code 0) or the engine fails (70); ends the process if the engine is stuck.
 
     Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
     """
@@ -40,7 +43,8 @@ async def _serve(
     server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
 ) -> int:
     stop = _stop_signal()
-    server = Server(server_config)
+    tracing = _tracing(server_config)
+    server = Server(server_config, tracing)
     close_metrics = _serve_metrics(server)
     llm = None
     try:
@@ -57,18 +61,46 @@ async def _serve(
         await server.attach(llm, scheduling=scheduling)
         _say(f"ready: {llm.name} on {server_config.host}:{server.port}, policy {scheduling.policy_name}")
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
-        if server.dead.done():
-            _say(f"error: the engine has failed: {server.dead.result()}")
-            return EXIT_ENGINE_FAILED
-        _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
-        aborted = await server.drain(server_config.shutdown_timeout_s)
-        _say(f"stopped; {aborted} requests were aborted")
-        return EXIT_ENGINE_FAILED if server.dead.done() else 0
+        if not server.dead.done():
+            _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
+            drain = asyncio.ensure_future(server.drain(server_config.shutdown_timeout_s))
+            await asyncio.wait([drain, server.dead], return_when=asyncio.FIRST_COMPLETED)
+            if drain.done():
+                _say(f"stopped; {drain.result()} requests were aborted")
+        if not server.dead.done():
+            return 0
+        error = server.dead.result()
+        _say(f"error: the engine has failed: {error}")
+        if isinstance(error, EngineStuckError):
+            await server.stop()
+            await _close(tracing)
+            # Its thread never ends, and the interpreter would wait for it.
+            os._exit(EXIT_ENGINE_FAILED)
+        return EXIT_ENGINE_FAILED
     finally:
         await server.stop()
         close_metrics()
+        await _close(tracing)
         if llm is not None and not server.dead.done():
             await asyncio.to_thread(llm.close)
+
+
+def _tracing(config: ServerConfig) -> "Tracing | None":
+    """Spans for a collector, if there is one. Raises `ConfigError` where the packages are missing."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from serving.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'amoeba-jax[otel]'"
+        ) from error
+    return Tracing.to_collector(config.otlp_traces_endpoint)
+
+
+async def _close(tracing: "Tracing | None") -> None:
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 def _load(config: EngineConfig, warm_up: bool):

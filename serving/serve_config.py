@@ -58,8 +58,9 @@ def serve_settings(
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """The same values; raises `ConfigError` where YAML gave a text for a number or the other way round."""
     for name, value in values.items():
-        wanted = str if name == "host" else (int, float) if name.endswith("_s") else int
-        optional = name in ("admin_port", "metrics_port") and value is None
+        texts = ("host", "otlp_traces_endpoint")
+        wanted = str if name in texts else (int, float) if name.endswith("_s") else int
+        optional = name in ("admin_port", "metrics_port", "otlp_traces_endpoint") and value is None
         if not optional and (isinstance(value, bool) or not isinstance(value, wanted)):
             raise ConfigError(f"{name}={value!r} of {kind.__name__} has the wrong type")
     return values

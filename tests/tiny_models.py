@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -142,10 +142,26 @@ def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def byte_model(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def poison(directory: Path, token: int) -> Path:
+    """Let a written model, whose embedding is its own, make a token's hidden state NaN."""
+    path, name = directory / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(path)
+    assert "lm_head.weight" in tensors, "the logits of all tokens would be NaN"
+    tensors[name] = tensors[name].copy()
+    tensors[name][token] = np.nan
+    save_file(tensors, path)
+    return directory
+
+
+def byte_token(character: str) -> int:
+    """The token of an ASCII character in a `byte_model`."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet()).index(character)
+
+
+def byte_model(directory: Path, chat_template: str | None = CHAT_TEMPLATE, **changes: Any) -> Path:
     """A model of one layer that takes text: every byte is a token."""
     size = {"vocab_size": 256, "max_position_embeddings": 4096, "num_hidden_layers": 1}
-    config = tiny_config("smollm2") | size
+    config = tiny_config("smollm2") | size | changes
     write_model(config, directory)
     write_byte_tokenizer(directory, chat_template)
     return directory

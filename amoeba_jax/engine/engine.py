@@ -12,16 +12,16 @@ import numpy as np
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.cluster import Cluster
-from amoeba_jax.engine.instance import Instance, PendingStep, Row
+from amoeba_jax.engine.instance import Instance, PendingStep, Row, StepPlan
 from amoeba_jax.engine.placement import Placement
-from amoeba_jax.engine.sampling import logprob_entry, unpack_logprobs, unpack_result
+from amoeba_jax.engine.sampling import NO_TOKEN, logprob_entry, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
 from amoeba_jax.engine.weights import OpenWeights
-from amoeba_jax.errors import DeadlineError, RequestError
+from amoeba_jax.errors import DeadlineError, NotANumberError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
-from amoeba_jax.stats import EngineStats
+from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform import TransformReport
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import SequencePages
@@ -408,24 +408,34 @@ class Engine:
     def _launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute."""
         if instance.transition is not None:
-            self.transformations.advance(instance, self._reserve_next_tokens)
+            plan = self.transformations.advance(instance, self._reserve_next_tokens)
+            if plan is not None:
+                self._count(plan)
             return True
         self._reserve_next_tokens(instance)
         plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
         if plan is None:
             return False
         instance.launch_plan(plan)
-        self.stats.steps += 1
+        self._count(plan)
         for row in plan.rows:
             sequence = row.sequence
-            if row.start < len(sequence.prompt) or row.length > 1:
-                self.stats.prompt_tokens += row.length
-            else:
-                self.stats.decode_tokens += 1
             if row.start < len(sequence.prompt) <= row.start + row.length:
                 self._cache_pages(instance, sequence)
                 self._release_siblings(sequence)
         return True
+
+    def _count(self, plan: StepPlan) -> None:
+        """Add a step that was launched to the totals."""
+        stats, tokens = self.stats, 0
+        for row in plan.rows:
+            tokens += row.length
+            if row.start < len(row.sequence.prompt) or row.length > 1:
+                stats.prompt_tokens += row.length
+            else:
+                stats.decode_tokens += 1
+        stats.steps += 1
+        stats.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += 1
 
     def _reserve_next_tokens(self, instance: Instance) -> None:
         """Give every sequence that decodes a page for its next token, the last in order going without if need be."""
@@ -440,13 +450,17 @@ class Engine:
     def _take(self, instance: Instance, step: PendingStep) -> None:
         """Hand out the tokens of a step, and end the sequences that are done."""
         if step.prompt_result is not None and step.prompt_row is not None:
-            self._take_prompt_logprobs(step.prompt_row, step.prompt_result.result())
+            self._take_prompt_logprobs(instance, step.prompt_row, step.prompt_result.result())
         result = unpack_result(step.result.result())
+        instance.pace.take(step.launched_at, time.perf_counter(), step.decodes)
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:
                 continue  # ended while this step was on its way
             token = int(result.tokens[row.place])
+            if token == NO_TOKEN:
+                self._end_without_token(instance, sequence)
+                continue
             entry = None
             if sequence.params.logprobs is not None:
                 assert result.logprobs is not None, "the step was sampled with them"
@@ -458,13 +472,33 @@ class Engine:
                 self._take_out(sequence)
             sequence.sink(Update(sequence, (token,), entry, sequence.finished))
 
-    def _take_prompt_logprobs(self, row: Row, packed: np.ndarray) -> None:
+    def _end_without_token(self, instance: Instance, sequence: Sequence) -> None:
+        """End a sequence whose logits are not numbers. Nobody is to find its pages, which may have them too.
+
+        As they are, pages may go to others: attention leaves out what a query does not see, and whoever gets a page
+        writes what it sees of it first.
+        """
+        sequence.error = NotANumberError(
+            f"the model's logits for request {sequence.request_id!r} after {sequence.num_known} tokens are infinite or "
+            "not numbers: its weights may be damaged, or values overflow, which they do less in float32 or bfloat16"
+        )
+        sequence.finished_at = time.monotonic()
+        self.stats.nan_logits += 1
+        self._take_out(sequence)
+        if sequence.page_keys is not None:
+            instance.cache.forget(sequence.page_keys.keys)
+        sequence.sink(Update(sequence, finished=True))
+
+    def _take_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         sequence = row.sequence
         missing = len(sequence.prompt_logprobs)
         if sequence.finished or missing != row.start + 1:
             return  # of a run that was preempted: they are computed again
         logprobs = unpack_logprobs(packed)
         targets = sequence.prompt[row.start + 1 : row.start + row.length + 1]
+        if np.isnan(logprobs.logprob[: len(targets)]).any():
+            self._end_without_token(instance, sequence)
+            return
         for index, token in enumerate(targets):
             entry = logprob_entry(logprobs, index, token, sequence.params.prompt_logprobs or 0)
             sequence.prompt_logprobs.append(entry)

@@ -1,9 +1,10 @@
 """One serving replica: a sub-mesh with its weights view, its share of the KV cache, and its running sequences."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
+from amoeba_jax.engine.pace import Pace
 from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey
 from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, pair_bucket, sampling_row, state_rows
 from amoeba_jax.engine.sequence import Sequence
@@ -79,13 +81,17 @@ class PendingStep:
     Attributes:
         sampled: rows whose next token the step chooses.
         result: what the sampler returned, on its way to the host; read after all else.
+        decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
         prompt_rows: a row whose prompt log-probabilities it computes, with those on their way.
+        launched_at: by `time.perf_counter()`.
     """
 
     sampled: list[Row]
     result: "Future[np.ndarray]"
+    decodes: bool
     prompt_row: Row | None = None
     prompt_result: "Future[np.ndarray] | None" = None
+    launched_at: float = field(default_factory=time.perf_counter)
 
     @property
     def done(self) -> bool:
@@ -103,6 +109,7 @@ class Instance:
         buckets: its step shapes.
         released: the degree for which chunks of its weights are KV extents.
         transition: what runs its steps while its layers are in two layouts.
+        pace: of its steps whose results were taken.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class Instance:
         self.buckets = buckets
         self.released = released
         self.transition: Transition | None = None
+        self.pace = Pace()
         self._store = weights
         self._free_slots = list(range(num_slots))[::-1]
         self.last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
@@ -260,7 +268,8 @@ class Instance:
             row.sequence.num_computed = row.start + row.length
         for row in sampled:
             row.sequence.num_in_flight += 1
-        self.pending.append(PendingStep(sampled, self._read(result), prompt_row, prompt_result))
+        decodes = plan.shape.num_tokens == plan.shape.num_rows and self.transition is None
+        self.pending.append(PendingStep(sampled, self._read(result), decodes, prompt_row, prompt_result))
         self.num_launched += 1
 
     def _sample(self, plan: StepPlan, head: HeadOutput, sampled: list[Row]) -> jax.Array:

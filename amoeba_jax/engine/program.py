@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, unpack
-from amoeba_jax.engine.sampler import argmax
+from amoeba_jax.engine.sampler import argmax, for_host
 from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
@@ -56,6 +56,7 @@ class HeadOutput(NamedTuple):
     """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for logits of `"all"`."""
 
     likeliest: Int32[Array, " R"]
+    """For the host: `NO_TOKEN` where logits are not numbers."""
     logits: Float[Array, "V R"]
     last_tokens: Int32[Array, " S"]
     """With the likeliest token of each row in its slot."""
@@ -130,10 +131,11 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
             return new_kv, x, None
         assert last_tokens is not None, "a segment with the head records tokens"
         logits = model.head(x if key.logits_of == "all" else x[:, fields["last_token"]])
-        likeliest, _ = argmax(logits)
+        likeliest, peak = argmax(logits)
         sampled = likeliest[fields["last_token"]] if key.logits_of == "all" else likeliest
         slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
-        return new_kv, None, HeadOutput(likeliest, logits, last_tokens.at[slots].set(sampled, mode="drop"))
+        last_tokens = last_tokens.at[slots].set(sampled, mode="drop")
+        return new_kv, None, HeadOutput(for_host(likeliest, peak), logits, last_tokens)
 
     dtype = jnp.dtype(dims.dtype)
     weight_specs = [P(TP_AXIS) if is_sharded(variable) else P() for variable in variables]

@@ -59,4 +59,7 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 def engine_stats(engine: Engine) -> EngineStats:
     """Running totals."""
-    return replace(engine.stats, compiled_programs=engine.cluster.executables.num_made)
+    stats = engine.stats
+    return replace(
+        stats, steps_by_tokens=list(stats.steps_by_tokens), compiled_programs=engine.cluster.executables.num_made
+    )

@@ -9,6 +9,11 @@ A row's token depends on its own logits, settings and state, and on no other row
 
 Logits are `[V, R]`, as a step returns them, and are not transposed as a whole: reductions over V work on all rows at
 a time. Times in comments are of XLA:CPU with 49152 tokens and 32 rows, on two cores.
+
+Logits whose largest is not finite (NaN throughout, as any NaN in a hidden state makes them, an infinity, or none above
+-inf) give some token on the device, where nothing may depend on it, and `NO_TOKEN` to the host. A NaN among numbers,
+of a damaged row of the head, does either that, or is a token that never comes: XLA's maximum on CPU may pass over it,
+and to look for it would be one more pass over all logits.
 """
 
 import math
@@ -25,6 +30,7 @@ from amoeba_jax.engine.sampling import (
     FLOATS,
     IN_PROMPT,
     LOGPROBS,
+    NO_TOKEN,
     ONE_OUTPUT,
     STOPS,
     USES_STATE,
@@ -57,8 +63,8 @@ def draw(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
     """Tokens of rows that are "greedy" or "draw": `(last_tokens with them, tokens)`."""
     fields, _ = _unpack(packed, logits.shape[1])
-    tokens = _choose(logits, fields)
-    return last_tokens.at[fields["slot"]].set(tokens), tokens[:, None]
+    tokens, peak = _choose(logits, fields)
+    return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, peak)[:, None]
 
 
 def draw_full(
@@ -82,10 +88,12 @@ def draw_full(
     def process() -> jax.Array:
         processed = lax.cond(uses_state.any(), lambda: _with_state(logits, flags, bias, fields), lambda: logits)
         processed = processed.at[banned, jnp.where(matches, row, rows)].set(-jnp.inf)
-        return jnp.where(processed.max(axis=0) == -jnp.inf, logits, processed)
+        # Masks and limits must not hide logits that are not numbers.
+        as_given = (processed.max(axis=0) == -jnp.inf) | ~jnp.isfinite(logits.max(axis=0))
+        return jnp.where(as_given, logits, processed)
 
     processed = lax.cond(uses_state.any() | matches.any(), process, lambda: logits)
-    tokens = _choose(processed, fields)
+    tokens, peak = _choose(processed, fields)
 
     wants_logprobs = fields["options"] & LOGPROBS > 0
     columns = lax.cond(
@@ -96,7 +104,7 @@ def draw_full(
     return (
         last_tokens.at[slots].set(tokens),
         flags.at[slots, tokens].add(jnp.where(uses_state, ONE_OUTPUT, 0)),
-        jnp.concatenate([tokens[:, None], columns], axis=1),
+        jnp.concatenate([for_host(tokens, peak)[:, None], columns], axis=1),
     )
 
 
@@ -148,11 +156,21 @@ def _with_state(
     return jnp.where(fields["options"] & USES_STATE > 0, processed, logits)
 
 
-def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> Int32[Array, " R"]:
-    """The likeliest token where temperature is 0, the lowest id of equals, else one that is drawn."""
+def for_host(tokens: Int32[Array, " R"], peak: Float[Array, " R"]) -> Int32[Array, " R"]:
+    """Tokens as the host gets them: `NO_TOKEN` where the largest of the row's logits, `peak`, is not finite."""
+    return jnp.where(jnp.isfinite(peak), tokens, NO_TOKEN)
+
+
+def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
+    """The likeliest token where temperature is 0, the lowest id of equals, else one that is drawn; and the largest
+    logit of each row."""
     likeliest, peak = argmax(logits)
     draws = fields["temperature"] > 0
-    return lax.cond(draws.any(), lambda: jnp.where(draws, _draw(logits, peak, fields), likeliest), lambda: likeliest)
+
+    def drawn() -> jax.Array:
+        return jnp.where(draws, _draw(logits, peak, fields), likeliest)
+
+    return lax.cond(draws.any(), drawn, lambda: likeliest), peak
 
 
 def _draw(logits: Float[Array, "V R"], peak: Float[Array, " R"], fields: dict[str, jax.Array]) -> Int32[Array, " R"]:
@@ -177,8 +195,9 @@ def _draw(logits: Float[Array, "V R"], peak: Float[Array, " R"], fields: dict[st
         def judge(tokens: jax.Array) -> tuple[jax.Array, ...]:
             value = _take(scaled, tokens)
             likelier = jnp.where(scaled > value, mass, 0).sum(axis=0)
-            # The peak itself is always within; a row of NaN too, which no comparison could ever end.
-            return tokens, value, (top_p < 1) & (likelier >= limit) & (value < 0)
+            # The peak itself is always within; a row of NaN too, which no comparison could ever end, nor one whose
+            # peak is infinite.
+            return tokens, value, (top_p < 1) & (likelier >= limit) & (value < 0) & (peak < jnp.inf)
 
         def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """The best of the tokens likelier than the last one, where that was outside; others find it again."""

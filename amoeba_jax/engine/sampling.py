@@ -16,6 +16,8 @@ NO_SLOT = 2**31 - 1
 """Slot of a row whose token is not recorded: padding, or a chunk that does not end its prompt."""
 ANY_TOKEN = -1
 """In a pair of a bad word: its last token is banned whatever came before."""
+NO_TOKEN = -1
+"""In place of a token that was sampled: the largest of the row's logits is not finite."""
 
 # Of a row's `options`.
 USES_STATE, BELOW_MIN_TOKENS, LOGPROBS = 1, 2, 4
@@ -94,7 +96,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class SamplingResult(NamedTuple):
-    """A step's tokens. `logprobs` is None after `draw`; after `draw_full` it has zeros for rows that want none."""
+    """A step's tokens, `NO_TOKEN` for rows whose logits are not numbers. `logprobs` is None after `draw`; after
+    `draw_full` it has zeros for rows that want none."""
 
     tokens: Int32[np.ndarray, " R"]
     logprobs: TokenLogprobs | None

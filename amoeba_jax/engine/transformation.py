@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
-from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.instance import Instance, StepPlan
 from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
@@ -71,6 +71,8 @@ class _Active:
     """Of the view to come, one a device."""
     old: list[Instance]
     staging_bytes: int
+    step_s: float | None
+    """Of the instances before; see `GroupTransform`."""
     start: float = field(default_factory=time.perf_counter)
     steps: int = 0
     tokens: int = 0
@@ -251,7 +253,8 @@ class Transformations:
             instance.running.clear()
         cluster.replace(old, [new])
         transition = self._transition(job, new, members, programs, mover)
-        return _Active(job, transition, allocators, old, extra)
+        paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
+        return _Active(job, transition, allocators, old, extra, max(paces, default=None))
 
     def _begin_down(self, job: _Job, instance: Instance) -> _Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
@@ -276,7 +279,7 @@ class Transformations:
                 assert sequence.pages is not None, "it runs"
                 members[-1].sequences[sequence] = SequencePages(pool, table[:, pages.columns(sequence.pages)])
         transition = self._transition(job, instance, members, programs, mover)
-        return _Active(job, transition, allocators, [instance], extra)
+        return _Active(job, transition, allocators, [instance], extra, instance.pace.step_s)
 
     def _prepare(
         self,
@@ -347,12 +350,12 @@ class Transformations:
 
     # The course of a transition
 
-    def advance(self, instance: Instance, reserve: Callable[[Instance], None]) -> None:
+    def advance(self, instance: Instance, reserve: Callable[[Instance], None]) -> StepPlan | None:
         """Switch the next layers of an instance in transition and launch a step behind them, if anything decodes.
 
-        `reserve` gives the instance's sequences pages for their next tokens.
+        `reserve` gives the instance's sequences pages for their next tokens. Returns the step, if there is one.
         """
-        active = self._active[instance]
+        active, plan = self._active[instance], None
         transition = active.transition
         try:
             reserve(instance)
@@ -369,6 +372,7 @@ class Transformations:
                 self._finish(active)
         except Exception as error:
             self._fail(active, error)
+        return plan
 
     def _finish(self, active: _Active) -> None:
         cluster, transition = self._cluster, active.transition
@@ -435,6 +439,7 @@ class Transformations:
                 active.tokens,
                 active.staging_bytes,
                 restored,
+                step_s=active.step_s,
             )
         )
         active.job.active -= 1

@@ -1,10 +1,12 @@
 """Settings of the front door."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from amoeba_jax.errors import ConfigError
 
+_ENDPOINT = re.compile(r"https?://[^\s/:]+:\d{1,5}/?")
 DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 
@@ -66,6 +68,12 @@ class ServerConfig:
     call AdminService."""
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+    engine_timeout_s: float = 300.0
+    """How long the engine may not answer before it counts as stuck, and the process ends. It answers between steps:
+    longer than the longest compilation while serving, of which there are none after a warm-up."""
+    otlp_traces_endpoint: str | None = None
+    """`http://HOST:PORT` (or `https://`, with TLS) of an OpenTelemetry collector that takes OTLP over gRPC: it gets a
+    span of every request and transformation. None: no traces. Needs the extra `otel`."""
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -75,6 +83,12 @@ class ServerConfig:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 65535")
         if not 0 <= self.shutdown_timeout_s < float("inf"):
             raise ConfigError(f"shutdown_timeout_s={self.shutdown_timeout_s!r} must be finite and at least 0")
+        if not 0 < self.engine_timeout_s < float("inf"):
+            raise ConfigError(f"engine_timeout_s={self.engine_timeout_s!r} must be finite and above 0")
+        if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} must be http://HOST:PORT or https://HOST:PORT"
+            )
         for name in ("api_token", "admin_token"):
             token = getattr(self, name)
             if token is not None and (not token.isascii() or not token.strip() or token != token.strip()):

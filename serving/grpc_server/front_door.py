@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from amoeba_jax.errors import DeadlineError, EngineClosedError, RequestError
+from amoeba_jax.errors import DeadlineError, EngineClosedError, NotANumberError, RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
@@ -19,6 +19,9 @@ from serving.grpc_server.latest_output import LatestOutput, Send
 from serving.grpc_server.statuses import NotServingError, UnknownModelError
 from serving.metrics import RequestRecord, ServerMetrics
 from serving.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from serving.tracing import Tracing
 
 # How long a drain waits for the clients of requests that it has aborted.
 _LAST_WORDS_S = 2.0
@@ -44,6 +47,7 @@ class Call:
     Attributes:
         client: whom it is counted for.
         timeout_s: how long it may take from now on; None: for ever.
+        trace_headers: `traceparent` and `tracestate` of W3C Trace Context, as far as the client sent them.
     """
 
     request_id: str
@@ -52,21 +56,24 @@ class Call:
     client: str
     timeout_s: float | None = None
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class FrontDoor:
     """Lets requests in and serves them. All methods run in the server's event loop."""
 
-    def __init__(self, limits: Limits, metrics: ServerMetrics):
+    def __init__(self, limits: Limits, metrics: ServerMetrics, tracing: "Tracing | None" = None):
         self.state = State.LOADING
         self.admission = Admission(limits)
         self.metrics = metrics
+        self._tracing = tracing
         self._limits = limits
         self._backend: Backend | None = None
         self.scheduling: Scheduling | None = None
         # Tokenizing long texts takes a while, and so do calls that wait for the engine: the loop must go on meanwhile.
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
         self._control = ThreadPoolExecutor(8, thread_name_prefix="amoeba-control")
+        self._generating: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -74,6 +81,12 @@ class FrontDoor:
         """The model is loaded: serve. Without `scheduling`, instances change only when they are told to."""
         self._backend, self.scheduling = backend, scheduling
         self.state = State.READY
+
+    def fail(self) -> None:
+        """The engine has failed, or does not answer any more: requests end with `NotServingError`."""
+        self.state = State.DEAD
+        for task in self._generating:
+            task.cancel()
 
     def close(self) -> None:
         """Let the threads go."""
@@ -106,13 +119,19 @@ class FrontDoor:
         backend = self.backend
         if self.state is not State.READY:
             raise NotServingError(self.state.value)
-        record = self.metrics.start_request()
+        record, started_ns = self.metrics.start_request(), time.time_ns()
+        failure: BaseException | None = None
         try:
             with self.admission.admit(call.request_id, call.client) as ticket:
                 self._idle.clear()
                 await self._serve_in_time(backend, call, send, ticket, record)
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            record.end()
+            record.end(failed=isinstance(failure, NotANumberError | NotServingError | EngineClosedError))
+            if self._tracing is not None:
+                self._tracing.request(call, backend.name, started_ns, record.output, failure)
             if not self.admission.ids:
                 self._idle.set()
 
@@ -141,6 +160,8 @@ class FrontDoor:
         record: RequestRecord,
     ) -> None:
         """The engine is read as fast as it generates, whatever the client does: two tasks, which end together."""
+        if self.state is State.DEAD:  # since its prompt was tokenized
+            raise NotServingError(self.state.value)
         buffer = LatestOutput(self._limits.max_buffered_tokens)
 
         async def receive() -> None:
@@ -158,11 +179,15 @@ class FrontDoor:
                     buffer.put(output)
 
         tasks = [asyncio.ensure_future(receive()), asyncio.ensure_future(buffer.send_all(send))]
+        self._generating.update(tasks)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.cancelled() for task in done):
+                raise NotServingError(self.state.value)
             for task in done:
                 task.result()
         finally:
+            self._generating.difference_update(tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,6 +13,7 @@ from serving.grpc_server.front_door import Call, FrontDoor
 from serving.grpc_server.messages import read_params, read_prompt, response
 
 Context = grpc.aio.ServicerContext
+_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
@@ -31,6 +32,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             client=client_of(context),
             timeout_s=time_left(context),
             cache_salt=request.cache_salt,
+            trace_headers=trace_headers(context),
         )
 
         async def send(before: RequestOutput | None, output: RequestOutput) -> None:
@@ -80,6 +82,12 @@ def time_left(context: Context) -> float | None:
     left = context.time_remaining()
     # gRPC says "none" with a very large number.
     return None if left is None or left > 1e8 else left
+
+
+def trace_headers(context: Context) -> dict[str, str]:
+    """Where the client's trace is, by W3C Trace Context."""
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if key in _TRACE_HEADERS and isinstance(value, str)}
 
 
 def client_of(context: Context) -> str:

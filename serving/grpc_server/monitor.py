@@ -4,7 +4,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from amoeba_jax.errors import EngineClosedError
+from amoeba_jax.errors import EngineClosedError, EngineStuckError
 from serving.grpc_server.backend import Backend
 from serving.metrics import ServerMetrics
 from serving.snapshot import take_snapshot
@@ -14,19 +14,27 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 
 
-async def watch_engine(backend: Backend, metrics: ServerMetrics, interval_s: float = INTERVAL_S) -> EngineClosedError:
+async def watch_engine(
+    backend: Backend, metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
+) -> EngineClosedError | EngineStuckError:
     """Keep the metrics' snapshot up to date; returns the error that the engine failed with, within two intervals.
 
-    An engine that is busy, such as with compiling, answers late, and is alive.
+    An engine that is busy, such as with compiling, answers late, and is alive. One that has not answered for
+    `timeout_s` is stuck, such as in a device call that never returns.
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")
     try:
         while True:
             try:
-                snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
+                snapshot = await asyncio.wait_for(loop.run_in_executor(thread, take_snapshot, backend), timeout_s)
             except EngineClosedError as error:
                 return error
+            except TimeoutError:
+                return EngineStuckError(
+                    f"it has not answered for {timeout_s:g} s (engine_timeout_s): a device call does not return, or "
+                    "compiling takes longer"
+                )
             except Exception:  # the engine lives, and there will be another look at it
                 logger.exception("the engine's figures cannot be had")
                 await asyncio.sleep(interval_s)

@@ -15,7 +15,7 @@ from amoeba_jax.outputs import RequestOutput
 from serving.grpc_server._proto import open_inference_pb2 as pb
 from serving.grpc_server._proto import open_inference_pb2_grpc as pb_grpc
 from serving.grpc_server.front_door import Call, FrontDoor, State
-from serving.grpc_server.inference_service import client_of, time_left
+from serving.grpc_server.inference_service import client_of, time_left, trace_headers
 from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, add_outputs, read_inputs, wanted_outputs
 from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
 from serving.grpc_server.statuses import UnknownModelError, status_of
@@ -255,6 +255,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             params=params_from_settings(_settings(request, inputs)),
             client=client_of(context),
             timeout_s=_timeout_s(request, context),
+            trace_headers=trace_headers(context),
         )
         excluded = inputs.flag("exclude_input_in_output", default=streams)
         return _Infer(request.id, call, streams, outputs, "" if excluded else text)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,6 +25,9 @@ from serving.grpc_server.security import server_credentials
 from serving.metrics import ServerMetrics
 from serving.scheduling import Scheduling
 
+if TYPE_CHECKING:
+    from serving.tracing import Tracing
+
 logger = logging.getLogger(__name__)
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -43,10 +47,12 @@ class Server:
         dead: done once the engine has failed, with its error.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, tracing: "Tracing | None" = None):
         self.config = config
         self.metrics = ServerMetrics()
-        self.front_door = FrontDoor(config.limits, self.metrics)
+        if tracing is not None:
+            self.metrics.on_transformed = tracing.transformed
+        self.front_door = FrontDoor(config.limits, self.metrics, tracing)
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -98,8 +104,8 @@ class Server:
         await self._set_ready(True)
 
     async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
-        error = await watch_engine(backend, self.metrics, interval_s)
-        self.front_door.state = State.DEAD
+        error = await watch_engine(backend, self.metrics, self.config.engine_timeout_s, interval_s)
+        self.front_door.fail()
         logger.error("the engine has failed: %s", error)
         self.dead.set_result(error)
         await self._set_ready(False)

@@ -1,5 +1,6 @@
 """What can go wrong with a call, and the gRPC status that each has: the one place that maps them."""
 
+import asyncio
 import logging
 import re
 
@@ -9,6 +10,7 @@ from amoeba_jax.errors import (
     DeadlineError,
     EngineClosedError,
     LayoutError,
+    NotANumberError,
     QueueFullError,
     RequestError,
     TransformError,
@@ -69,10 +71,12 @@ _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
     (CredentialsError, grpc.StatusCode.UNAUTHENTICATED),
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
+    (NotANumberError, grpc.StatusCode.INTERNAL),
 )
 # What these say comes from deep inside, and is for the log.
 _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
+    (NotANumberError, "the model's logits for this request are not numbers; other requests are not affected"),
     (TransformError, "the transformation failed on its way; the server's log says how it ended"),
 )
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*[\w.-]+[/\\][^\s'\",;:)]+")
@@ -81,7 +85,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Status and text of an error: INTERNAL, with its text in the log alone, for what is not known here."""
-    code = _code_of(error)
+    code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("a call failed", exc_info=error)
     text = next((text for kind, text in _FIXED_TEXTS if isinstance(error, kind)), None)
@@ -90,7 +94,10 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     return code, text or public_text(str(error))
 
 
-def _code_of(error: BaseException) -> grpc.StatusCode:
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The status alone; CANCELLED for a call that was cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        return grpc.StatusCode.CANCELLED
     return next((code for kind, code in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 

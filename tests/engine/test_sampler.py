@@ -25,6 +25,7 @@ from sampling_cases import (
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.engine.sampler import _gumbel
+from amoeba_jax.engine.sampling import NO_TOKEN
 
 
 @pytest.mark.parametrize("vocabulary", [1, 64, 5000])
@@ -219,3 +220,46 @@ def test_row_gets_the_same_token_whatever_its_batch_and_place(vocabulary: int):
         Case(p, prompt=[0] * n, seed=s) for p, s, n in zip(params, seeds.tolist(), positions.tolist(), strict=True)
     ]
     np.testing.assert_array_equal(sample_full(logits, cases), whole)
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("setting", [{"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 5, "min_p": 0.1}], ids=str)
+def test_logits_that_are_not_numbers_give_no_token_to_their_row_alone(lost: float, setting: dict):
+    logits, seeds, params = random_logits(), np.arange(512), SamplingParams(**setting)
+    damaged = logits.copy()
+    damaged[1::2] = lost
+    tokens = sample(damaged, params, seeds)
+    np.testing.assert_array_equal(tokens[::2], sample(logits, params, seeds)[::2])
+    assert (tokens[1::2] == NO_TOKEN).all()
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0}, {}, {"top_p": 0.5}], ids=str)
+def test_one_nan_among_numbers_is_no_token_that_comes(setting: dict):
+    logits = random_logits()
+    logits[:, 7] = np.nan
+    assert 7 not in sample(logits, SamplingParams(**setting), np.arange(512))
+
+
+def test_one_infinite_logit_ends_in_no_token():
+    """Nothing is within the top p of an infinite peak: the search for it must end all the same."""
+    logits = random_logits(ROWS)
+    logits[3, 9] = np.inf
+    tokens = sample(logits, SamplingParams(top_p=0.5), np.arange(ROWS))
+    assert (tokens == NO_TOKEN).tolist() == [row == 3 for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf], ids=str)
+def test_penalties_and_masks_do_not_hide_logits_that_are_not_numbers(lost: float):
+    logits = random_logits(ROWS)
+    settings = [
+        SamplingParams(temperature=0, repetition_penalty=1.5),
+        SamplingParams(temperature=0, allowed_token_ids=[1, 2, 3]),
+        SamplingParams(temperature=1, presence_penalty=1, logit_bias={9: -100}),
+        SamplingParams(temperature=0, logprobs=2),
+    ]
+    damaged = logits.copy()
+    damaged[:4, slice(9, 10) if lost == np.inf else slice(None)] = lost
+    cases = [Case(params, (1, 2), (3,)) for params in settings * 2]
+    tokens = sample_full(damaged, cases)
+    assert (tokens[:4] == NO_TOKEN).all()
+    np.testing.assert_array_equal(tokens[4:], sample_full(logits, cases)[4:])

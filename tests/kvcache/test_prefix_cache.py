@@ -141,6 +141,20 @@ def test_cached_page_is_copied_before_it_is_written():
     assert (cache.num_cached(keys_of(range(4))), cache.evicted_pages) == (1, 1)
 
 
+def test_forgotten_pages_are_not_found_and_free_unless_in_use():
+    cache = make_cache(8)
+    used, done = admit(cache, range(6)), admit(cache, range(10, 16))
+    cache.release(done)
+    free = cache.pool.num_free_pages
+    cache.forget([*keys_of(range(6)), *keys_of(range(10, 14)), *keys_of(range(50, 54))])
+    assert cache.num_cached(keys_of(range(6))) == cache.num_cached(keys_of(range(10, 16))) == 0
+    assert cache.pool.num_free_pages == free + 2
+    assert cache.num_evictable_pages == 1, "the end of a prefix that is forgotten"
+    cache.release(used)
+    cache.evict(1)
+    assert cache.pool.num_free_pages == 8
+
+
 def test_asking_is_not_counted():
     cache = make_cache(8)
     cache.release(admit(cache, range(6)))

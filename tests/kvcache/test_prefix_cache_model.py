@@ -214,6 +214,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.make_room(num_pages, 0)
         assert self.cache.evict(num_pages) == before - len(self.evictable)
 
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def forget(self, data):
+        """Any pages, also those that requests use."""
+        contents = data.draw(st.lists(st.sampled_from(sorted(self.cached)), unique=True))
+        self.cache.forget([keys_of(tokens, salt)[-1] for salt, tokens in contents])
+        for content in contents:
+            del self.cached[content]
+        self.evictable = [content for content in self.evictable if content in self.cached]
+
     @precondition(lambda self: self.evictable)
     @rule()
     def clear(self):

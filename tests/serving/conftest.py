@@ -12,6 +12,8 @@ from tiny_models import byte_model
 from amoeba_jax import LLM
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.server import Server
+from serving.scheduling import Scheduling, SchedulingConfig
+from serving.tracing import Tracing
 
 
 @pytest.fixture(scope="session")
@@ -58,26 +60,41 @@ def served_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
 Start = Callable[..., Live]
 
 
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    """Of all servers: gRPC's event loops share what wakes them up, and one that ends may take that from another."""
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
 @pytest.fixture
-def start(served_llm: LLM) -> Iterator[Start]:
-    """Starts servers over the LLM: `start(limits=..., ...)`, with fields of `ServerConfig` and `Limits`."""
+def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
+    """Starts servers over the LLM: `start(...)`, with fields of `ServerConfig` and `Limits`."""
     stack: list[Live] = []
 
-    def start_one(llm: LLM = served_llm, attach: bool = True, interval_s: float = 0.1, **settings: Any) -> Live:
+    def start_one(
+        llm: LLM = served_llm,
+        attach: bool = True,
+        interval_s: float = 0.1,
+        scheduling: SchedulingConfig | None = None,
+        tracing: Tracing | None = None,
+        **settings: Any,
+    ) -> Live:
         limit_names = Limits.__dataclass_fields__
         limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in limit_names})
         config = ServerConfig(**{"port": 0, "metrics_port": None, "limits": limits, **settings})
-        loop = LoopThread()
 
         async def run() -> Server:
-            server = Server(config)
+            server = Server(config, tracing)
             await server.start()
-            if attach:
-                await server.attach(llm, interval_s)
             return server
 
         server = loop.run(run())
-        live = Live(server, llm, loop, grpc.insecure_channel(f"127.0.0.1:{server.port}"))
+        scheduler = Scheduling(llm, scheduling, server.metrics) if scheduling is not None else None
+        if attach:
+            loop.run(server.attach(llm, interval_s, scheduler))
+        live = Live(server, llm, loop, grpc.insecure_channel(f"127.0.0.1:{server.port}"), scheduler)
         stack.append(live)
         return live
 
@@ -85,7 +102,8 @@ def start(served_llm: LLM) -> Iterator[Start]:
     for live in stack:
         live.channel.close()
         live.loop.run(live.server.stop())
-        live.loop.close()
+        if live.scheduling is not None:
+            live.scheduling.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from amoeba_jax.client import Client
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.grpc_server.server import Server
+from serving.scheduling import Scheduling
 
 T = TypeVar("T")
 TIMEOUT_S = 120
@@ -46,6 +48,7 @@ class Live:
     llm: LLM
     loop: LoopThread
     channel: grpc.Channel
+    scheduling: Scheduling | None = None
 
     @property
     def target(self) -> str:
@@ -78,6 +81,14 @@ class Live:
             answer = client.generate("after all that", GREEDY)[0]
         expected = self.llm.generate("after all that", GREEDY)[0].outputs[0]
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    """Wait for something that nobody tells."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < give_up, "it never came to that"
+        time.sleep(0.01)
 
 
 def code_and_text(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:

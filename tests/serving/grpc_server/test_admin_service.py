@@ -1,13 +1,17 @@
 """amoeba.v1.AdminService: what it shows, and transformations while requests run."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
-from live_server import TIMEOUT_S, Live, code_and_text
+from live_server import TIMEOUT_S, Live, code_and_text, wait_until
+from prometheus_client import generate_latest
 
-from amoeba_jax import SamplingParams
+from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client._proto import inference_pb2 as pb
+from serving.scheduling import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -83,6 +87,72 @@ def test_unknown_variant_is_invalid(live: Live):
 def test_policy_needs_a_scheduler(live: Live):
     code, _ = code_and_text(lambda: live.admin.SetPolicy(pb.SetPolicyRequest(policy="amoeba"), timeout=TIMEOUT_S))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.fixture(scope="module")
+def small_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
+    """Two instances that hold 256 tokens each, and 512 or more together."""
+    with LLM(
+        served_model,
+        num_devices=2,
+        device_memory="64MiB",
+        kv_cache_tokens=256,
+        max_num_seqs=4,
+        prefix_caching=False,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+def set_policy(live: Live, name: str) -> str:
+    return live.admin.SetPolicy(pb.SetPolicyRequest(policy=name), timeout=TIMEOUT_S).previous_policy
+
+
+def test_policies_are_switched(start: Callable[..., Live], small_llm: LLM):
+    live = start(small_llm, scheduling=SchedulingConfig(policy="static"))
+    for before, name in itertools.pairwise(["static", "round_robin", "least_load_first", "amoeba", "static"]):
+        assert set_policy(live, name) == before
+        assert live.scheduling is not None
+        assert live.scheduling.policy_name == name
+        assert sum(len(message.completions[0].token_ids) for message in live.generate(text="hello")) == 8
+    code, text = code_and_text(lambda: set_policy(live, "nobody"))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "nobody" in text
+    assert "round_robin" in text
+    assert set_policy(live, "static") == "static"
+    live.check_idle()
+
+
+def test_a_long_request_has_instances_merged_and_split_again(start: Callable[..., Live], small_llm: LLM):
+    """Longer than what an instance holds, beside short ones that go on. With `static` it is refused."""
+    prompt = "a long prompt. " * 24
+    long, short = pb.SamplingParams(temperature=0, max_tokens=40), pb.SamplingParams(temperature=0, max_tokens=200)
+    small_llm.transform(2)
+    expected = small_llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].token_ids
+    small_llm.transform(1)
+    beside = small_llm.generate("hello", SamplingParams(temperature=0, max_tokens=200))[0].outputs[0].token_ids
+
+    live = start(small_llm, scheduling=SchedulingConfig(policy="static", linger_s=0.2))
+    code, _ = code_and_text(lambda: list(live.generate(text=prompt, params=long)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    set_policy(live, "amoeba")
+    streams = [live.generate(text="hello", params=short) for _ in range(2)]
+    received = [[*next(stream).completions[0].token_ids] for stream in streams]
+    messages = list(live.generate(text=prompt, params=long))
+    assert [token for message in messages for token in message.completions[0].token_ids] == list(expected)
+    for tokens, stream in zip(received, streams, strict=True):
+        assert tokens + [t for message in stream for t in message.completions[0].token_ids] == list(beside)
+    wait_until(lambda: [view.tensor_parallel_size for view in small_llm.instances] == [1, 1])
+    assert live.scheduling is not None
+    counters = live.scheduling.counters
+    assert (counters.scale_ups, counters.scale_downs, counters.transformations_failed) == (1, 1, 0)
+    wait_until(lambda: live.server.metrics.latest is not None)
+    text = generate_latest(live.server.metrics.registry).decode()
+    done = 'amoeba:transformations_total{{kind="{}",result="done",variant="in_place_overlapped"}} 1.0'
+    assert done.format("scale_up") in text
+    assert done.format("scale_down") in text
+    live.check_idle()
 
 
 def test_admin_service_has_its_own_port(start: Callable[..., Live]):

@@ -1,16 +1,19 @@
 """Health, readiness and reflection, for clients that know nothing else of this server."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from live_server import TIMEOUT_S, Live, code_and_text
+from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.errors import EngineStuckError
 from serving.grpc_server.server import ADMIN, INFERENCE, OPEN_INFERENCE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -63,6 +66,63 @@ def test_engine_that_dies_is_seen(start: Callable[..., Live], served_model, comp
         code, _ = code_and_text(lambda: list(live.generate(text="x")))
         assert code is grpc.StatusCode.UNAVAILABLE
         watch.cancel()
+
+
+@pytest.fixture
+def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threading.Event, threading.Event]]:
+    """An engine whose thread blocks from the first event on until the second."""
+    settings = {"device_memory": "32MiB", "progress": False, "compile_cache": compile_cache}
+    with LLM(served_model, max_num_seqs=2, **settings) as llm:
+        llm.warmup()  # compiling would take longer than the tests' limit
+        block, release = threading.Event(), threading.Event()
+        advance = llm._engine.advance
+
+        def blocking() -> bool:
+            if block.is_set():
+                release.wait(TIMEOUT_S)
+            return advance()
+
+        llm._dispatcher.call(setattr, llm._engine, "advance", blocking).result(TIMEOUT_S)
+        yield llm, block, release
+        release.set()
+
+
+def test_engine_that_is_stuck_is_seen(start: Callable[..., Live], stuck: tuple):
+    """Its thread lives, in a call that does not return."""
+    llm, block, _ = stuck
+    live = start(llm, engine_timeout_s=3)
+    watch = health_pb2_grpc.HealthStub(live.channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    assert next(watch).status == SERVING
+    stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    block.set()
+    code, text = code_and_text(lambda: list(stream))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "the engine has failed" in text
+    assert next(watch).status == NOT_SERVING
+    assert {check(live, service) for service in ("", INFERENCE, ADMIN, OPEN_INFERENCE)} == {NOT_SERVING}
+    code, _ = code_and_text(lambda: list(live.generate(text="x")))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    code, _ = code_and_text(lambda: live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert isinstance(live.server.dead.result(), EngineStuckError)
+    assert "3 s" in str(live.server.dead.result())
+    watch.cancel()
+
+
+def test_engine_that_is_busy_is_not_stuck(start: Callable[..., Live], stuck: tuple):
+    """It answers late, as while it compiles, and the monitor has waited for it meanwhile."""
+    llm, block, release = stuck
+    live = start(llm, interval_s=0.01)
+    stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    next(stream)
+    block.set()
+    wait_until(lambda: not llm._dispatcher._calls.empty())  # the monitor's
+    assert check(live, INFERENCE) == SERVING
+    release.set()
+    assert sum(len(message.completions[0].token_ids) for message in stream) > 0
+    assert check(live, INFERENCE) == SERVING
+    live.check_idle()
 
 
 class ReflectingClient:

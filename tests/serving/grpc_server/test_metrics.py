@@ -21,6 +21,9 @@ NAMES = {
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
+    "nan_logits_total",
+    "iteration_tokens_total_bucket",
+    "step_overhead_ratio",
     "prompt_tokens_total",
     "generation_tokens_total",
     "request_success_total",
@@ -81,6 +84,35 @@ def test_requests_and_tokens_are_counted(live: Live):
     assert values["amoeba:e2e_request_latency_seconds_count{}"] == 2
     assert values["amoeba:num_requests_running{}"] == values["amoeba:num_requests_waiting{}"] == 0
     assert values["amoeba:kv_cache_usage_perc{}"] == 0
+
+
+def test_steps_are_counted_by_their_tokens(live: Live):
+    name = "amoeba:iteration_tokens_total"
+    before = scrape(live)
+    list(live.generate(text="another prompt of 23 b.", params=pb.SamplingParams(temperature=0, max_tokens=5)))
+    live.loop.run(asyncio.wait_for(live.server.front_door._idle.wait(), TIMEOUT_S))
+    after = scrape(live)
+
+    def new(suffix: str) -> float:
+        return after[f"{name}_{suffix}"] - before[f"{name}_{suffix}"]
+
+    # The prompt, and the first four tokens: the last is not computed.
+    assert [new(f"bucket{{le={bound}}}") for bound in ("1.0", "16.0", "32.0", "+Inf")] == [4, 4, 5, 5]
+    assert new("count{}") == 5
+    assert new("sum{}") == 23 + 4
+
+
+def test_steps_of_a_transformation_are_counted(live: Live):
+    stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    before = live.llm.stats.steps
+    report = live.admin.Transform(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S)
+    assert live.llm.stats.steps - before >= report.steps > 0
+    overhead = scrape(live)["amoeba:step_overhead_ratio{kind=scale_up}"]
+    assert 0 <= overhead < 1
+    transform(live, 1)
+    stream.cancel()
+    live.check_idle()
 
 
 def test_transformations_are_counted(live: Live):

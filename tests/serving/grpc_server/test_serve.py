@@ -185,6 +185,30 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
         assert "the engine has failed" in server.said
 
 
+def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
+    """The process is given a step that never returns once it is told to; it ends although its threads don't."""
+    trigger, config = tmp_path / "block", tmp_path / "server.yaml"
+    config.write_text(config.read_text() + "engine_timeout_s: 3\n")
+    server = serve(
+        "--warmup",
+        before="import pathlib, threading\n"
+        "from amoeba_jax.engine.engine import Engine\n"
+        "advance = Engine.advance\n"
+        "def blocking(self):\n"
+        f"    if pathlib.Path({str(trigger)!r}).exists(): threading.Event().wait()\n"
+        "    return advance(self)\n"
+        "Engine.advance = blocking\n",
+    )
+    with Client(server.target, retries=Retries(attempts=1)) as client:
+        stream = client.stream("hello", LONG)
+        next(stream)
+        trigger.touch()
+        code, _ = code_and_text(lambda: list(stream))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert server.wait() == 70
+        assert "has not answered for 3 s (engine_timeout_s)" in server.said
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -195,6 +219,9 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
         ("max_queued_requests: 0\n", "max_queued_requests=0"),
         ("tls_certificate: x.pem\n", "tls_key"),
         ("tls_certificate: x.pem\ntls_key: x.key\n", "there is no file"),
+        ("engine_timeout_s: 0\n", "engine_timeout_s=0"),
+        ("otlp_traces_endpoint: collector:4317\n", "http://HOST:PORT"),
+        ("otlp_traces_endpoint: 4317\n", "wrong type"),
         ("num_devices: 3\n", "num_devices=3"),
         ("model: no-such-model\nmetrics_port: 0\nport: 0\n", "there is no model"),
     ],

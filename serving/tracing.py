@@ -1,0 +1,109 @@
+"""OpenTelemetry spans: one for each request, one for each transformation. Needs the extra `otel`."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import amoeba_jax
+from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.transform import TransformReport
+from serving.grpc_server.front_door import Call
+from serving.grpc_server.latest_output import num_tokens
+from serving.grpc_server.statuses import code_of
+
+_EXPORT_TIMEOUT_S = 5
+Attribute = str | int | float | Sequence[str] | Sequence[int]
+
+
+class Tracing:
+    """Makes spans of what has ended. Methods may be called from any thread, and wait for no collector."""
+
+    def __init__(self, provider: TracerProvider):
+        self._provider = provider
+        self._tracer = provider.get_tracer("amoeba_jax", amoeba_jax.__version__)
+        self._parents = TraceContextTextMapPropagator()
+
+    @classmethod
+    def to_collector(cls, endpoint: str) -> "Tracing":
+        """Send spans by OTLP over gRPC, in batches, to `http://HOST:PORT`, or with TLS to `https://HOST:PORT`."""
+        provider = TracerProvider(resource=Resource.create({"service.name": "amoeba-jax"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT_S)))
+        return cls(provider)
+
+    def request(
+        self,
+        call: Call,
+        model: str,
+        started_ns: int,
+        output: RequestOutput | None,
+        error: BaseException | None,
+    ) -> None:
+        """A request has ended, now; attributes have vLLM's names.
+
+        Args:
+            call: its `trace_headers` name the span that it belongs to, if there is one.
+            started_ns: when it came, in nanoseconds since 1970.
+            output: the last that the engine gave.
+            error: what the call failed with.
+        """
+        attributes: dict[str, Attribute | None] = {
+            "gen_ai.request.id": call.request_id,
+            "gen_ai.response.model": model,
+            "gen_ai.request.max_tokens": call.params.max_tokens,
+            "gen_ai.request.temperature": call.params.temperature,
+            "gen_ai.request.top_p": call.params.top_p,
+            "gen_ai.request.n": call.params.n,
+        }
+        if output is not None:
+            metrics = output.metrics
+            attributes |= {
+                "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
+                "gen_ai.usage.completion_tokens": num_tokens(output),
+                "gen_ai.usage.num_sequences": len(output.outputs),
+                "gen_ai.latency.time_in_queue": metrics.queue_s,
+                "gen_ai.latency.time_to_first_token": metrics.ttft_s,
+                "gen_ai.latency.e2e": metrics.e2e_s,
+                "gen_ai.response.finish_reasons": [o.finish_reason for o in output.outputs if o.finish_reason],
+            }
+        if error is not None:
+            attributes["error.type"] = code_of(error).name
+        parent = self._parents.extract(call.trace_headers)
+        span = self._tracer.start_span(
+            "llm_request", parent, SpanKind.SERVER, _given(attributes), start_time=started_ns
+        )
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, code_of(error).name))
+        span.end()
+
+    def transformed(self, report: TransformReport) -> None:
+        """A transformation has ended well, now."""
+        now_ns = time.time_ns()
+        attributes: dict[str, Attribute | None] = {
+            "amoeba.transform.tensor_parallel_size": report.tensor_parallel_size,
+            "amoeba.transform.variant": str(report.variant),
+            "amoeba.transform.devices": sorted(device for group in report.groups for device in group.devices),
+            "amoeba.transform.from_degrees": sorted({group.from_degree for group in report.groups}),
+            "amoeba.transform.prepare_s": report.prepare_s,
+            "amoeba.transform.moved_bytes": report.moved_bytes,
+            "amoeba.transform.steps": report.steps,
+            "amoeba.transform.tokens": report.tokens,
+            "amoeba.transform.step_overhead": max(
+                (group.step_overhead for group in report.groups if group.step_overhead is not None), default=None
+            ),
+        }
+        started_ns = now_ns - round(report.seconds * 1e9)
+        self._tracer.start_span("transformation", attributes=_given(attributes), start_time=started_ns).end(now_ns)
+
+    def close(self) -> None:
+        """Send what has not been sent, waiting a few seconds for the collector."""
+        self._provider.shutdown()
+
+
+def _given(attributes: Mapping[str, Attribute | None]) -> dict[str, Attribute]:
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,0 +1,153 @@
+"""A request whose logits are not numbers fails alone, and nothing of it is found by those who come later."""
+
+import asyncio
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import poison, tiny_model
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.errors import NotANumberError
+from amoeba_jax.outputs import RequestOutput
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+POISON = 7
+"""The token whose embedding is NaN."""
+CACHE = 128
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={POISON: -100})
+KINDS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    "drawn": SamplingParams(temperature=1, top_p=0.9, top_k=20, seed=3, max_tokens=12, ignore_eos=True),
+    "penalized": SamplingParams(temperature=1, repetition_penalty=1.2, seed=3, max_tokens=12, logprobs=2),
+}
+GOOD = [[5, 6, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    """One instance."""
+    with LLM(
+        poison(tiny_model("llama2", tmp_path_factory.mktemp("models")), POISON),
+        num_devices=request.param,
+        tensor_parallel_size=request.param,
+        device_memory="8MiB",
+        kv_cache_tokens=CACHE,
+        page_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """Found without requests or pages in use afterwards."""
+    check_idle(llm)
+    yield llm
+    check_idle(llm)
+
+
+def tokens(output: RequestOutput) -> tuple[int, ...]:
+    return output.outputs[0].token_ids
+
+
+def has_nan(llm: LLM) -> bool:
+    """Whether anything in the cache is NaN."""
+
+    def look() -> bool:
+        kv = [extent for instance in llm._engine.instances for layer in instance.kv for extent in layer]
+        return any(bool(jnp.isnan(extent).any()) for extent in kv)
+
+    return llm._dispatcher.call(look).result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("bad", [[POISON], [3, POISON, 4], [*range(40, 80), POISON]], ids=["1", "3", "41"])
+def test_fails_alone_among_others(idle: LLM, params: SamplingParams, bad: list[int]):
+    expected = [tokens(idle.generate(prompt, params)[0]) for prompt in GOOD]
+    before = idle.stats.nan_logits
+    first, failed, last = idle.generate([GOOD[0], bad, GOOD[1]], params)
+    assert [tokens(first), tokens(last)] == expected
+    assert failed.outputs == ()
+    assert failed.error is not None
+    assert "not numbers" in failed.error
+    assert idle.stats.nan_logits == before + 1
+
+
+def test_alone_it_raises(idle: LLM):
+    with pytest.raises(NotANumberError, match="'mine' after 3 tokens"):
+        idle.generate([3, POISON, 4], GREEDY, request_ids=["mine"])
+    with pytest.raises(NotANumberError):
+        next(idle.stream([POISON], GREEDY))
+
+    async def ask() -> None:
+        await idle.agenerate([POISON], GREEDY)
+
+    with pytest.raises(NotANumberError):
+        asyncio.run(ask())
+
+
+def test_in_the_midst_of_its_output(idle: LLM):
+    """The token itself is generated, and the next is not."""
+    only_poison = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, allowed_token_ids=[POISON])
+    stream = idle.stream([3, 4], only_poison)
+    assert tokens(next(stream)) == (POISON,)
+    with pytest.raises(NotANumberError, match="after 3 tokens"):
+        next(stream)
+
+
+def test_all_samples_of_a_request_end_with_one(idle: LLM):
+    drawn = SamplingParams(temperature=1, n=3, seed=1, max_tokens=60, ignore_eos=True)
+    with pytest.raises(NotANumberError):
+        idle.generate([3, POISON], drawn)
+    # One sample comes to the token by itself sooner or later, others may not.
+    often = SamplingParams(temperature=1, n=3, seed=1, max_tokens=60, ignore_eos=True, logit_bias={POISON: 5})
+    with pytest.raises(NotANumberError):
+        idle.generate([3, 4], often)
+
+
+def test_log_probabilities_of_a_prompt_are_numbers_or_none(idle: LLM):
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    expected = idle.generate(GOOD[0], params)[0]
+    good, bad = idle.generate([GOOD[0], [3, POISON, 4, 5]], params)
+    assert good.prompt_logprobs == expected.prompt_logprobs
+    assert bad.error is not None
+
+
+def test_pages_serve_others_afterwards(idle: LLM):
+    """Every page of the cache has been the failed request's, and has NaN in it."""
+    prompts = [[*range(100 + 10 * index, 110 + 10 * index)] for index in range(4)]
+    expected = [tokens(output) for output in idle.generate(prompts, GREEDY)]
+    check_idle(idle)
+    longest = SamplingParams(temperature=0, max_tokens=4)
+    with pytest.raises(NotANumberError):
+        idle.generate([POISON] * (CACHE - 4), longest)
+    assert has_nan(idle)
+    assert [tokens(output) for output in idle.generate(prompts, GREEDY)] == expected
+    # Prompts of one token, so that what a page holds beyond is what the failed request left there.
+    alone = [tokens(idle.generate([token], GREEDY)[0]) for token in (3, 4)]
+    assert [tokens(output) for output in idle.generate([[3], [4]], GREEDY)] == alone
+
+
+def test_damaged_pages_are_not_found_again(idle: LLM):
+    """As from a fault of the device: what the cache has of a prompt turns into NaN, and one request sees that."""
+    prompt = [*range(30, 50)]
+    expected = tokens(idle.generate(prompt, GREEDY)[0])
+
+    def damage() -> None:
+        for instance in idle._engine.instances:
+            for layer in instance.kv:
+                layer[:] = [jnp.full_like(extent, np.nan) for extent in layer]
+
+    idle._dispatcher.call(damage).result(TIMEOUT_S)
+    with pytest.raises(NotANumberError):
+        idle.generate([*prompt, 51], GREEDY)
+    found = idle.stats.cached_tokens
+    assert tokens(idle.generate(prompt, GREEDY)[0]) == expected
+    assert idle.stats.cached_tokens == found

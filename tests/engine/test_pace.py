@@ -1,0 +1,42 @@
+"""How long steps take, and what a transformation takes from them."""
+
+import pytest
+
+from amoeba_jax.engine.pace import Pace
+from amoeba_jax.transform import GroupTransform
+
+
+def test_a_step_lasts_from_its_launch_or_the_result_before():
+    pace = Pace()
+    assert pace.step_s is None
+    pace.take(10.0, 11.0, True)
+    assert pace.step_s == 1.0
+    pace.take(10.5, 14.0, True)  # behind the first: it lasted 3
+    pace.take(20.0, 25.0, True)
+    assert pace.step_s == 3.0
+
+
+def test_what_is_no_decode_step_is_left_out():
+    pace = Pace()
+    pace.take(0.0, 100.0, False)
+    assert pace.step_s is None
+    pace.take(1.0, 102.0, True)
+    assert pace.step_s == 2.0
+
+
+def test_only_the_latest_steps_count():
+    pace = Pace()
+    for start in range(0, 100, 10):
+        pace.take(float(start), start + 9.0, True)
+    for start in range(100, 116):
+        pace.take(float(start), start + 0.5, True)
+    assert pace.step_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_s", "overhead"),
+    [(10, 0.1, 0.5), (10, 0.3, 0.0), (0, 0.1, None), (10, None, None)],
+)
+def test_overhead_is_what_is_left_of_the_time(steps: int, step_s: float | None, overhead: float | None):
+    group = GroupTransform((0, 1), 1, 2, 2.0, (), steps, steps, 0, 0, step_s=step_s)
+    assert group.step_overhead == overhead
