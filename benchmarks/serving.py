@@ -10,14 +10,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import re
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -26,6 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from server_process import server
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.client import AsyncClient
@@ -60,33 +54,6 @@ def generate_in_process(options: argparse.Namespace, prompts: Prompts, parent: C
             parent.send((time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]))
 
 
-@contextmanager
-def server(options: argparse.Namespace) -> Iterator[str]:
-    """`amoeba serve` in a process of its own; yields its address."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(options).items()]
-    command = [sys.executable, "-m", "serving.cli", "serve", "--port=0", "--no-warmup", *flags]
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        config = Path(scratch) / "server.yaml"
-        config.write_text("prefix_caching: false\nmetrics_port: null\n")
-        process = stack.enter_context(
-            subprocess.Popen([*command, f"--config={config}"], stderr=subprocess.PIPE, text=True)
-        )
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if found := re.match(r"ready: .* on ([\d.]+:\d+)", line):
-                break
-        else:
-            raise SystemExit("the server did not start:\n" + "".join(log))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        try:
-            yield found[1]
-        finally:
-            process.terminate()
-
-
 async def streams_s(target: str, prompts: Prompts, options: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
     async with AsyncClient(target) as client:
 
@@ -117,7 +84,7 @@ def main() -> None:
     child.start()
     ours.recv()
     times: dict[str, list[float]] = {"LLM.generate": [], "gRPC": []}
-    with server(options) as target:
+    with server(settings(options), prefix_caching=False) as target:
         for repeat in range(options.repeats + 1):  # the first compiles
             ours.send(True)
             alone_s, expected = ours.recv()

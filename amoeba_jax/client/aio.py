@@ -167,6 +167,11 @@ class AsyncClient:
         message = pb.DrainRequest(timeout_s=request_timeout_s)
         return (await self._call(self._admin.Drain, message, timeout_s)).aborted
 
+    async def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
+        """Let another policy place requests from now on; returns the name of the one before."""
+        message = pb.SetPolicyRequest(policy=policy)
+        return (await self._call(self._admin.SetPolicy, message, timeout_s)).previous_policy
+
     async def _call(self, method: Any, message: Any, timeout_s: float | None) -> Any:
         deadline = Deadline(timeout_s)
 

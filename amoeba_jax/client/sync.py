@@ -163,6 +163,11 @@ class Client:
         message = pb.DrainRequest(timeout_s=request_timeout_s)
         return self._call(self._admin.Drain, message, timeout_s).aborted
 
+    def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
+        """Let another policy place requests from now on; returns the name of the one before."""
+        message = pb.SetPolicyRequest(policy=policy)
+        return self._call(self._admin.SetPolicy, message, timeout_s).previous_policy
+
     def _call(self, method: Callable[..., T], message: Any, timeout_s: float | None) -> T:
         deadline = Deadline(timeout_s)
         return self._retried(lambda: method(message, timeout=deadline.left_s, metadata=self._metadata), deadline)

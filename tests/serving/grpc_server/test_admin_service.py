@@ -1,5 +1,6 @@
 """amoeba.v1.AdminService: what it shows, and transformations while requests run."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 from prometheus_client import generate_latest
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
 from serving.scheduling import SchedulingConfig
 
@@ -165,3 +167,15 @@ def test_admin_service_has_its_own_port(start: Callable[..., Live]):
         assert AdminServiceStub(channel).GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S).instances
         code, _ = code_and_text(lambda: InferenceServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest()))
         assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_client_sets_the_policy(start: Callable[..., Live]):
+    live = start(scheduling=SchedulingConfig(policy="static"))
+    with Client(live.target) as client:
+        assert client.set_policy("amoeba", timeout_s=TIMEOUT_S) == "static"
+
+    async def ask() -> str:
+        async with AsyncClient(live.target) as client:
+            return await client.set_policy("round_robin", timeout_s=TIMEOUT_S)
+
+    assert asyncio.run(ask()) == "amoeba"
