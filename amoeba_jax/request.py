@@ -99,7 +99,7 @@ class Request:
         completion = self._completions[update.sequence.index]
         if self.finished or completion.finish_reason is not None:
             return  # tokens sampled behind a stop string
-        if update.sequence.error is not None:
+        if update.finished and update.sequence.error is not None:  # what came before it is delivered
             self._failed = True
             error = update.sequence.error
             if isinstance(error, RequestError | NotANumberError):

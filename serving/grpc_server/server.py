@@ -131,6 +131,7 @@ class Server:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        self._servers.clear()  # gRPC's servers must be gone before their event loop is closed
         self.front_door.close()
 
 

@@ -82,6 +82,14 @@ def wait_until_running(llm: LLM, count: int = 1) -> None:
         pause.wait(0.001)
 
 
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Ctrl-C as a terminal has it: a shell's background jobs start with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_when_running(llm: LLM, count: int = 1) -> None:
     """What Ctrl-C does, once so many sequences run: those of the caller's block among them."""
     main = threading.main_thread().ident

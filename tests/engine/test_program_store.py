@@ -48,14 +48,14 @@ def test_dropped_programs_give_their_mappings_back():
 
     count = program_store._num_mappings
     before = count()
-    store = ProgramStore[jax.stages.Compiled](max_mappings=4 * before)
+    store = ProgramStore[jax.stages.Compiled](max_mappings=4 * (before + 1000) // 3)
     most = 0
     for number in range(400):
         store.add(number, compiled(number))
         most = max(most, count())
         if len(store) < store.num_added:
             break
-    assert most >= 3 * before, "programs take mappings"
+    assert most >= before + 1000, "programs take mappings"
     assert count() < most - (most - before) / 8
     assert len(store) == store.num_added - store.num_added // 4
     store = None  # type: ignore[assignment]
