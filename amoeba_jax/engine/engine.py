@@ -248,7 +248,7 @@ class Engine:
         while self.waiting:
             sequence = self.waiting[0]
             if sequence.deadline is not None and sequence.deadline < time.monotonic():
-                self.reject(sequence, DeadlineError("the request's time was over before an instance had room for it"))
+                self.reject(sequence, DeadlineError("the request's time is over, and no instance has had room for it"))
                 continue
             if sequence.num_in_flight:
                 return  # preempted a moment ago: its last token is not known yet

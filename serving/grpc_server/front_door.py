@@ -220,12 +220,14 @@ class FrontDoor:
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         left = sorted(self.admission.ids)
         for request_id in left:
             with contextlib.suppress(NotServingError, EngineClosedError):  # it failed meanwhile: they have ended
                 await self.abort(request_id)
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), _LAST_WORDS_S)
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._idle.wait()
         return len(left)

@@ -27,7 +27,9 @@ async def watch_engine(
     try:
         while True:
             try:
-                snapshot = await asyncio.wait_for(loop.run_in_executor(thread, take_snapshot, backend), timeout_s)
+                # Not `wait_for`: that swallows a cancellation that comes together with the answer (before Python 3.12).
+                async with asyncio.timeout(timeout_s):
+                    snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
             except EngineClosedError as error:
                 return error
             except TimeoutError:

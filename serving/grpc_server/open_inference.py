@@ -176,10 +176,24 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end."""
         one_writer, room = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
+        writes: set[asyncio.Task[None]] = set()
 
-        async def write(message: pb.ModelStreamInferResponse) -> None:
+        async def write_alone(message: pb.ModelStreamInferResponse) -> None:
             async with one_writer:
                 await context.write(message)
+
+        async def write(message: pb.ModelStreamInferResponse) -> None:
+            # A write that has begun goes on when its request is cancelled, such as by its time-out: gRPC takes one at a
+            # time, and would refuse the message that says so.
+            task = asyncio.ensure_future(write_alone(message))
+            writes.add(task)
+            task.add_done_callback(written)
+            await asyncio.shield(task)
+
+        def written(task: asyncio.Task[None]) -> None:
+            writes.discard(task)
+            if not task.cancelled():
+                task.exception()  # whoever waits for it has it
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
@@ -196,9 +210,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             while tasks:
                 await asyncio.wait(tasks)
         finally:
-            for task in tasks:
+            for task in (*tasks, *writes):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *writes, return_exceptions=True)
 
     async def _stream_one(
         self,

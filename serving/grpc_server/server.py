@@ -122,7 +122,8 @@ class Server:
             self.front_door.state = State.DRAINING
         # A watcher that reads nothing must not hold this up.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._set_ready(False), _LAST_WORDS_S)
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._set_ready(False)
         return await self.front_door.drain(timeout_s)
 
     async def stop(self) -> None:
