@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # How long a drain waits for the clients of requests that it has aborted.
 _LAST_WORDS_S = 2.0
+# How long the message that is being written may take when its request is over.
+_LAST_WRITE_S = 0.5
 
 T = TypeVar("T")
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -188,6 +190,9 @@ class FrontDoor:
                 task.result()
         finally:
             self._generating.difference_update(tasks)
+            # gRPC takes no status while a message is being written. A client that does not read is not waited for.
+            buffer.close()
+            await asyncio.wait(tasks[1:], timeout=_LAST_WRITE_S)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,6 +18,7 @@ class LatestOutput:
         self._latest: RequestOutput | None = None
         self._sent: RequestOutput | None = None
         self._news = asyncio.Event()
+        self._closed = False
 
     def put(self, output: RequestOutput) -> None:
         """Replace the latest output. Raises `SlowReaderError` where too much of it has not been sent."""
@@ -30,14 +31,21 @@ class LatestOutput:
             )
 
     async def send_all(self, send: Send) -> None:
-        """Send what comes, up to the end of the request."""
+        """Send what comes, up to the end of the request, or until `close`."""
         while self._sent is None or not self._sent.finished:
             await self._news.wait()
+            if self._closed:
+                return
             self._news.clear()
             latest = self._latest
             assert latest is not None, "there is news"
             await send(self._sent, latest)
             self._sent = latest
+
+    def close(self) -> None:
+        """Begin to send nothing more. What is being sent is sent."""
+        self._closed = True
+        self._news.set()
 
 
 def num_tokens(output: RequestOutput | None) -> int:
