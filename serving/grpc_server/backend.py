@@ -1,4 +1,4 @@
-"""What the front door needs of whatever serves its requests. `LLM` has it; so must what schedules over one."""
+"""What the front door needs of whatever serves its requests: `LLM` has it."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
