@@ -1,10 +1,13 @@
 """Copy whole pages within one layer's extents, for sequences that stop sharing a page."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
+
+from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces
 
 
 def copy_pages(
@@ -27,16 +30,8 @@ def copy_pages(
         source_ids: local page ids over all extents.
         target_ids: likewise, all different. A negative source or target copies nothing (padding).
     """
-    # Rows of one flat leading axis, as in `append_kv`, so that XLA neither transposes nor copies the extents.
-    sub_pages = [extent.reshape(extent.shape[0] * tp, -1) for extent in extents]
-    spans = list(zip(sub_pages, extent_starts[:-1], extent_starts[1:], strict=True))
-    contents = jnp.zeros((source_ids.shape[0], sub_pages[0].shape[1]), sub_pages[0].dtype)
-    for rows, start, stop in spans:
-        inside = (source_ids >= start) & (source_ids < stop)
-        contents = jnp.where(inside[:, None], rows[jnp.where(inside, source_ids - start, 0)], contents)
-    out = []
-    for extent, (rows, start, stop) in zip(extents, spans, strict=True):
-        inside = (source_ids >= 0) & (target_ids >= start) & (target_ids < stop)
-        row = jnp.where(inside, target_ids - start, rows.shape[0])  # past the end, so dropped
-        out.append(rows.at[row].set(contents, mode="drop").reshape(extent.shape))
-    return out
+    rows = as_pieces(extents, tp)
+    assert extent_starts == tuple(itertools.accumulate((len(r) for r in rows), initial=0)), "ids count over all rows"
+    contents = gather_pieces(rows, source_ids)
+    written = scatter_pieces(rows, jnp.where(source_ids < 0, -1, target_ids), contents)
+    return [r.reshape(extent.shape) for r, extent in zip(written, extents, strict=True)]
