@@ -56,6 +56,13 @@ class EngineConfig:
     compile_cache: str | None = None
     """Directory of the persistent compilation cache. Default: JAX's own setting if there is one, else in
     the user cache directory. "" leaves JAX's setting alone. It holds for the whole process."""
+    compile_cache_size: str | int = "8GiB"
+    """Most bytes that the compilation cache's directory may hold: programs that were not used for longest go first."""
+    compile_jobs: int | None = None
+    """Programs that `LLM.warmup` compiles at once. Default: as many as there are processors, at most 8."""
+    strict_compile: bool = False
+    """Refuse what would have to be compiled after `LLM.warmup` of all degrees, instead of letting requests wait for it:
+    a request alone (`NotCompiledError`), or a transformation."""
     seed: int = 0
     """Seed for requests that set none."""
 
@@ -85,7 +92,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not _is_power_of_two(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")
-        for name in ("segment_layers", "max_model_len", "phase_pages", "kv_cache_tokens"):
+        for name in ("segment_layers", "max_model_len", "phase_pages", "kv_cache_tokens", "compile_jobs"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a positive integer")

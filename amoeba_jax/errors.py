@@ -31,6 +31,10 @@ class NotANumberError(RuntimeError):
     """The model's logits for one request were infinite or not numbers; other requests are not affected."""
 
 
+class NotCompiledError(RequestError):
+    """A request needs a program that was not compiled before the engine was ready, and `strict_compile` is set."""
+
+
 class TransformError(RuntimeError):
     """A transformation failed on its way. Requests go on: where the message says so, computed again."""
 
@@ -53,6 +57,7 @@ __all__ = [
     "MemoryBudgetError",
     "ModelNotFoundError",
     "NotANumberError",
+    "NotCompiledError",
     "QueueFullError",
     "RequestError",
     "TransformError",

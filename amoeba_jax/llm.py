@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amoeba_jax.checkpoint.orbax_dir import save
+from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.engine.placement import Placement
-from amoeba_jax.engine.reports import engine_stats, instance_views, memory_report
+from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import TransformOptions
@@ -35,13 +36,13 @@ from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import RequestMetrics, RequestOutput
-from amoeba_jax.platform import enable_compile_cache, resolve_dtype, serving_devices
+from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.request import Delivery, OutputThread, Request, wait_for, wait_for_all
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform import TransformReport, TransformVariant
-from amoeba_jax.views import InstanceView, MemoryReport
+from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -71,7 +72,7 @@ class LLM:
             self._hf_config, self._directory = source.hf_config, source.directory
             model_config = ModelConfig.from_hf(source.hf_config)
             devices = serving_devices(self.config.num_devices)
-            enable_compile_cache(self.config.compile_cache)
+            enable_compile_cache(self.config.compile_cache, self.config.compile_cache_size)
             self.dims = ModelDims(
                 config=model_config,
                 max_tp=self.config.max_tp,
@@ -329,16 +330,23 @@ class LLM:
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None) -> int:
-        """Compile every executable that serving at the given degrees (default: the present one) can need.
+        """Compile every program that serving at the given degrees (default: the present one) can need, and those of
+        transformations between them, and run each once.
 
         Returns how many programs were compiled or loaded from the compile cache. The layout is the same afterwards.
-        Raises `RequestError` if requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
-        do not fit the budget.
+        After all degrees of the engine, nothing is compiled any more while requests wait, or, with `strict_compile`,
+        refused; `stats.late_programs` counts. Raises `RequestError` if requests are waiting or running,
+        `MemoryBudgetError` if the programs' temporaries do not fit the budget.
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
-        with self._bar("compiling", count_programs(engine, degrees)) as advance:
-            return self._dispatcher.call(warm_up, engine, degrees, advance).result()
+        count = self._dispatcher.call(count_programs, engine, degrees).result()
+        with self._bar("compiling and running programs", 2 * count) as advance:
+            return self._dispatcher.call(warm_up, engine, degrees, advance).result().made
+
+    def executables(self) -> tuple[ExecutableInfo, ...]:
+        """All programs that are compiled now, with their bytes and what they took to compile."""
+        return self._dispatcher.call(executable_infos, self._engine).result()
 
     def save(self, directory: str | Path) -> None:
         """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""

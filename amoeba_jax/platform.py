@@ -1,14 +1,11 @@
-"""Set up JAX for serving: devices and the compilation cache."""
+"""Set up JAX for serving: devices and numbers."""
 
 import contextlib
 import os
-import stat
 import warnings
-from pathlib import Path
 
 import jax
 
-from amoeba_jax.checkpoint.cache import cache_root
 from amoeba_jax.errors import ConfigError
 
 # Virtual CPU devices cost nothing until used, and their number is fixed when JAX starts: take what any engine may ask.
@@ -50,26 +47,3 @@ def resolve_dtype(dtype: str, model_dtype: str, platform: str) -> str:
             stacklevel=3,
         )
     return dtype
-
-
-def enable_compile_cache(directory: str | None) -> Path | None:
-    """Point JAX's persistent compilation cache at a private directory, unless the user has set one.
-
-    Raises `ConfigError` for a directory that others can write to: loading an executable runs its code.
-    """
-    if directory == "":
-        return None
-    users_own = jax.config.values["jax_compilation_cache_dir"]
-    if directory is None and users_own:
-        return Path(users_own)
-    path = Path(directory).expanduser() if directory else cache_root() / "executables"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"compile_cache={str(path)!r} cannot be created: {error.strerror}") from error
-    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"compile_cache={str(path)!r} is writable by other users: chmod 700 it or choose another")
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return path

@@ -26,3 +26,5 @@ class EngineStats:
     """Of the steps, those of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
     compiled_programs: int = 0
     """Programs compiled, or loaded from the compilation cache."""
+    late_programs: int = 0
+    """Of these, those after a warm-up of all degrees: each held requests up."""

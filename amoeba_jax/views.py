@@ -49,6 +49,35 @@ class InstanceView:
 
 
 @dataclass(frozen=True)
+class ExecutableInfo:
+    """A compiled program."""
+
+    kind: str
+    """`step`, or another part of serving: `draw`, `exchange`, `restore` and so on."""
+    name: str
+    """What it is for."""
+    devices: tuple[int, ...]
+    compile_s: float
+    """Seconds to trace and compile it, or to load it."""
+    cached: bool
+    """It came from the compilation cache."""
+    code_bytes: int
+    """Of its machine code, where XLA says so; on CPU it does not (0)."""
+    temp_bytes: int
+    """Temporaries on each device while it runs."""
+    argument_bytes: int
+    """On each device, as all below."""
+    output_bytes: int
+    aliased_bytes: int
+    """Arguments that it updates in place."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Devices that it runs on at once."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
 class MemoryEntry:
     """Bytes of one owner on one device. `layer` is None for what belongs to no layer."""
 

@@ -103,6 +103,10 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step.")] = None,
+    strict_compile: Annotated[
+        bool | None, typer.Option(help="Refuse what would be compiled while serving.", show_default="no")
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(help="Who runs where, and when instances change: docs/scheduling.md.", show_default="amoeba"),
@@ -149,6 +153,62 @@ def serve(
         values = read_file(config) if config else {}
         values |= {name: str(v) if isinstance(v, Path) else v for name, v in flags.items() if v is not None}
         code = run_server(*serve_settings(values, os.environ), warm_up=warmup)
+        if code:
+            raise typer.Exit(code)
+
+
+@app.command()
+def warmup(
+    config: Annotated[Path | None, typer.Option(help="The server's YAML file; flags win.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As for serve; a directory needs only a config.json.")
+    ] = None,
+    num_devices: Annotated[int | None, typer.Option(help="Devices: 1, 2, 4 or 8.")] = None,
+    degrees: Annotated[
+        list[int] | None, typer.Option("--degree", help="Of the instances: 1, 2 or 4.", show_default="all")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help='Budget per device, such as "2GiB".')] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step.")] = None,
+    kv_cache_tokens: Annotated[int | None, typer.Option(help="Tokens of one device's KV cache.")] = None,
+    segment_layers: Annotated[int | None, typer.Option(help="Most layers of one program.")] = None,
+    compile_cache: Annotated[str | None, typer.Option(help="Directory of the compile cache.")] = None,
+    compile_cache_size: Annotated[str | None, typer.Option(help="The most that it holds.", show_default="8GiB")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Programs to compile at once.", show_default="one a processor, at most 8")
+    ] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Of the server's devices: cpu or cuda.", show_default="this machine's")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compile nothing to keep; exit 1 if any is missing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List programs and the memory plan; any devices.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Compile all programs of a server into the compile cache, with the server's own sizes. Loads no weights."""
+    flags = {
+        "model": model,
+        "num_devices": num_devices,
+        "device_memory": device_memory,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_cache_tokens": kv_cache_tokens,
+        "segment_layers": segment_layers,
+        "compile_cache": compile_cache,
+        "compile_cache_size": compile_cache_size,
+        "compile_jobs": jobs,
+    }
+    with clean_exit():
+        from serving.serve_config import read_file, serve_settings
+        from serving.warmup import run_warmup
+
+        values = read_file(config) if config else {}
+        values |= {name: value for name, value in flags.items() if value is not None}
+        _, engine_config, _ = serve_settings(values, os.environ)
+        code = run_warmup(engine_config, degrees, platform=platform, dry_run=dry_run, check=check, as_json=as_json)
         if code:
             raise typer.Exit(code)
 

@@ -1,5 +1,6 @@
 """What an instance computes next: decodes of all running sequences, and beside them chunks of prompts."""
 
+from amoeba_jax.engine.batch import BatchShape
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.instance import Row, StepPlan
 from amoeba_jax.engine.sequence import Sequence
@@ -25,24 +26,27 @@ def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: boo
     if not others:
         return None
     chunk = buckets.chunk_size(prompts[0].num_left) if prompts else 0
-    taken = prompts[: _num_prompts(len(prompts), chunk, buckets)]
+    taken = prompts[: buckets.most_prompts(len(decodes), len(prompts), chunk)] if prompts else []
     shape = buckets.step(len(decodes), len(taken), chunk)
     rows = [Row(index, s, s.num_computed, 1) for index, s in enumerate(decodes)]
-    first = shape.groups[0][0] if decodes else 0
-    for index, s in enumerate(taken, first):
+    for index, s in enumerate(taken, first_prompt_row(shape)):
         rows.append(Row(index, s, s.num_computed, min(s.num_left, chunk)))
     return StepPlan(shape, tuple(rows))
 
 
-def _num_prompts(waiting: int, chunk: int, buckets: Buckets) -> int:
-    """How many prompts to take: a bucket is worth its padding from half full on."""
-    if not waiting:
-        return 0
-    return max(min(waiting, rows) for rows in buckets.chunk_rows(chunk) if rows == 1 or waiting * 2 >= rows)
+def first_prompt_row(shape: BatchShape) -> int:
+    """The row of a step with prompts at which they begin: those before it decode, or are padding."""
+    return shape.num_rows - shape.groups[-1][0]
+
+
+def prompt_logits_chunks(buckets: Buckets) -> tuple[int, ...]:
+    """Chunk sizes of prompts whose log-probabilities are wanted."""
+    return tuple(s for s in buckets.chunk_sizes if s <= MAX_PROMPT_LOGITS_CHUNK) or buckets.chunk_sizes[:1]
 
 
 def _prompt_logits_step(sequence: Sequence, buckets: Buckets) -> StepPlan:
     left = len(sequence.prompt) - sequence.num_computed
-    chunk = min(buckets.chunk_size(left), max(MAX_PROMPT_LOGITS_CHUNK, buckets.chunk_sizes[0]))
-    row = Row(0, sequence, sequence.num_computed, min(left, chunk))
-    return StepPlan(buckets.step(0, 1, chunk), (row,), "all")
+    chunk = min(buckets.chunk_size(left), prompt_logits_chunks(buckets)[-1])
+    shape = buckets.step(0, 1, chunk)
+    row = Row(first_prompt_row(shape), sequence, sequence.num_computed, min(left, chunk))
+    return StepPlan(shape, (row,), "all")

@@ -6,9 +6,9 @@ from amoeba_jax.engine.batch import BatchShape
 
 # Shorter chunks of a prompt are padded up to this: fewer programs, and a step this small costs the same anyway.
 MIN_CHUNK = 16
-# Batches of prompts, and of decodes beside a prompt, come in powers of four: each size multiplies the programs.
+# Chunks, batches of prompts, and steps with a prompt come in powers of four: each size multiplies the programs.
 _COARSE = 4
-_MIN_MIXED_DECODES = 8
+_MIN_MIXED_ROWS = 8
 
 
 class Buckets:
@@ -16,7 +16,9 @@ class Buckets:
     `max_num_batched_tokens` prompt tokens (both powers of two), in either or both of two groups:
 
     - decode: `(B, 1)`, B a power of two;
-    - prompts: `(1, T)`, `(4, T)` or `(16, T)`, T a power of two, as far as the token budget goes.
+    - prompts: `(1, T)`, `(4, T)` or `(16, T)`, as far as the token budget goes, T that budget or a quarter of it, and
+      so on. The decodes beside them fill the step up to one of a few numbers of rows, which are powers of two again, so
+      that it is sampled by the programs that there are for decodes. Without decodes these rows are padding.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, table_width: int):
@@ -30,51 +32,65 @@ class Buckets:
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
-    def mixed_decode_sizes(self) -> tuple[int, ...]:
-        """B of steps that compute prompts too."""
-        sizes = {self.max_num_seqs}
-        size = _MIN_MIXED_DECODES
-        while size < self.max_num_seqs:
-            sizes.add(size)
-            size *= _COARSE
-        return tuple(sorted(sizes))
+    def mixed_rows(self) -> tuple[int, ...]:
+        """Rows of steps that compute prompts too, and of those between two layouts."""
+        return _by_quarters(self.max_num_seqs, _MIN_MIXED_ROWS)
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
         """T of prompt chunks."""
-        smallest = min(MIN_CHUNK, self.max_num_batched_tokens)
-        powers = range(smallest.bit_length() - 1, self.max_num_batched_tokens.bit_length())
-        return tuple(1 << power for power in powers)
+        return _by_quarters(self.max_num_batched_tokens, MIN_CHUNK)
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
         """How many prompts a step may take together in chunks of this size."""
         sizes, rows = [], 1
-        while rows * chunk <= self.max_num_batched_tokens:
+        while rows * chunk <= self.max_num_batched_tokens and rows <= self.max_num_seqs:
             sizes.append(rows)
             rows *= _COARSE
         return tuple(sizes)
 
     def chunk_size(self, length: int) -> int:
-        """T for a prompt with `length` tokens left: the smallest that holds them, or the largest there is."""
-        return _fitting(self.chunk_sizes, min(length, self.chunk_sizes[-1]))
+        """T for a prompt with `length` tokens left: the smallest that holds them, or the largest there is.
+
+        One that they would not fill by half goes to the next smaller: two steps of that cost less than the padding.
+        """
+        sizes = self.chunk_sizes
+        index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
+        return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
+
+    def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
+        """How many of the waiting prompts to take beside so many decodes: a bucket is worth its padding from half full
+        on, and a step has no more rows than there are sequences."""
+        fitting = (rows for rows in self.chunk_rows(chunk) if rows == 1 or num_decodes + rows <= self.max_num_seqs)
+        return max(min(waiting, rows) for rows in fitting if rows == 1 or waiting * 2 >= rows)
 
     def step(self, num_decodes: int, num_prompts: int = 0, chunk: int = 0) -> BatchShape:
         """The bucket for so many decodes and so many prompts in chunks of `chunk`, a chunk size."""
-        groups = []
-        if num_decodes:
-            sizes = self.mixed_decode_sizes if num_prompts else self.decode_sizes
-            groups.append((_fitting(sizes, num_decodes), 1))
-        if num_prompts:
-            groups.append((_fitting(self.chunk_rows(chunk), num_prompts), chunk))
-        return BatchShape(tuple(groups), self.table_width)
+        if not num_prompts:
+            return self._shape(_fitting(self.decode_sizes, num_decodes), 0, 0)
+        prompts = _fitting(self.chunk_rows(chunk), num_prompts)
+        return self._shape(_fitting(self.mixed_rows, num_decodes + prompts), prompts, chunk)
 
     def all(self) -> list[BatchShape]:
         """Every step shape that serving can need."""
-        prompts = [(rows, chunk) for chunk in self.chunk_sizes for rows in self.chunk_rows(chunk)]
-        groups: list[tuple[tuple[int, int], ...]] = [((size, 1),) for size in self.decode_sizes]
-        groups += [(prompt,) for prompt in prompts]
-        groups += [((size, 1), prompt) for size in self.mixed_decode_sizes for prompt in prompts]
-        return [BatchShape(group, self.table_width) for group in groups]
+        shapes = [self._shape(size, 0, 0) for size in self.decode_sizes]
+        for chunk in self.chunk_sizes:
+            for prompts in self.chunk_rows(chunk):
+                shapes += [self._shape(rows, prompts, chunk) for rows in self.mixed_rows if rows >= prompts]
+        return shapes
+
+    def _shape(self, num_rows: int, num_prompts: int, chunk: int) -> BatchShape:
+        """Prompts in chunks, and decodes in all other rows."""
+        decodes = ((num_rows - num_prompts, 1),) if num_rows > num_prompts else ()
+        return BatchShape((*decodes, (num_prompts, chunk)) if num_prompts else decodes, self.table_width)
+
+
+def _by_quarters(largest: int, smallest: int) -> tuple[int, ...]:
+    """`largest`, a quarter of it, and so on, none but the first below `smallest`; in ascending order."""
+    sizes = [largest]
+    while sizes[0] >= _COARSE * smallest:
+        sizes.insert(0, sizes[0] // _COARSE)
+    return tuple(sizes)
 
 
 def _fitting(sizes: tuple[int, ...], needed: int) -> int:

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
-from amoeba_jax.engine.executables import Executables
+from amoeba_jax.engine.executables import Executable, Executables
 from amoeba_jax.engine.instance import Instance, SamplingState
-from amoeba_jax.engine.memory import plan_memory
+from amoeba_jax.engine.memory import ACTIVATION_KINDS
+from amoeba_jax.engine.plan import EnginePlan
 from amoeba_jax.engine.weights import OpenWeights, WeightStore
-from amoeba_jax.models.decoder import plan_segments
+from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.models.dims import ModelDims
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
-from sharding.ledger import Ledger
-from sharding.mesh import SubMesh, SubMeshPool, assemble
+from sharding.ledger import Ledger, format_bytes
+from sharding.mesh import SubMesh, assemble
 
 KvBuffers = list[list[jax.Array]]
 """Extents of each layer."""
@@ -41,48 +42,60 @@ class Cluster:
         on_load: Callable[[str], None],
     ):
         self.config, self.dims, self.open_weights = config, dims, open_weights
-        self.sub_meshes = SubMeshPool(devices, config.max_tp)
         self.weights = WeightStore(dims, devices)
-        self.memory_plan = plan_memory(dims, config, self.weights.num_bytes, devices[0])
+        self.plan = EnginePlan(config, dims, devices, self.weights)
+        self.sub_meshes, self.memory_plan = self.plan.sub_meshes, self.plan.memory
+        self.plans, self.max_model_len = self.plan.plans, self.plan.max_model_len
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
         with open_weights() as reader:
             for name in self.weights.load(reader, self.ledgers):
                 on_load(name)
         self._sampling_states = [
-            SamplingState.zeros(config.max_num_seqs * dims.max_tp, dims.config.vocab_size, device) for device in devices
+            SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]
         for ledger in self.ledgers:
             ledger.add("sampling", self.memory_plan.sampling_bytes)
-        self.plans = plan_segments(dims, config.segment_layers)
-        self.executables = Executables(dims)
+        self.executables = Executables(dims, strict=config.strict_compile, on_new=self._reserve_temporaries)
         self.on_result: Callable[[], None] = lambda: None
         self.allocators: list[BuddyAllocator] = []
         self.instances: tuple[Instance, ...] = ()
-        capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
-        self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
-        self._buckets = {tp: self._make_buckets(tp) for tp in self.sub_meshes.degrees()}
+        self._activation_bytes = self.memory_plan.activation_bytes
         self._build(config.tensor_parallel_size)
         for ledger in self.ledgers:
-            ledger.reserve("activations", self.memory_plan.activation_bytes)
+            ledger.reserve("activations", self._activation_bytes)
             ledger.reserve("staging", self.memory_plan.staging_bytes)
 
-    def _make_buckets(self, tp: int) -> Buckets:
-        table_width = self.dims.pages.pages_for(self.max_model_len)
-        return Buckets(self.config.max_num_seqs * tp, self.config.max_num_batched_tokens, table_width)
+    def _reserve_temporaries(self, executable: Executable) -> None:
+        """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
+
+        Those that change layouts have memory set aside for them: see `staging_bytes`.
+        """
+        if executable.temp_bytes <= self._activation_bytes or executable.request.kind not in ACTIVATION_KINDS:
+            return
+        for ledger in self.ledgers:
+            try:
+                ledger.reserve("activations", executable.temp_bytes)
+            except MemoryBudgetError as error:
+                for other in self.ledgers:
+                    other.reserve("activations", self._activation_bytes)
+                raise MemoryBudgetError(
+                    f"program {executable.request} needs {format_bytes(executable.temp_bytes)} of temporaries: "
+                    f"{error}, or kv_cache_tokens"
+                ) from error
+        self._activation_bytes = executable.temp_bytes
 
     def buckets(self, tp: int) -> Buckets:
         """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
-        return self._buckets[tp]
+        return self.plan.buckets(tp)
 
     def capacity_tokens(self, tp: int, released: int) -> int:
         """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
-        pages = self.memory_plan.num_pages + sum(self.weights.extent_pages(released))
-        return pages * tp * self.dims.page_size
+        return self.plan.capacity_tokens(tp, released)
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """An empty allocator over the base extent and those that are released for a degree."""
         allocator = BuddyAllocator(self.dims.max_tp)
-        for num_pages in (self.memory_plan.num_pages, *self.weights.extent_pages(released)):
+        for num_pages in self.plan.extent_pages(released):
             allocator.add_extent(num_pages)
         return allocator
 
@@ -107,7 +120,7 @@ class Cluster:
         """An instance with allocators and extents of its own, all made anew."""
         for device in group.device_indices:
             self.allocators[device] = self.new_allocator(released)
-        pages = (self.memory_plan.num_pages, *self.weights.extent_pages(released))
+        pages = self.plan.extent_pages(released)
         shapes = [(group.tp * num_pages, self.dims.pages.page_elems) for num_pages in pages]
         kv = [
             [jnp.zeros(shape, self.dims.dtype, device=group.sharded) for shape in shapes]

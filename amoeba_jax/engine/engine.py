@@ -18,7 +18,7 @@ from amoeba_jax.engine.sampling import NO_TOKEN, logprob_entry, unpack_logprobs,
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
 from amoeba_jax.engine.weights import OpenWeights
-from amoeba_jax.errors import DeadlineError, NotANumberError, RequestError
+from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, NotCompiledError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
@@ -61,7 +61,7 @@ class Engine:
         self.cluster = Cluster(config, dims, devices, open_weights, on_load)
         self.cluster.on_result = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
-        self.transformations = Transformations(self.cluster, self._drain, self._preempt)
+        self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
         self.waiting: list[Sequence] = []
         self.stats = EngineStats()
         self.placement: Placement | None = None
@@ -111,19 +111,23 @@ class Engine:
         Raises `RequestError` while requests are waiting or running.
         """
         self.cluster.sub_meshes.check_degree(tp)
-        self.drain()
-        if self.has_requests or self.transformations.busy:
-            running = sum(len(instance.running) for instance in self.instances)
-            raise RequestError(
-                f"the layout cannot change with {running} running and {len(self.waiting)} waiting requests: "
-                "wait for them to finish, or use transform()"
-            )
+        self.check_idle("the layout cannot change")
         start = time.perf_counter()
         devices = tuple(range(len(self.cluster.sub_meshes.devices)))
         report = self.transform(TransformOptions(tp, devices))
         self.end_transformations()
         report.result()
         return time.perf_counter() - start
+
+    def check_idle(self, what: str) -> None:
+        """Raise `RequestError`, saying what cannot be, while requests are waiting or running."""
+        self.drain()
+        if self.has_requests or self.transformations.busy:
+            running = sum(len(instance.running) for instance in self.instances)
+            raise RequestError(
+                f"{what} with {running} running and {len(self.waiting)} waiting requests: "
+                "wait for them to finish, or use transform()"
+            )
 
     def capacity_tokens(self, tp: int) -> int:
         """Tokens that an empty instance of degree `tp` holds, with the weights released that its ranks do not need."""
@@ -416,7 +420,11 @@ class Engine:
         plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
         if plan is None:
             return False
-        instance.launch_plan(plan)
+        try:
+            instance.launch_plan(plan)
+        except (NotCompiledError, MemoryBudgetError) as error:
+            self._refuse(instance, plan, error)
+            return self._launch(instance)
         self._count(plan)
         for row in plan.rows:
             sequence = row.sequence
@@ -424,6 +432,17 @@ class Engine:
                 self._cache_pages(instance, sequence)
                 self._release_siblings(sequence)
         return True
+
+    def _refuse(self, instance: Instance, plan: StepPlan, error: Exception) -> None:
+        """End the sequence of a step that its missing program is for, so that the others can go on without it.
+
+        That is one with bad words, which alone need programs that depend on the request, or else the last in order.
+        """
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (len(s.sampling.bad_words), s.order))
+        sequence.error = error if isinstance(error, RequestError) else RequestError(str(error))
+        sequence.finished_at = time.monotonic()
+        self._take_out(sequence)
+        sequence.sink(Update(sequence, finished=True))
 
     def _count(self, plan: StepPlan) -> None:
         """Add a step that was launched to the totals."""
@@ -494,7 +513,7 @@ class Engine:
         missing = len(sequence.prompt_logprobs)
         if sequence.finished or missing != row.start + 1:
             return  # of a run that was preempted: they are computed again
-        logprobs = unpack_logprobs(packed)
+        logprobs = unpack_logprobs(packed[row.place :])  # rows before it are padding, of one token each
         targets = sequence.prompt[row.start + 1 : row.start + row.length + 1]
         if np.isnan(logprobs.logprob[: len(targets)]).any():
             self._end_without_token(instance, sequence)

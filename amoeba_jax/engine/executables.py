@@ -1,191 +1,249 @@
 """The registry of compiled programs."""
 
-from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax import monitoring
 
-from amoeba_jax.engine import sampler
-from amoeba_jax.engine.page_copy import compile_page_copy
-from amoeba_jax.engine.program import Program, StepKey, compile_step
+from amoeba_jax.engine.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.engine.program_store import ProgramStore
-from amoeba_jax.engine.restore import compile_restore
-from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.models.dims import ModelDims
-from kvcache.copying import compile_defragment, compile_migrate
-from kvcache.exchange import compile_exchange
-from sharding.mesh import SubMesh
-from sharding.release import ReleasedChunk
+from amoeba_jax.views import ExecutableInfo
 
-Request = tuple[StepKey, SegmentPlan, SubMesh]
-_I32, _F32 = jnp.int32, jnp.float32
+logger = logging.getLogger(__name__)
+
+# XLA's passes recurse, more deeply than the stack that a thread gets by default.
+STACK_BYTES = 64 << 20
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_cache_hits = threading.local()
+_starting_threads = threading.Lock()
+
+
+def _on_event(event: str, **_: object) -> None:
+    # Listeners run in the thread that compiles.
+    if event == _CACHE_HIT:
+        _cache_hits.count = getattr(_cache_hits, "count", 0) + 1
+
+
+monitoring.register_event_listener(_on_event)
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled program, and what it took.
+
+    Attributes:
+        compile_s: seconds to trace, lower and compile it, or to load it.
+        cached: it came from the compile cache.
+        code_bytes: of its code, where XLA says so.
+        temp_bytes: temporaries on each device while it runs.
+        argument_bytes, output_bytes: on each device.
+        aliased_bytes: arguments that are updated in place.
+    """
+
+    request: ProgramRequest
+    compiled: jax.stages.Compiled
+    compile_s: float
+    cached: bool
+    code_bytes: int
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+
+
+def compile_program(request: ProgramRequest) -> Executable:
+    """Compile a program, or load it from the compile cache.
+
+    Raises `RuntimeError` where XLA would copy what the program is to update in place.
+    """
+    before, start = getattr(_cache_hits, "count", 0), time.perf_counter()
+    compiled = request.compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    aliased = request.donated_bytes if memory is None else memory.alias_size_in_bytes
+    if aliased < request.donated_bytes:
+        raise RuntimeError(
+            f"program {request} would copy what it is to update in place: {aliased} of {request.donated_bytes} bytes "
+            "are aliased"
+        )
+    cached = getattr(_cache_hits, "count", 0) > before
+    if memory is None:
+        return Executable(request, compiled, seconds, cached, 0, 0, 0, 0, aliased)
+    return Executable(
+        request,
+        compiled,
+        seconds,
+        cached,
+        memory.generated_code_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        aliased,
+    )
+
+
+def executable_info(executable: Executable) -> ExecutableInfo:
+    """What users see of a program."""
+    request = executable.request
+    return ExecutableInfo(
+        request.kind,
+        str(request),
+        request.devices,
+        executable.compile_s,
+        executable.cached,
+        executable.code_bytes,
+        executable.temp_bytes,
+        executable.argument_bytes,
+        executable.output_bytes,
+        executable.aliased_bytes,
+    )
+
+
+def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[Executable]:
+    """Compile programs in `jobs` threads at a time (XLA releases the GIL), yielding each when it is done.
+
+    Those that differ in their devices alone are one thread's, after each other: what JAX traces for the first serves
+    the others. Raises the first error, when the programs that others were compiling are done.
+    """
+    families: dict[object, list[ProgramRequest]] = {}
+    for request in requests:
+        families.setdefault(request.family, []).append(request)
+    waiting: queue.SimpleQueue[list[ProgramRequest]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Executable | BaseException | None] = queue.SimpleQueue()
+    stop = threading.Event()
+    for family in families.values():
+        waiting.put(family)
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                for request in waiting.get(block=False):
+                    if stop.is_set():
+                        break
+                    done.put(compile_program(request))
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            stop.set()
+            done.put(error)
+        finally:
+            done.put(None)
+
+    threads = [threading.Thread(target=work, name=f"amoeba-compile-{index}", daemon=True) for index in range(jobs)]
+    with _starting_threads:
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(previous)
+    running, error = len(threads), None
+    try:
+        while running:
+            item = done.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                error = error or item
+            elif error is None:
+                yield item
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if error is not None:
+        raise error
 
 
 class Executables:
-    """Holds one program for each key, compiled on first use or ahead of time by `prepare`.
+    """Holds one program for each key, compiled on first use or ahead of time by `prepare`. Used by one thread.
 
-    Segments of equal shape share a program, whatever layers they are. Logits are `[V, R]` everywhere here.
+    Segments of equal shape share a program, whatever layers they are.
+
+    Attributes:
+        requests: makes the requests that this takes.
+        strict: what is not there when it is `complete` is refused, and not compiled.
+        num_late: programs that were compiled, or loaded, since it was `complete`.
+        on_new: called with a program before it is kept; what it raises keeps it out.
     """
 
-    def __init__(self, dims: ModelDims):
-        self._dims = dims
-        self._programs: ProgramStore[Program] = ProgramStore()
-        self._others: ProgramStore[jax.stages.Compiled] = ProgramStore()
+    def __init__(self, dims: ModelDims, *, strict: bool = False, on_new: Callable[[Executable], None] | None = None):
+        self.requests = ProgramRequests(dims)
+        self.strict = strict
+        self.num_late = 0
+        self._on_new = on_new or (lambda executable: None)
+        self._complete = False
+        self._store: ProgramStore[Executable] = ProgramStore()
 
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """Compiled steps."""
-        return tuple(self._programs)
+    def __iter__(self) -> Iterator[Executable]:
+        return iter(self._store)
 
-    def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> Program:
-        """The program of `key`."""
-        return self._programs.get(key, lambda: compile_step(self._dims, plan, key, group))
+    def __len__(self) -> int:
+        return len(self._store)
 
-    def draw(self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int) -> jax.stages.Compiled:
-        """`sampler.draw` for logits of this shape and settings of this size."""
-
-        shapes = [(logits, _F32), ((num_slots,), _I32), ((packed,), _I32)]
-        return self._get(("draw", device, logits, packed), device, sampler.draw, shapes)
-
-    def draw_full(
-        self, device: jax.Device, logits: tuple[int, ...], num_slots: int, packed: int
-    ) -> jax.stages.Compiled:
-        """`sampler.draw_full` for logits of this shape and settings of this size. Donates `flags`."""
-        state = (num_slots, logits[0])
-        shapes = [(logits, _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
-        return self._get(("draw_full", device, logits, packed), device, sampler.draw_full, shapes, donate=(2,))
-
-    def set_state(self, device: jax.Device, state: tuple[int, ...]) -> jax.stages.Compiled:
-        """`sampler.set_state` for `flags` and `bias` of this shape. Donates both."""
-        row = state[1:]
-        shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
-        return self._get(("set_state", device, state), device, sampler.set_state, shapes, donate=(0, 1))
-
-    def token_logprobs(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
-        """`sampler.token_logprobs` for logits of this shape and as many targets."""
-
-        shapes = [(logits, _F32), (logits[1:], _I32)]
-        return self._get(("token_logprobs", device, logits), device, sampler.token_logprobs, shapes)
-
-    def take_column(self, device: jax.Device, logits: tuple[int, ...]) -> jax.stages.Compiled:
-        """`(logits, index) -> logits[:, index]`, as one column."""
-
-        def take_column(logits: jax.Array, index: jax.Array):
-            return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
-
-        return self._get(("take_column", device, logits), device, take_column, [(logits, _F32), ((), _I32)])
-
-    def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...], num_layers: int) -> jax.stages.Compiled:
-        """`compile_page_copy` for extents of so many pages in each layer."""
-        key = ("page_copy", group.device_indices, extent_pages, num_layers)
-        return self._others.get(key, lambda: compile_page_copy(self._dims, group, extent_pages, num_layers))
-
-    def exchange(
-        self,
-        dims: ModelDims,
-        group: SubMesh,
-        old_extents: tuple[int, ...],
-        new_extents: tuple[int, ...],
-        phase_pieces: int,
-    ) -> jax.stages.Compiled:
-        """`compile_exchange` for one layer."""
-        key = ("exchange", group.device_indices, old_extents, new_extents, phase_pieces)
-        dtype = jnp.dtype(dims.dtype)
-        return self._others.get(
-            key, lambda: compile_exchange(dims.pages, dtype, group, old_extents, new_extents, 1, phase_pieces)
-        )
-
-    def migrate(
-        self, dims: ModelDims, group: SubMesh, extents: tuple[int, ...], num_pieces: int
-    ) -> jax.stages.Compiled:
-        """`compile_migrate`."""
-        key = ("migrate", group.device_indices, extents, num_pieces)
-        dtype = jnp.dtype(dims.dtype)
-        return self._others.get(key, lambda: compile_migrate(dims.pages, dtype, group, extents, num_pieces))
-
-    def defragment(
-        self,
-        dims: ModelDims,
-        group: SubMesh,
-        old_extents: tuple[int, ...],
-        new_extents: tuple[int, ...],
-        num_pieces: int,
-    ) -> jax.stages.Compiled:
-        """`compile_defragment`."""
-        key = ("defragment", group.device_indices, old_extents, new_extents, num_pieces)
-        dtype = jnp.dtype(dims.dtype)
-        return self._others.get(
-            key, lambda: compile_defragment(dims.pages, dtype, group, old_extents, new_extents, num_pieces)
-        )
-
-    def restore(self, group: SubMesh, released: ReleasedChunk, dims: ModelDims, step_pages: int) -> jax.stages.Compiled:
-        """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
-        places = tuple(released.chunks[device % dims.max_tp] for device in group.device_indices)
-        key = ("restore", group.device_indices, released.spec.stored_shape, places, step_pages)
-        dtype = jnp.dtype(dims.dtype)
-        return self._others.get(key, lambda: compile_restore(released, dims.max_tp, dtype, group, step_pages))
-
-    def mapped(
-        self,
-        name: Hashable,
-        group: SubMesh,
-        function: Callable[[jax.Array], jax.Array],
-        shape: tuple[int, ...],
-        spec: P,
-        result: P,
-        dtype: str,
-    ) -> jax.stages.Compiled:
-        """A function of one array under `shard_map` over a group."""
-        key = (name, group.device_indices, shape, dtype)
-
-        def make() -> jax.stages.Compiled:
-            run = jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=result, check_vma=False)
-            inputs, outputs = NamedSharding(group.mesh, spec), NamedSharding(group.mesh, result)
-            jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
-            return jitted.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
-
-        return self._others.get(key, make)
-
-    def _get(
-        self,
-        key: Hashable,
-        device: jax.Device,
-        function: Callable[..., Any],
-        arguments: list[tuple[tuple[int, ...], Any]],
-        donate: tuple[int, ...] = (),
-    ) -> jax.stages.Compiled:
-        """A program on one device, compiled if there is none of this key yet."""
-
-        def make() -> jax.stages.Compiled:
-            here = SingleDeviceSharding(device)
-            jitted = jax.jit(function, in_shardings=here, out_shardings=here, donate_argnums=donate, keep_unused=True)
-            abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
-            return jitted.lower(*abstract).compile()
-
-        return self._others.get(key, make)
+    def __contains__(self, request: ProgramRequest) -> bool:
+        return request.key in self._store
 
     @property
     def num_made(self) -> int:
         """Programs that were compiled, or loaded from the compile cache, so far."""
-        return self._programs.num_added + self._others.num_added
+        return self._store.num_added
 
-    def prepare(self, requests: Iterable[Request], on_program: Callable[[], None], jobs: int = 2) -> None:
-        """Compile what is missing, `jobs` at a time (XLA releases the GIL). Reports each program when it is done."""
-        wanted = {key: (key, plan, group) for key, plan, group in requests}
-        missing = {key: request for key, request in wanted.items() if key not in self._programs}
-        for _ in range(len(wanted) - len(missing)):
-            on_program()
+    @property
+    def complete(self) -> bool:
+        """Everything that the engine should need is there: what is compiled from now on holds requests up."""
+        return self._complete
 
-        def build(request: Request) -> Program:
-            key, plan, group = request
-            return compile_step(self._dims, plan, key, group)
+    def set_complete(self) -> None:
+        """See `complete`."""
+        self._complete = True
 
-        with ThreadPoolExecutor(jobs, thread_name_prefix="amoeba-compile") as threads:
-            for program in threads.map(build, missing.values()):
-                self._programs.add(program.key, program)
-                on_program()
+    def get(self, request: ProgramRequest) -> jax.stages.Compiled:
+        """The program, compiled if it is not there.
+
+        Raises `NotCompiledError` instead where this is `strict` and `complete`.
+        """
+        return self.executable(request).compiled
+
+    def executable(self, request: ProgramRequest) -> Executable:
+        """`get` with what is known of it."""
+        return self._store.get(request.key, lambda: self._make(request))
+
+    def _make(self, request: ProgramRequest) -> Executable:
+        if self._complete:
+            if self.strict:
+                raise NotCompiledError(
+                    f"program {request} was not compiled before the engine was ready, and with strict_compile none is "
+                    "compiled after that"
+                )
+            self.num_late += 1
+            logger.warning(
+                "program %s is compiled while requests wait: it was not before the engine was ready", request
+            )
+        executable = compile_program(request)
+        self._on_new(executable)
+        return executable
+
+    def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
+        """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.
+
+        Raises `NotCompiledError` as `get` does.
+        """
+        wanted = {request.key: request for request in requests}
+        present = {key: executable for key in wanted if (executable := self._store.find(key)) is not None}
+        yield from present.values()
+        missing = [request for key, request in wanted.items() if key not in present]
+        if self._complete:
+            yield from map(self.executable, missing)
+            return
+        for executable in compile_programs(missing, jobs):
+            self._on_new(executable)
+            self._store.add(executable.request.key, executable)
+            yield executable

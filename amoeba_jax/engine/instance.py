@@ -16,7 +16,7 @@ from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.pace import Pace
-from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey
+from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey, segment_keys
 from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, pair_bucket, sampling_row, state_rows
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import WeightStore
@@ -72,6 +72,14 @@ class SamplingState:
     def zeros(cls, num_slots: int, vocab_size: int, device: jax.Device) -> "SamplingState":
         shape = (num_slots, vocab_size)
         return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
+
+
+class _Sampler(NamedTuple):
+    """`sampler.draw`, or `draw_full`, and the settings that it gets."""
+
+    program: jax.stages.Compiled
+    packed: np.ndarray
+    full: bool
 
 
 @dataclass(eq=False)
@@ -192,7 +200,7 @@ class Instance:
         if sequence.sampling.uses_state:
             state = self.state
             flags, bias = state_rows(sequence.sampling, sequence.prompt, sequence.output)
-            program = self.executables.set_state(self.group.devices[0], state.flags.shape)
+            program = self.executables.get(self.executables.requests.set_state(self.group, self.num_slots))
             state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), flags, bias)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
@@ -217,16 +225,14 @@ class Instance:
 
     def step_keys(self, shape: BatchShape, logits_of: LogitsOf = "last") -> list[StepKey]:
         """Executables that a step of this shape needs, one per segment."""
+        return segment_keys(self.group, self.plans, shape, self._extent_pages, self.num_slots, logits_of)
+
+    def step_programs(self, shape: BatchShape, logits_of: LogitsOf = "last") -> list[jax.stages.Compiled]:
+        """The executables of `step_keys`."""
+        keys, requests = self.step_keys(shape, logits_of), self.executables.requests
         return [
-            StepKey(
-                self.group.device_indices,
-                plan.shape,
-                shape,
-                self._extent_pages,
-                self.num_slots,
-                logits_of if plan.shape.head else "last",
-            )
-            for plan in self.plans
+            self.executables.get(requests.step(key, plan, self.group))
+            for key, plan in zip(keys, self.plans, strict=True)
         ]
 
     def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
@@ -234,9 +240,8 @@ class Instance:
         packed = jax.device_put(batch.packed, self.group.sharded)
         hidden: jax.Array | None = None
         head: tuple[jax.Array, jax.Array, jax.Array] | None = None
-        keys = self.step_keys(batch.shape, logits_of)
         # All of them before the first runs: the cache is donated from then on.
-        programs = [self.executables.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]
+        programs = self.step_programs(batch.shape, logits_of)
         for plan, program, weights in zip(self.plans, programs, self._weights, strict=True):
             layers = plan.layers
             tokens = self.last_tokens if plan.shape.embedding or plan.shape.head else None
@@ -246,24 +251,38 @@ class Instance:
         return HeadOutput(*head)
 
     def launch_plan(self, plan: StepPlan) -> None:
-        """Dispatch a step and what samples its tokens, and have the results read in the background."""
-        batch = self._batch(plan)
+        """Dispatch a step and what samples its tokens, and have the results read in the background.
+
+        Raises `NotCompiledError` or `MemoryBudgetError`, with nothing launched, for lack of a program.
+        """
+        batch, every = self._batch(plan), plan.logits_of == "all"
+        # All programs before the first is launched.
+        sampled = [row for row in plan.rows if row.samples]
+        if every:
+            sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
+        sampler = self._sampler(plan, sampled)
+        take_column, token_logprobs = self._column_programs(plan) if every else (None, None)
         if self.transition is not None:
             head = self.transition.run(plan, batch)
         else:
             head = self.launch(batch, plan.logits_of)
-        sampled = [row for row in plan.rows if row.samples]
         prompt_row = prompt_result = None
-        if plan.logits_of == "all":
+        logits = self._first_rank(head.logits)
+        if take_column is not None and token_logprobs is not None:
             (row,) = plan.rows
             targets = np.zeros(plan.shape.num_tokens, np.int32)
             known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
-            targets[: len(known)] = known
-            logits = self._first_rank(head.logits)
-            program = self.executables.token_logprobs(self.group.devices[0], logits.shape)
-            prompt_row, prompt_result = row, self._read(program(logits, targets))
-        # Without tokens to take, the result still tells when the step is done.
-        result = self._sample(plan, head, sampled) if sampled else self._first_rank(head.likeliest)
+            targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
+            prompt_row, prompt_result = row, self._read(token_logprobs(logits, targets))
+            if sampled:
+                logits = take_column(logits, np.int32(row.place + row.length - 1))
+        if sampler is not None:
+            result = self._draw(sampler, logits)
+        else:
+            # Without tokens to take, the result still tells when the step is done.
+            if sampled:
+                self.last_tokens = head.last_tokens
+            result = self._first_rank(head.likeliest)
         for row in plan.rows:
             row.sequence.num_computed = row.start + row.length
         for row in sampled:
@@ -272,45 +291,53 @@ class Instance:
         self.pending.append(PendingStep(sampled, self._read(result), decodes, prompt_row, prompt_result))
         self.num_launched += 1
 
-    def _sample(self, plan: StepPlan, head: HeadOutput, sampled: list[Row]) -> jax.Array:
-        """Choose the next tokens of a step: the array for the host to read.
+    def _column_programs(self, plan: StepPlan) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        """What takes one column of a step's logits, and the log-probabilities of all."""
+        requests, tokens = self.executables.requests, plan.shape.num_tokens
+        take_column, token_logprobs = (
+            requests.take_column(self.group, tokens),
+            requests.token_logprobs(self.group, tokens),
+        )
+        return self.executables.get(take_column), self.executables.get(token_logprobs)
 
-        Where all rows want the likeliest, the step has chosen already. Otherwise they are drawn on the first rank:
-        every rank has the logits, and one draw is enough.
-        """
+    def _sampler(self, plan: StepPlan, sampled: list[Row]) -> _Sampler | None:
+        """What chooses the next tokens of a step; None where the step itself does, as all rows want the likeliest."""
         kinds = {row.sequence.sampling.kind for row in sampled}
-        if kinds == {"greedy"} and plan.logits_of == "last":
-            self.last_tokens = head.last_tokens
-            return self._first_rank(head.likeliest)
-        logits, tokens = self._first_rank(head.logits), self._first_rank(self.last_tokens)
-        device = self.group.devices[0]
-        if plan.logits_of == "all":
-            logits = self.executables.take_column(device, logits.shape)(logits, np.int32(sampled[0].length - 1))
-        packed = self._pack_sampling(plan, sampled)
-        if "full" in kinds:
-            state = self.state
-            program = self.executables.draw_full(device, logits.shape, self.num_slots, packed.size)
-            tokens, state.flags, result = program(logits, tokens, state.flags, state.bias, packed)
+        every = plan.logits_of == "all"
+        if not sampled or (kinds == {"greedy"} and not every):
+            return None
+        num_rows, full = 1 if every else plan.shape.num_rows, "full" in kinds
+        packed = self._pack_sampling(sampled, num_rows, full)
+        requests = self.executables.requests
+        make = requests.draw_full if full else requests.draw
+        return _Sampler(self.executables.get(make(self.group, num_rows, self.num_slots, packed.size)), packed, full)
+
+    def _draw(self, sampler: _Sampler, logits: jax.Array) -> jax.Array:
+        """Choose tokens: the array for the host to read.
+
+        They are drawn on the first rank: every rank has the logits, and one draw is enough.
+        """
+        tokens, state = self._first_rank(self.last_tokens), self.state
+        if sampler.full:
+            tokens, state.flags, result = sampler.program(logits, tokens, state.flags, state.bias, sampler.packed)
         else:
-            program = self.executables.draw(device, logits.shape, self.num_slots, packed.size)
-            tokens, result = program(logits, tokens, packed)
+            tokens, result = sampler.program(logits, tokens, sampler.packed)
         if self.tp == 1:
             self.last_tokens = assemble(self.group, [tokens], replicated=True)
         else:
             self.last_tokens = jax.device_put(tokens, self.group.replicated)
         return result
 
-    def _pack_sampling(self, plan: StepPlan, sampled: list[Row]) -> np.ndarray:
+    def _pack_sampling(self, sampled: list[Row], num_rows: int, full: bool) -> np.ndarray:
         """The step's sampling settings, a row each. Tokens in flight are those of the step before: one at most."""
-        rows = [_NO_SAMPLE] * plan.shape.num_rows
+        rows = [_NO_SAMPLE] * num_rows
         num_pairs = 0
         for row in sampled:
             s = row.sequence
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
             num_pairs += len(pairs)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
-        has_words = any(row.sequence.sampling.bad_words for row in sampled)
-        return pack(rows, len(rows), pair_bucket(num_pairs) if has_words else 0)
+        return pack(rows, num_rows, pair_bucket(num_pairs) if full else 0)
 
     def _first_rank(self, array: jax.Array) -> jax.Array:
         return disassemble(self.group, array)[0]
@@ -359,7 +386,7 @@ class Instance:
     def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for."""
         ids = np.stack([source, target], axis=1).astype(np.int32)  # [tp, 2]
-        program = self.executables.page_copy(self.group, self._extent_pages, len(self.kv))
+        program = self.executables.get(self.executables.requests.page_copy(self.group, self._extent_pages))
         self.kv = program(self.kv, jax.device_put(ids, self.group.sharded))
 
     def retire(self) -> None:

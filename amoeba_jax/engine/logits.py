@@ -34,7 +34,8 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
             stop = min(start + chunk, decode_from) if start < decode_from else start + 1
             shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
             head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
-            rows.append(np.asarray(head.logits)[:, : stop - start].T)
+            first = shape.num_rows - 1  # rows before the sequence's are padding, of one token each
+            rows.append(np.asarray(head.logits)[:, first : first + stop - start].T)
             start = stop
     finally:
         instance.cache.release(pages)
@@ -46,10 +47,11 @@ def _sequence_batch(
 ) -> StepBatch:
     """Inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
     batch = StepBatch(shape, instance.tp)
-    padding = shape.num_tokens - len(tokens)
-    batch.set("tokens", np.pad(tokens, (0, padding)))
-    batch.set("positions", np.pad(np.arange(start, start + len(tokens)), (0, padding), constant_values=-1))
+    row = shape.num_rows - 1
+    padding = (row, shape.num_tokens - len(tokens) - row)
+    batch.set("tokens", np.pad(tokens, padding))
+    batch.set("positions", np.pad(np.arange(start, start + len(tokens)), padding, constant_values=-1))
     used = instance.pages.geometry.pages_for(start + len(tokens))
-    batch.set_table(0, pages.table[:, :used])
-    batch.set("num_pages", np.array([used]))
+    batch.set_table(row, pages.table[:, :used])
+    batch.set("num_pages", np.pad([used], (row, 0)))
     return batch

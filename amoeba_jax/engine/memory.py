@@ -9,11 +9,26 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.models.dims import ModelDims
 from sharding.ledger import format_bytes, parse_bytes
+from sharding.mesh import DEGREES
 
 DEFAULT_CPU_MEMORY = "2GiB"
 DEFAULT_PHASE_PAGES = 32
 # Staging takes no more than this part of what is left for the KV cache, where the number of pages is not given.
 STAGING_SHARE = 32
+# Programs that run while requests are served. Those that change layouts have staging.
+ACTIVATION_KINDS = (
+    "step",
+    "split",
+    "join",
+    "draw",
+    "draw_full",
+    "set_state",
+    "token_logprobs",
+    "take_column",
+    "page_copy",
+)
+# Tokens of a block in attention, at most.
+ATTENTION_BLOCK = 128
 # Ids and masks of the pieces in an exchange.
 STAGING_IDS = 4 << 10
 
@@ -36,6 +51,14 @@ class MemoryPlan:
     """Pages of each layer's KV extent."""
 
 
+class DeviceTooSmallError(MemoryBudgetError):
+    """A device has no room for a single page beside what must be there: `needed_bytes` would be enough."""
+
+    def __init__(self, message: str, budget_bytes: int, needed_bytes: int):
+        super().__init__(message)
+        self.budget_bytes, self.needed_bytes = budget_bytes, needed_bytes
+
+
 def device_budget(config: EngineConfig, device: jax.Device) -> int:
     """Bytes that the engine may use on a device."""
     if config.device_memory is not None:
@@ -47,19 +70,33 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
-    """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
+    """Upper estimate of the temporaries of any step: that of the largest one of each degree.
 
-    `Engine.warmup` replaces it by the programs' real figure where that is larger.
+    What programs take in fact is held against the budget when they are compiled.
     """
-    rows = config.max_num_seqs * config.max_tp
+    degrees = [tp for tp in DEGREES if tp <= dims.max_tp]
+    return max(step_estimate(dims, config, tp) for tp in degrees)
+
+
+def step_estimate(dims: ModelDims, config: EngineConfig, tp: int) -> int:
+    """Upper estimate of temporaries on each rank of a TP`tp` instance: hidden states, the widest intermediates of a
+    layer, blocks of pages in attention, block tables of all extents, f32 logits.
+    """
+    rows = config.max_num_seqs * tp
     tokens = config.max_num_batched_tokens + rows
-    heads, model = dims.heads, dims.config
-    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_chunk * dims.max_tp
-    per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
+    heads, model, kv_heads = dims.heads, dims.config, dims.heads.kv_heads // tp
+    per_token = 6 * model.hidden_size + 6 * dims.ffn_chunk * dims.max_tp // tp
+    per_token += 6 * kv_heads * (heads.group + 2) * model.head_dim
     # Scores and weights of one block of keys, f32, with their masks.
-    per_token += 4 * heads.kv_heads * heads.group * 128
-    logits = 8 * rows * dims.vocab_chunk * dims.max_tp
-    return 4 * (tokens * per_token + logits)
+    per_token += 4 * kv_heads * heads.group * ATTENTION_BLOCK
+    # Keys and values of one block of each sequence.
+    per_row = 4 * kv_heads * ATTENTION_BLOCK * model.head_dim
+    # Page ids and places in each extent, and what they are made of.
+    extents = 1 + 2 * (tp - 1) * dims.max_tp // tp
+    table_width = dims.pages.pages_for(config.max_model_len or model.max_position)
+    per_row += 4 * extents * table_width
+    logits = 8 * config.max_num_seqs * tp * dims.vocab_chunk * dims.max_tp
+    return 4 * (tokens * per_token + rows * per_row + logits)
 
 
 def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
@@ -78,8 +115,8 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
     """Give weights and temporaries what they need and the KV cache the rest.
 
-    Raises `MemoryBudgetError` if the weights do not fit or nothing is left for a single page, saying how much is
-    needed.
+    Raises `DeviceTooSmallError` if the weights do not fit or nothing is left for a single page, saying how much is
+    needed, and `MemoryBudgetError` if there is no room for `kv_cache_tokens`.
     """
     budget = device_budget(config, device)
     activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
@@ -94,12 +131,14 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     num_pages = (budget - weight_bytes - activations - sampling - staging) // all_layers
     if num_pages < 1:
         need = weight_bytes + activations + sampling + staging + all_layers
-        raise MemoryBudgetError(
+        raise DeviceTooSmallError(
             f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
             f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)}, sampling "
             f"{format_bytes(sampling)}, staging {format_bytes(staging)} and one KV page of all layers "
             f"{format_bytes(all_layers)}: at least "
-            f"{format_bytes(need)} ({need} bytes) per device"
+            f"{format_bytes(need)} ({need} bytes) per device",
+            budget,
+            need,
         )
     if config.kv_cache_tokens is not None:
         wanted = dims.pages.pages_for(config.kv_cache_tokens)

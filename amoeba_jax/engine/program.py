@@ -1,18 +1,19 @@
-"""A step of one segment as a program: built, compiled ahead of time, and checked for in-place cache updates."""
+"""A step of one segment as a program that is compiled ahead of time."""
 
-import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.engine.batch import BatchShape, unpack
 from amoeba_jax.engine.sampler import argmax, for_host
-from amoeba_jax.models.decoder import Segment, SegmentPlan, SegmentShape
+from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, SegmentShape
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
 from kvcache.page_lists import split_by_extent
@@ -42,6 +43,11 @@ class StepKey:
     num_slots: int
     logits_of: LogitsOf = "last"
 
+    @property
+    def family(self) -> Hashable:
+        """What it says without the devices themselves."""
+        return len(self.devices), self.segment, self.batch, self.extent_pages, self.num_slots, self.logits_of
+
     def __str__(self) -> str:
         parts = [
             f"TP{len(self.devices)}{list(self.devices)}",
@@ -63,24 +69,58 @@ class HeadOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
-    """A compiled step.
+class StepProgram:
+    """A step of one segment, the same for all groups of one degree. `compile` makes it the program of one of them.
 
-    Call with `(weights, kv, inputs, packed, last_tokens)`: `weights` the segment's leaves as `leaf_variables` orders
-    them, `kv` one list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden states
-    `[D, N]` or None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`,
+    That is called with `(weights, kv, inputs, packed, last_tokens)`: `weights` the segment's leaves as `leaf_variables`
+    orders them, `kv` one list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden
+    states `[D, N]` or None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`,
     `last_tokens` `[num_slots]`, the token last sampled for each slot, or None for a segment without embedding and head.
-    Returns `(kv, hidden states, head)`, where head is a `HeadOutput` or None.
+    It returns `(kv, hidden states, head)`, where head is a `HeadOutput` or None.
+
+    Attributes:
+        function: under `shard_map` over a mesh without devices, so that JAX traces and lowers it once for all groups.
+        arguments: shapes of what it takes.
+        sharded_weights: which of the leaves differ between ranks.
     """
 
-    key: StepKey
-    compiled: jax.stages.Compiled
-    compile_s: float
-    temp_bytes: int
-    """Temporaries per device while it runs."""
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    sharded_weights: tuple[bool, ...]
 
-    def __call__(self, *args: Any) -> Any:
-        return self.compiled(*args)
+    def compile(self, group: SubMesh) -> jax.stages.Compiled:
+        """Lower and compile it for a group."""
+        weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
+        jitted = jax.jit(
+            self.function,
+            donate_argnums=(1,),
+            keep_unused=True,
+            in_shardings=(weights, group.sharded, group.replicated, group.sharded, group.replicated),
+            out_shardings=(group.sharded, group.replicated, group.replicated),
+        )
+        return jitted.lower(*self.arguments).compile()
+
+
+def segment_keys(
+    group: SubMesh,
+    plans: Iterable[SegmentPlan],
+    batch: BatchShape,
+    extent_pages: tuple[int, ...],
+    num_slots: int,
+    logits_of: LogitsOf = "last",
+) -> list[StepKey]:
+    """Keys of the programs that make up a step of a whole model, one for each segment."""
+    return [
+        StepKey(
+            group.device_indices,
+            plan.shape,
+            batch,
+            extent_pages if plan.shape.num_layers else (),
+            num_slots,
+            logits_of if plan.shape.head else "last",
+        )
+        for plan in plans
+    ]
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
@@ -96,16 +136,16 @@ def is_sharded(variable: nnx.Variable) -> bool:
     return spec.placement == "sharded" and not metadata.get("whole", False)
 
 
-def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMesh) -> Program:
-    """Lower and compile the step that `key` describes.
-
-    Raises `RuntimeError` if XLA would copy the KV cache instead of updating it in place.
-    """
-    segment = Segment(dims, plan, group.tp)
+def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
+    """The step that `key` describes, of which only the number of devices counts."""
+    tp = len(key.devices)
+    segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
     variables = leaf_variables(segment)
     treedef = jax.tree.structure(state)
     shape = key.batch
+    # One function for layers that compute alike: traced and lowered once, and inlined by XLA.
+    calls = {window: _layer_call(layer) for window, layer in zip(plan.shape.windows, segment.layers, strict=True)}
 
     def step(
         weights: list[jax.Array],
@@ -122,10 +162,10 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
         fields = unpack(packed[0], shape)
         x = model.embedding(_input_tokens(fields, last_tokens)) if model.embedding is not None else inputs
         assert x is not None, "a segment starts with the embedding or with hidden states"
-        context = _context(dims, shape, group.tp, key.extent_pages, fields)
+        context = _context(dims, shape, tp, key.extent_pages, fields) if plan.layers else None
         new_kv = []
-        for layer, extents in zip(model.layers, kv, strict=True):
-            x, extents = layer(x, extents, context)
+        for window, layer, extents in zip(plan.shape.windows, model.layers, kv, strict=True):
+            x, extents = calls[window](jax.tree.leaves(nnx.state(layer)), x, extents, context)
             new_kv.append(extents)
         if model.head is None:
             return new_kv, x, None
@@ -138,54 +178,49 @@ def compile_step(dims: ModelDims, plan: SegmentPlan, key: StepKey, group: SubMes
         return new_kv, None, HeadOutput(for_host(likeliest, peak), logits, last_tokens)
 
     dtype = jnp.dtype(dims.dtype)
-    weight_specs = [P(TP_AXIS) if is_sharded(variable) else P() for variable in variables]
-    kv_abstract = [
-        [jax.ShapeDtypeStruct((group.tp * pages, dims.pages.page_elems), dtype) for pages in key.extent_pages]
-        for _ in plan.layers
-    ]
+    sharded = tuple(is_sharded(variable) for variable in variables)
     weights_abstract = [
-        _global_shape(variable.get_metadata()["spec"].stored_shape, group.tp if is_sharded(variable) else 1, dtype)
-        for variable in variables
+        _global_shape(variable.get_metadata()["spec"].stored_shape, tp if differs else 1, dtype)
+        for variable, differs in zip(variables, sharded, strict=True)
+    ]
+    kv_abstract = [
+        [jax.ShapeDtypeStruct((tp * pages, dims.pages.page_elems), dtype) for pages in key.extent_pages]
+        for _ in plan.layers
     ]
     inputs_abstract = (
         None if plan.shape.embedding else jax.ShapeDtypeStruct((dims.config.hidden_size, shape.num_tokens), dtype)
     )
-    packed_abstract = jax.ShapeDtypeStruct((group.tp, shape.packed_size), jnp.int32)
+    packed_abstract = jax.ShapeDtypeStruct((tp, shape.packed_size), jnp.int32)
     has_tokens = plan.shape.embedding or plan.shape.head
     tokens_abstract = jax.ShapeDtypeStruct((key.num_slots,), jnp.int32) if has_tokens else None
-    in_specs = (weight_specs, P(TP_AXIS), P(), P(TP_AXIS), P())
-    out_specs = (P(TP_AXIS), P(), P())
-    mapped = jax.shard_map(step, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def sharding(spec: P) -> jax.sharding.Sharding:
-        return group.sharded if spec else group.replicated
-
-    start = time.perf_counter()
-    compiled = (
-        jax.jit(
-            mapped,
-            donate_argnums=(1,),
-            keep_unused=True,
-            in_shardings=(
-                [sharding(s) for s in weight_specs],
-                group.sharded,
-                group.replicated,
-                group.sharded,
-                group.replicated,
-            ),
-            out_shardings=(group.sharded, group.replicated, group.replicated),
-        )
-        .lower(weights_abstract, kv_abstract, inputs_abstract, packed_abstract, tokens_abstract)
-        .compile()
+    weight_specs = [P(TP_AXIS) if differs else P() for differs in sharded]
+    mapped = jax.shard_map(
+        step,
+        mesh=AbstractMesh((tp,), (TP_AXIS,)),
+        in_specs=(weight_specs, P(TP_AXIS), P(), P(TP_AXIS), P()),
+        out_specs=(P(TP_AXIS), P(), P()),
+        check_vma=False,
     )
-    memory = compiled.memory_analysis()
-    kv_bytes = sum(key.extent_pages) * dims.pages.page_elems * dtype.itemsize * len(plan.layers)
-    if memory is not None and memory.alias_size_in_bytes < kv_bytes:
-        raise RuntimeError(
-            f"executable {key} would copy the KV cache: {memory.alias_size_in_bytes} of {kv_bytes} bytes are aliased"
-        )
-    temp_bytes = 0 if memory is None else memory.temp_size_in_bytes
-    return Program(key, compiled, time.perf_counter() - start, temp_bytes)
+    return StepProgram(
+        mapped, (weights_abstract, kv_abstract, inputs_abstract, packed_abstract, tokens_abstract), sharded
+    )
+
+
+def step_kv_bytes(dims: ModelDims, key: StepKey) -> int:
+    """Bytes of the extents on each rank that a step updates in place."""
+    itemsize = jnp.dtype(dims.dtype).itemsize
+    return sum(key.extent_pages) * dims.pages.page_elems * itemsize * key.segment.num_layers
+
+
+def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
+    """A layer as a function `(leaves, x, extents, context)`, for any layer that computes as this one does."""
+    graph, state = nnx.split(layer)
+    treedef = jax.tree.structure(state)
+
+    def call(leaves: list[jax.Array], x: jax.Array, extents: list[jax.Array], context: StepContext):
+        return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))(x, extents, context)
+
+    return jax.jit(call)
 
 
 def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -46,6 +46,10 @@ class ProgramStore(Generic[T]):
             self._programs.move_to_end(key)
         return program
 
+    def find(self, key: Hashable) -> T | None:
+        """The program of `key`, if it is there."""
+        return self._programs.get(key)
+
     def add(self, key: Hashable, program: T) -> None:
         """Take a program, possibly in place of others that were not used for longest."""
         self._programs[key] = program

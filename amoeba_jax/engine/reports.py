@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.executables import executable_info
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.views import InstanceView, MemoryEntry, MemoryReport
+from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryEntry, MemoryReport
 
 
 def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
@@ -61,5 +62,13 @@ def engine_stats(engine: Engine) -> EngineStats:
     """Running totals."""
     stats = engine.stats
     return replace(
-        stats, steps_by_tokens=list(stats.steps_by_tokens), compiled_programs=engine.cluster.executables.num_made
+        stats,
+        steps_by_tokens=list(stats.steps_by_tokens),
+        compiled_programs=engine.cluster.executables.num_made,
+        late_programs=engine.cluster.executables.num_late,
     )
+
+
+def executable_infos(engine: Engine) -> tuple[ExecutableInfo, ...]:
+    """All programs that are compiled."""
+    return tuple(executable_info(executable) for executable in engine.cluster.executables)

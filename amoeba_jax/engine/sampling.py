@@ -36,7 +36,8 @@ FLOATS: tuple[str, ...] = (
 FIELDS: tuple[str, ...] = ("slot", "position", "options", "seed", "top_k", *FLOATS)
 _OPTIONS = FIELDS.index("options")
 
-_SMALLEST_PAIR_BUCKET = 8
+# Enough for the bad words of most steps: each size is one more program for every number of rows.
+_SMALLEST_PAIR_BUCKET = 64
 
 BadWords = tuple[tuple[int, ...], ...]
 Pair = tuple[int, int]
@@ -201,7 +202,7 @@ def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: boo
 
 
 def pair_bucket(num_pairs: int) -> int:
-    """Size that this many pairs are padded to: a power of two of at least 8."""
+    """Size that this many pairs are padded to: a power of two of at least 64."""
     return max(_SMALLEST_PAIR_BUCKET, 1 << (num_pairs - 1).bit_length())
 
 

@@ -22,7 +22,7 @@ from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
-from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError, TransformError
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, NotCompiledError, RequestError, TransformError
 from amoeba_jax.transform import GroupTransform, TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
@@ -88,6 +88,7 @@ class Transformations:
     Args:
         drain: waits for what an instance has launched, and takes in the results.
         requeue: takes a sequence off its instance, to be computed again.
+        refuse: ends the sequence of a step for which a program is missing.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class Transformations:
         cluster: Cluster,
         drain: Callable[[Instance], None],
         requeue: Callable[[Instance, Sequence], None],
+        refuse: Callable[[Instance, StepPlan, Exception], None],
     ):
-        self._cluster, self._drain, self._requeue = cluster, drain, requeue
+        self._cluster, self._drain, self._requeue, self._refuse = cluster, drain, requeue, refuse
         self._jobs: list[_Job] = []
         self._active: dict[Instance, _Active] = {}
         self._settling: list[tuple[_Active, Future[Any]]] = []
@@ -295,24 +297,11 @@ class Transformations:
 
         Raises `RequestError` where these are over the budget.
         """
-        cluster, config = self._cluster, self._cluster.config
+        cluster = self._cluster
         start = time.perf_counter()
-        degrees = cluster.buckets(lower)
         num_layers = cluster.dims.config.num_layers
-        programs = TransitionPrograms(
-            cluster.weights,
-            cluster.executables,
-            group,
-            [cluster.sub_meshes.group(first, lower) for first in range(group.start, group.start + group.tp, lower)],
-            up=up,
-            released=released,
-            rows=next(size for size in degrees.mixed_decode_sizes if size >= rows),
-            base_pages=cluster.memory_plan.num_pages,
-            longest_run=1 << (min(config.segment_layers, num_layers).bit_length() - 1),
-            table_width=degrees.table_width,
-            num_slots=config.max_num_seqs * cluster.dims.max_tp,
-            phase_pieces=cluster.memory_plan.phase_pages,
-        )
+        bucket = next(size for size in cluster.buckets(lower).mixed_rows if size >= rows)
+        programs = cluster.plan.transition(cluster.executables, group, lower, up=up, released=released, rows=bucket)
         max_pieces = 0
         if rows:
             programs.prepare_steps()
@@ -343,7 +332,6 @@ class Transformations:
             programs,
             mover,
             self._cluster.weights,
-            self._cluster.executables,
             layers_per_step=job.options.layers_per_step,
             overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
         )
@@ -360,18 +348,28 @@ class Transformations:
         try:
             reserve(instance)
             transition.switch_layers()
-            plan = transition.plan_step()
+            plan = self._launch(transition)
             if plan is None:
                 while not transition.done:
                     transition.switch_layers()
             else:
-                instance.launch_plan(plan)
                 active.steps += 1
                 active.tokens += len(plan.rows)
             if transition.done:
                 self._finish(active)
         except Exception as error:
             self._fail(active, error)
+        return plan
+
+    def _launch(self, transition: Transition) -> StepPlan | None:
+        """Launch the next step, if anything decodes, without sequences that need a program which is missing."""
+        while (plan := transition.plan_step()) is not None:
+            try:
+                transition.instance.launch_plan(plan)
+            except (NotCompiledError, MemoryBudgetError) as error:
+                self._refuse(transition.instance, plan, error)
+            else:
+                break
         return plan
 
     def _finish(self, active: _Active) -> None:

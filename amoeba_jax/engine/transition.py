@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance, Row, StepPlan
 from amoeba_jax.engine.movers import Mover, Plan
 from amoeba_jax.engine.program import HeadOutput
@@ -74,7 +73,6 @@ class Transition:
         programs: TransitionPrograms,
         mover: Mover,
         weights: WeightStore,
-        executables: Executables,
         *,
         layers_per_step: int,
         overlapped: bool,
@@ -85,7 +83,7 @@ class Transition:
         self.started = False
         self.restored: list[jax.Array] = []
         self.switches: list[LayerSwitch] = []
-        self._mover, self._weights, self._executables = mover, weights, executables
+        self._mover, self._weights = mover, weights
         self._layers_per_step, self._overlapped = layers_per_step, overlapped
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
@@ -259,7 +257,7 @@ class Transition:
     def _run_end(self, plan: SegmentPlan, packed: jax.Array, hidden: jax.Array | None):
         """The embedding or the head."""
         group = self.instance.group
-        program = self._executables.step(*self.programs.request(plan, group))
+        program = self.programs.end(plan)
         _, hidden, head = program(self._weights.view(group, plan), [], hidden, packed, self.instance.last_tokens)
         return hidden, head
 
@@ -278,8 +276,7 @@ class Transition:
         self, start: int, stop: int, group: SubMesh, kv: list[list[jax.Array]], hidden: jax.Array, packed: jax.Array
     ) -> jax.Array:
         for first, end in self.programs.runs(start, stop):
-            key, plan, _ = self.programs.layers_request(first, end, group)
-            program = self._executables.step(key, plan, group)
+            program, plan = self.programs.layers(first, end, group)
             kv[first:end], hidden, _ = program(self._weights.view(group, plan), kv[first:end], hidden, packed, None)
         return hidden
 

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import jax
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from amoeba_jax.engine.batch import BatchShape
-from amoeba_jax.engine.executables import Executables, Request
-from amoeba_jax.engine.program import StepKey
+from amoeba_jax.engine.executables import Executables
+from amoeba_jax.engine.program import StepKey, segment_keys
+from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan, SegmentShape
-from sharding.mesh import TP_AXIS, SubMesh
+from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
 
 
@@ -28,7 +27,8 @@ class TransitionPrograms:
         released: the degrees for which weights are released before and after.
         rows: sequences that each instance of the lower degree decodes in a step, at most: the bucket.
         base_pages: pages of the extent that is never weights.
-        longest_run: layers in one program, at most; a power of two.
+        longest_run: layers in one program, at most: as many as in a segment outside of transitions, whose programs
+            these are too.
         table_width: pages of a sequence, at most.
         num_slots: sequences whose last tokens an instance remembers.
         phase_pieces: pieces from one rank to another in one exchange.
@@ -70,20 +70,28 @@ class TransitionPrograms:
         before, after = self.released
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
-    def prepare_steps(self) -> None:
-        """Compile what steps need in every state between the layouts. Raises what the compiler raises."""
-        requests: dict[StepKey, Request] = {}
+    def step_requests(self) -> list[ProgramRequest]:
+        """What steps need in every state between the layouts."""
+        requests: dict[StepKey, ProgramRequest] = {}
         for boundary in range(self.num_layers + 1):
             for low in (True, False):
                 for first, end in self.runs(*self.part(boundary, low)):
                     for group in self.members if low else [self.group]:
-                        request = self.layers_request(first, end, group)
-                        requests.setdefault(request[0], request)
-        for plan in (self.embedding, self.head):
-            request = self.request(plan, self.group)
-            requests[request[0]] = request
-        self._executables.prepare(list(requests.values()), lambda: None)
-        _ = self.split, self.join
+                        key, plan = self.layers_key(first, end, group)
+                        if key not in requests:
+                            requests[key] = self._executables.requests.step(key, plan, group)
+        ends = [self._request(plan, self.group) for plan in (self.embedding, self.head)]
+        return [*requests.values(), *ends, self._split_request, self._join_request]
+
+    def restore_requests(self) -> list[ProgramRequest]:
+        """What makes weights again of the extents that are none afterwards: the same in every layer."""
+        return [self._restore_request(chunk) for chunk in self.restored(0)]
+
+    @property
+    def exchange_request(self) -> ProgramRequest:
+        """What moves pages."""
+        requests = self._executables.requests
+        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces)
 
     # Steps
 
@@ -92,9 +100,10 @@ class TransitionPrograms:
         return (0, boundary) if low == self.up else (boundary, self.num_layers)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Runs of layers that are compiled: lengths are powers of two, so that few programs make up any range."""
+        """Runs of layers that are compiled: few lengths, so that few programs make up any range."""
+        lengths = [self._longest_run, *(4**power for power in range(5, -1, -1) if 4**power < self._longest_run)]
         while start < stop:
-            length = 1 << (min(stop - start, self._longest_run).bit_length() - 1)
+            length = next(length for length in lengths if length <= stop - start)
             yield start, start + length
             start += length
 
@@ -106,58 +115,69 @@ class TransitionPrograms:
     def head(self) -> SegmentPlan:
         return SegmentPlan(self.num_layers, SegmentShape((), False, True))
 
-    def layers_request(self, start: int, stop: int, group: SubMesh) -> Request:
-        """What runs a run of layers, on the whole group or on one instance of the lower degree."""
-        windows = self.dims.config.sliding_windows[start:stop]
-        return self.request(SegmentPlan(start, SegmentShape(windows, False, False)), group)
-
-    def request(self, plan: SegmentPlan, group: SubMesh) -> Request:
-        """What runs a segment."""
+    def layers_key(self, start: int, stop: int, group: SubMesh) -> tuple[StepKey, SegmentPlan]:
+        """A run of layers, on the whole group or on one instance of the lower degree."""
+        plan = SegmentPlan(start, SegmentShape(self.dims.config.sliding_windows[start:stop], False, False))
         low = group.tp == self.lower
         shape, extents = (self.low_shape, self._low_extents) if low else (self.shape, self._high_extents)
-        return StepKey(group.device_indices, plan.shape, shape, extents, self._num_slots), plan, group
+        (key,) = segment_keys(group, [plan], shape, extents, self._num_slots)
+        return key, plan
+
+    def layers(self, start: int, stop: int, group: SubMesh) -> tuple[jax.stages.Compiled, SegmentPlan]:
+        """The program of `layers_key`."""
+        key, plan = self.layers_key(start, stop, group)
+        return self._executables.get(self._executables.requests.step(key, plan, group)), plan
+
+    def end(self, plan: SegmentPlan) -> jax.stages.Compiled:
+        """The program of `embedding` or `head`."""
+        return self._executables.get(self._request(plan, self.group))
+
+    def _request(self, plan: SegmentPlan, group: SubMesh) -> ProgramRequest:
+        (key,) = segment_keys(group, [plan], self.shape, self._high_extents, self._num_slots)
+        return self._executables.requests.step(key, plan, group)
+
+    @property
+    def _split_request(self) -> ProgramRequest:
+        return self._executables.requests.split(self.group, self.lower, self.rows)
+
+    @property
+    def _join_request(self) -> ProgramRequest:
+        return self._executables.requests.join(self.group, self.lower, self.rows)
 
     @cached_property
     def split(self) -> jax.stages.Compiled:
         """`[D, members * rows]` on every rank -> each member's columns on its ranks, `[tp * D, rows]`."""
-        rows, lower = self.rows, self.lower
-
-        def split(hidden: jax.Array) -> jax.Array:
-            member = lax.axis_index(TP_AXIS) // lower
-            return lax.dynamic_slice_in_dim(hidden, member * rows, rows, axis=1)
-
-        shape = (self.dims.config.hidden_size, rows * self.num_members)
-        return self._mapped("split", split, shape, P(), P(TP_AXIS))
+        return self._executables.get(self._split_request)
 
     @cached_property
     def join(self) -> jax.stages.Compiled:
         """The inverse of `split`."""
-        lower, hidden_size = self.lower, self.dims.config.hidden_size
+        return self._executables.get(self._join_request)
 
-        def join(hidden: jax.Array) -> jax.Array:
-            every = lax.all_gather(hidden, TP_AXIS)[::lower]
-            return every.transpose(1, 0, 2).reshape(hidden_size, -1)
-
-        return self._mapped("join", join, (hidden_size * self.group.tp, self.rows), P(TP_AXIS), P())
-
-    def _mapped(self, name: str, function, shape: tuple[int, int], spec: P, result: P) -> jax.stages.Compiled:
-        key = (name, self.lower, self.rows)
-        return self._executables.mapped(key, self.group, function, shape, spec, result, self.dims.dtype)
-
-    # Layers
+    # Pages and weights
 
     @cached_property
     def exchange(self) -> jax.stages.Compiled:
-        return self._executables.exchange(self.dims, self.group, self.old_extents, self.new_extents, self.phase_pieces)
+        """Runs one phase of a plan in one layer."""
+        return self._executables.get(self.exchange_request)
 
     def migrate(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""
-        return self._executables.migrate(self.dims, self.group, self.old_extents, num_pieces)
+        return self._executables.get(self._executables.requests.migrate(self.group, self.old_extents, num_pieces))
 
     def defragment(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""
-        return self._executables.defragment(self.dims, self.group, self.old_extents, self.new_extents, num_pieces)
+        requests = self._executables.requests
+        return self._executables.get(requests.defragment(self.group, self.old_extents, self.new_extents, num_pieces))
 
     def restore(self, chunk: ReleasedChunk) -> jax.stages.Compiled:
         """What makes one of `restored` weights again."""
-        return self._executables.restore(self.group, chunk, self.dims, self.phase_pieces)
+        return self._executables.get(self._restore_request(chunk))
+
+    def _restore_request(self, chunk: ReleasedChunk) -> ProgramRequest:
+        return self._executables.requests.restore(self.group, chunk, self.phase_pieces)
+
+    def prepare_steps(self) -> None:
+        """Compile what steps need. Raises what the compiler raises."""
+        for _ in self._executables.prepare(self.step_requests()):
+            pass

@@ -1,69 +1,175 @@
-"""Compiling ahead of time what serving at given degrees can need."""
+"""Compiling all that serving can need, and running each program once: the first call of a program does more."""
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
-from amoeba_jax.engine.buckets import Buckets
+import jax
+import numpy as np
+
+from amoeba_jax.engine.batch import StepBatch
+from amoeba_jax.engine.catalogue import catalogue
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.sampling import pack
+from amoeba_jax.engine.program import StepKey
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.restore import source_place
+from amoeba_jax.engine.sampling import NO_SLOT
 from amoeba_jax.engine.transformation import TransformOptions
+from kvcache.migration import PADDING
+
+_MAX_JOBS = 8
+ON_FIRST = ("draw", "draw_full", "set_state", "token_logprobs", "take_column")
+"""Kinds of programs that run on an instance's first device alone."""
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What a warm-up did.
+
+    Attributes:
+        made: programs that were not there before.
+        cached: how many of these came from the compile cache.
+        compile_s: seconds until all were there.
+        run_s: seconds in which each was run once, changes of the layout included.
+    """
+
+    made: int
+    cached: int
+    compile_s: float
+    run_s: float
+
+
+def compile_jobs(jobs: int | None) -> int:
+    """Programs to compile at once; None: as many as there are processors."""
+    return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
-    """Programs that `warm_up` of these degrees goes through."""
+    """How many programs `warm_up` of these degrees goes through."""
+    return len(_wanted(engine, degrees))
+
+
+def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
     cluster = engine.cluster
-    segments = len({plan.shape for plan in cluster.plans})
-    return sum(
-        len(cluster.sub_meshes.groups(tp))
-        * (len(cluster.buckets(tp).all()) * segments + len(_sampler_rows(cluster.buckets(tp))))
-        for tp in degrees
-    )
+    for tp in degrees:
+        cluster.sub_meshes.check_degree(tp)
+    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
 
 
-def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
-    """Compile what is missing, in the dispatcher thread; returns how many programs were. Instances stay as they are.
+def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> Warmup:
+    """Compile what is missing and run it once, in the dispatcher thread. Instances stay as they are.
 
-    Raises `RequestError` while requests are waiting or running, `MemoryBudgetError` if the programs' temporaries
-    do not fit the device's budget.
+    `on_program` is called when a program is there, and again when it has run. Where these are all degrees, the
+    registry is `complete` afterwards. Raises `RequestError` while requests are waiting or running,
+    `MemoryBudgetError` if the programs' temporaries do not fit the device's budget.
     """
     executables = engine.cluster.executables
+    engine.check_idle("programs cannot be warmed up")
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
-    before = executables.num_made
+    start, before, known = time.perf_counter(), executables.num_made, {e.request.key for e in executables}
+    requests = _wanted(engine, degrees)
+    jobs = compile_jobs(engine.config.compile_jobs)
+    cached = 0
+    for executable in executables.prepare(requests, jobs):
+        cached += executable.cached and executable.request.key not in known
+        on_program()
+    compiled = time.perf_counter()
+    waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}
     try:
-        for tp in degrees:
+        # The present layout first: it need not be made.
+        for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
-            _compile_layout(engine, on_program)
+            for instance in engine.instances:
+                instance.cache.clear()  # whose pages a restored weight may be written over
+            for request in _run_here(engine, tp, waiting):
+                del waiting[request.key]
+                on_program()
     finally:
         engine.set_layout(min(tp for tp, _ in present))
         for tp, devices in present:
             engine.transform(TransformOptions(tp, devices))
         engine.end_transformations()
-    return executables.num_made - before
+    if set(degrees) == set(engine.cluster.sub_meshes.degrees()):
+        executables.set_complete()
+    return Warmup(executables.num_made - before, cached, compiled - start, time.perf_counter() - compiled)
 
 
-def _compile_layout(engine: Engine, on_program: Callable[[], None]) -> None:
-    cluster = engine.cluster
-    requests = [
-        (key, plan, instance.group)
-        for instance in engine.instances
-        for shape in instance.buckets.all()
-        for key, plan in zip(instance.step_keys(shape), cluster.plans, strict=True)
-    ]
-    cluster.executables.prepare(requests, on_program)
-    for instance in engine.instances:
-        for rows in _sampler_rows(instance.buckets):
-            _prepare_draw(engine, instance, rows)
-            on_program()
-    measured = max((program.temp_bytes for program in cluster.executables.programs), default=0)
-    for ledger in cluster.ledgers:
-        ledger.reserve("activations", max(measured, cluster.memory_plan.activation_bytes))
+def _run_here(engine: Engine, tp: int, waiting: dict[Hashable, ProgramRequest]) -> Iterator[ProgramRequest]:
+    """Run those programs that the present instances, all of degree `tp`, have the buffers for, and yield them."""
+    homes = {instance.id: instance for instance in engine.instances}
+    for request in list(waiting.values()):
+        instance = homes.get(request.devices[0])
+        if instance is not None and (request.kind in ON_FIRST or len(request.devices) == tp):
+            run_once(engine, instance, request)
+            yield request
 
 
-def _prepare_draw(engine: Engine, instance: Instance, rows: int) -> None:
-    """The sampler of plain requests; the one for penalties, masks and log-probabilities comes with the first."""
-    logits = (engine.dims.config.vocab_size, rows)
-    engine.cluster.executables.draw(instance.group.devices[0], logits, instance.num_slots, pack([], rows).size)
+def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> None:
+    """Run a program with arguments that change nothing that is of use, and wait for it.
+
+    For an instance without sequences, of the program's own degree unless that runs on the first device alone.
+    """
+    program = engine.cluster.executables.get(request)
+    if isinstance(request.key, StepKey):
+        results = _run_step(engine, instance, request, program)
+    elif request.kind in ON_FIRST:
+        results = _run_on_first(instance, request.kind, program)
+    elif request.kind in ("split", "join"):
+        results = program(_filled(program, 0))
+    elif request.kind == "page_copy":
+        instance.copy_page(*np.zeros((2, instance.tp), np.int32))
+        results = instance.kv
+    elif request.kind == "exchange":
+        (instance.kv[0],) = program([instance.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
+        results = instance.kv[0]
+    else:
+        results = _run_restore(engine, instance, request, program)
+    jax.block_until_ready(results)
 
 
-def _sampler_rows(buckets: Buckets) -> list[int]:
-    return sorted({shape.num_rows for shape in buckets.all()})
+def _run_step(engine: Engine, instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
+    """A step of padding alone."""
+    assert isinstance(request.key, StepKey), "a step has such a key"
+    assert request.plan is not None, "a step is of a segment"
+    plan, group = request.plan, instance.group
+    weights = engine.cluster.weights.view(group, plan)
+    layers = slice(plan.layers.start, plan.layers.stop)
+    packed = jax.device_put(StepBatch(request.key.batch, group.tp).packed, group.sharded)
+    tokens = instance.last_tokens if plan.shape.embedding or plan.shape.head else None
+    hidden = None if plan.shape.embedding else _filled(program, 2)
+    instance.kv[layers], *results = program(weights, instance.kv[layers], hidden, packed, tokens)
+    return results, instance.kv[layers]
+
+
+def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
+    """A program of the sampler: rows that record nothing, or a slot that nobody has."""
+    state = instance.state
+    if kind == "set_state":
+        state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
+        return state.flags
+    if kind == "draw_full":
+        arguments = _filled(program, 0), _filled(program, 1), state.flags, state.bias, _filled(program, 4, NO_SLOT)
+        _, state.flags, result = program(*arguments)
+        return result
+    fill = NO_SLOT if kind == "draw" else 0
+    count = len(program.args_info[0])
+    return program(*(_filled(program, index) for index in range(count - 1)), _filled(program, count - 1, fill))
+
+
+def _run_restore(engine: Engine, instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
+    """A chunk of weights goes where pages are, none of which is in use."""
+    assert request.chunk is not None, "it restores one"
+    weights, group = engine.cluster.weights, instance.group
+    place = source_place(request.chunk, weights.dims.max_tp, group)
+    source = weights.assembled(group, request.chunk.spec, place)
+    index = 1 + weights.released(0, instance.released).index(request.chunk)  # the first extent is never weights
+    instance.kv[0][index] = program(source, instance.kv[0][index])
+    return instance.kv[0]
+
+
+def _filled(program: jax.stages.Compiled, index: int, value: int = 0) -> jax.Array:
+    """An argument of a program, the same value throughout."""
+    info, sharding = program.args_info[0][index], program.input_shardings[0][index]
+    return jax.device_put(np.full(info.shape, value, info.dtype), sharding)

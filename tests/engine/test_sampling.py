@@ -73,7 +73,9 @@ def test_pairs_in_flight_name_the_token_they_wait_for():
     assert bad_word_pairs(row, [], in_flight=True) == [(1, 2)]
 
 
-@pytest.mark.parametrize(("pairs", "size"), [(0, 8), (1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (1000, 1024)])
+@pytest.mark.parametrize(
+    ("pairs", "size"), [(0, 64), (1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (1000, 1024)]
+)
 def test_pairs_are_padded_to_a_power_of_two(pairs: int, size: int):
     assert pair_bucket(pairs) == size
 

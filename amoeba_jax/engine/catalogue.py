@@ -1,0 +1,67 @@
+"""Every program that serving can need, from sizes alone: no weights, no buffers, and no devices but their names."""
+
+from collections.abc import Iterator
+
+from amoeba_jax.engine.batch import BatchShape
+from amoeba_jax.engine.batcher import prompt_logits_chunks
+from amoeba_jax.engine.executables import Executables
+from amoeba_jax.engine.plan import EnginePlan
+from amoeba_jax.engine.program import LogitsOf, segment_keys
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.sampling import pack, pair_bucket
+from sharding.mesh import SubMesh
+
+
+def catalogue(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramRequest]:
+    """Programs of all instances of some degrees, and of transitions between any two of them, each once.
+
+    It leaves out what only some calls ask for: `LLM.logits`, transformations that keep weights or are not in place,
+    and steps with bad words that are more than `sampling.pair_bucket` starts with.
+    """
+    found: dict[object, ProgramRequest] = {}
+    for tp in degrees:
+        for group in plan.sub_meshes.groups(tp):
+            for request in (*_steps(plan, executables, group), *_sampling(plan, executables, group)):
+                found.setdefault(request.key, request)
+            page_copy = executables.requests.page_copy(group, plan.extent_pages(tp))
+            found.setdefault(page_copy.key, page_copy)
+    for lower in degrees:
+        for higher in degrees:
+            if lower < higher:
+                for group in plan.sub_meshes.groups(higher):
+                    for request in _transition(plan, executables, group, lower):
+                        found.setdefault(request.key, request)
+    return list(found.values())
+
+
+def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
+    buckets = plan.buckets(group.tp)
+    prompts = [buckets.step(0, 1, chunk) for chunk in prompt_logits_chunks(buckets)]
+    steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
+    extents = plan.extent_pages(group.tp)
+    for shape, logits_of in steps:
+        keys = segment_keys(group, plan.plans, shape, extents, plan.num_slots, logits_of)
+        for key, segment in zip(keys, plan.plans, strict=True):
+            yield executables.requests.step(key, segment, group)
+
+
+def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
+    buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
+    for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
+        yield requests.draw(group, rows, slots, pack([], rows).size)
+        yield requests.draw_full(group, rows, slots, pack([], rows, pair_bucket(0)).size)
+    for chunk in prompt_logits_chunks(buckets):
+        tokens = buckets.step(0, 1, chunk).num_tokens
+        yield requests.token_logprobs(group, tokens)
+        yield requests.take_column(group, tokens)
+    yield requests.set_state(group, slots)
+
+
+def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lower: int) -> Iterator[ProgramRequest]:
+    for rows in plan.buckets(lower).mixed_rows:
+        for up in (True, False):
+            released = (lower, group.tp) if up else (group.tp, lower)
+            programs = plan.transition(executables, group, lower, up=up, released=released, rows=rows)
+            yield from programs.step_requests()
+            yield programs.exchange_request
+            yield from programs.restore_requests()

@@ -1,0 +1,184 @@
+"""`amoeba warmup`: compiles all programs of a server ahead of its start, from sizes alone."""
+
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from amoeba_jax import EngineConfig
+from amoeba_jax.checkpoint.resolve import resolve_model
+from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, stop_writing
+from amoeba_jax.engine.catalogue import catalogue
+from amoeba_jax.engine.executables import Executables, compile_programs, executable_info
+from amoeba_jax.engine.memory import DeviceTooSmallError
+from amoeba_jax.engine.plan import EnginePlan
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.warmup import compile_jobs
+from amoeba_jax.engine.weights import WeightStore
+from amoeba_jax.errors import ConfigError
+from amoeba_jax.model_source import ModelSource
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.platform import resolve_dtype, serving_devices
+from amoeba_jax.views import ExecutableInfo
+from serving.warmup_report import layouts, print_layouts, print_plan, print_requests
+
+EXIT_WOULD_COMPILE = 1
+# Compiled programs are in reference cycles, and take memory mappings until they are collected.
+_COLLECT_EVERY = 32
+
+
+def run_warmup(
+    config: EngineConfig,
+    degrees: list[int] | None,
+    *,
+    platform: str | None,
+    dry_run: bool,
+    check: bool,
+    as_json: bool,
+) -> int:
+    """Fill the compile cache, or say what would be in it (`dry_run`), or whether anything is missing (`check`).
+
+    Args:
+        config: of the server that is to start.
+        degrees: of its instances; None: all.
+        platform: that the server runs on; None: this machine's.
+
+    Returns the exit code. Raises `ConfigError`, and, but for `dry_run`, `MemoryBudgetError` where it does not fit.
+    """
+    devices = serving_devices(config.num_devices)
+    here = devices[0].platform
+    if platform is not None and platform != here and not dry_run:
+        raise ConfigError(
+            f"platform={platform!r}: a compile cache for it cannot be made on this machine, whose devices are "
+            f"{here}: XLA compiles for the devices that are there. Run amoeba warmup on a machine like the server's, "
+            "or use --dry-run"
+        )
+    plan, short_bytes = _plan(config, devices, platform or here, dry_run)
+    wanted = degrees or list(plan.sub_meshes.degrees())
+    for tp in wanted:
+        plan.sub_meshes.check_degree(tp)
+    requests = catalogue(plan, Executables(plan.dims), tuple(sorted(set(wanted))))
+    if dry_run:
+        _print_dry_run(config, plan, short_bytes, requests, as_json)
+        return 0
+    directory = enable_compile_cache(config.compile_cache, config.compile_cache_size)
+    if directory is None:
+        raise ConfigError("compile_cache='' keeps no programs: name a directory to warm up")
+    if check:
+        stop_writing()
+    infos: list[ExecutableInfo] = []
+    jobs = compile_jobs(config.compile_jobs)
+    missing = None
+    with _bar(len(requests), "checking" if check else "compiling", not as_json) as advance:
+        for count, executable in enumerate(compile_programs(requests, jobs), 1):
+            infos.append(executable_info(executable))
+            advance()
+            if check and not executable.cached:
+                missing = infos[-1].name
+                break
+            del executable
+            if count % _COLLECT_EVERY == 0:
+                gc.collect()
+    _print_result(directory, infos, len(requests), missing, as_json)
+    return EXIT_WOULD_COMPILE if missing else 0
+
+
+def _plan(
+    config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
+) -> tuple[EnginePlan, int]:
+    """What the engine would be, and by how many bytes its devices are too small: more than 0 in a dry run alone."""
+    dims = _dims(config, platform, quiet=dry_run)
+    weights = WeightStore(dims, devices)
+    if dry_run and platform != devices[0].platform and config.device_memory is None:
+        raise ConfigError(f"device_memory must be given for {platform} devices, which are not here")
+    try:
+        return EnginePlan(config, dims, devices, weights), 0
+    except DeviceTooSmallError as error:
+        if not dry_run:
+            raise
+        enough = replace(config, device_memory=error.needed_bytes, kv_cache_tokens=None)
+        plan = EnginePlan(enough, dims, devices, weights)
+        return plan, error.needed_bytes - error.budget_bytes
+
+
+def _dims(config: EngineConfig, platform: str, *, quiet: bool) -> ModelDims:
+    """The model's sizes, from its config alone where it is a directory."""
+    kind = resolve_model(config.model).kind
+    source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
+    source.close()
+    model = ModelConfig.from_hf(source.hf_config)
+    with warnings.catch_warnings():
+        if quiet:  # in a dry run nothing is slow, whatever its type
+            warnings.simplefilter("ignore")
+        dtype = resolve_dtype(config.dtype, model.dtype, platform)
+    return ModelDims(model, config.max_tp, config.page_size, dtype, config.transform_attention)
+
+
+@contextmanager
+def _bar(total: int, what: str, shown: bool) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bar:
+        task = bar.add_task(f"{what} programs", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _print_result(directory: Path, infos: list[ExecutableInfo], total: int, missing: str | None, as_json: bool) -> None:
+    if as_json:
+        result = {
+            "directory": str(directory),
+            "cache_bytes": cache_bytes(directory),
+            "total": total,
+            "missing": missing,
+            "layouts": layouts(infos),
+            "programs": [asdict(info) for info in infos],
+        }
+        print(json.dumps(result, indent=2))
+        return
+    print_layouts(infos)
+    console = Console(highlight=False, soft_wrap=True)
+    if missing:
+        console.print(f"{missing} is not in the compile cache {directory}: it would be compiled. Not looked further.")
+    else:
+        console.print(f"All {total} programs are in the compile cache {directory}.")
+
+
+def _print_dry_run(
+    config: EngineConfig, plan: EnginePlan, short_bytes: int, requests: list[ProgramRequest], as_json: bool
+) -> None:
+    if not as_json:
+        print_plan(config, plan, short_bytes)
+        print_requests(requests)
+        return
+    result = {
+        "model": config.model,
+        "num_devices": config.num_devices,
+        "dtype": plan.dims.dtype,
+        "fits": short_bytes == 0,
+        "short_bytes": short_bytes,
+        "memory": asdict(plan.memory),
+        "capacity_tokens": {tp: plan.capacity_tokens(tp, tp) for tp in plan.sub_meshes.degrees()},
+        "max_model_len": plan.max_model_len,
+        "total": len(requests),
+        "programs": [
+            {"name": str(r), "kind": r.kind, "devices": list(r.devices), "in_place_bytes": r.donated_bytes}
+            for r in requests
+        ],
+    }
+    print(json.dumps(result, indent=2))

@@ -1,0 +1,225 @@
+"""After a warm-up nothing is compiled any more, and what has to be is counted, named, and refused if asked."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import tiny_config, write_byte_tokenizer, write_model
+from transform_cases import Background, wait_until_decoding
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.catalogue import catalogue
+from amoeba_jax.engine.executables import compile_program, compile_programs
+from amoeba_jax.engine.program_requests import ProgramKey, ProgramRequest
+from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
+from serving.compile_watch import CompileWatch
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SETTINGS: dict[str, Any] = {
+    "num_devices": 2,
+    "device_memory": "8MiB",
+    "page_size": 4,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "progress": False,
+}
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, and a token for each byte."""
+    config = tiny_config("smollm2") | {"num_hidden_layers": 1, "vocab_size": 256}
+    directory = write_model(config, tmp_path_factory.mktemp("models") / "one")
+    write_byte_tokenizer(directory, None)
+    return directory
+
+
+def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
+    return LLM(directory, compile_cache=compile_cache, **{**SETTINGS, **changes})
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str, quick_compile: None) -> Iterator[LLM]:
+    with make(directory, compile_cache, strict_compile=True) as llm:
+        assert llm.warmup([1, 2]) > 0
+        yield llm
+
+
+def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Of every kind that needs programs of its own."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, 256, random.integers(1, 40)).tolist() for _ in range(count)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1, "top_k": 5, "top_p": 0.9, "n": 2},
+        {"temperature": 0, "repetition_penalty": 1.2, "min_tokens": 2},
+        {"temperature": 0.7, "logprobs": 3},
+        {"temperature": 0, "prompt_logprobs": 2, "max_tokens": 1},
+        {"temperature": 1, "prompt_logprobs": 0, "frequency_penalty": 0.5, "bad_words": ["ab", "xyz"]},
+    ]
+    chosen = [kinds[index] for index in random.permutation(np.arange(count) % len(kinds))]
+    limits = random.integers(1, 12, count).tolist()
+    return prompts, [SamplingParams(**{"max_tokens": m, "seed": i, "ignore_eos": True} | k)
+                     for i, (k, m) in enumerate(zip(chosen, limits, strict=True))]  # fmt: skip
+
+
+def test_random_load_with_transformations_compiles_nothing(llm: LLM):
+    """Counted by JAX itself: whatever would be compiled, in whatever thread, by these programs or around them."""
+    with CompileWatch() as watch:
+        for seed, degree in enumerate((2, 1, 2, 1)):
+            prompts, params = random_requests(seed, 12)
+            load = Background(llm, prompts, params)
+            wait_until_decoding(llm, 1)
+            report = llm.transform(degree)
+            outputs = load.result()
+            assert all(output.error is None for output in outputs)
+            assert all(
+                len(completion.token_ids) == setting.max_tokens
+                for output, setting in zip(outputs, params, strict=True)
+                for completion in output.outputs
+            )
+            assert sum(group.steps for group in report.groups) > 0 or seed, "the first runs steps between layouts"
+    assert watch.programs == 0
+    assert llm.stats.late_programs == 0
+
+
+def test_second_warmup_finds_everything(llm: LLM):
+    assert llm.warmup([1, 2]) == 0
+
+
+def test_warmup_harms_no_weights(llm: LLM, directory: Path, compile_cache: str):
+    """It runs programs that write the cache and the weights: what they compute is as without it."""
+    prompt = [7, 1, 8, 2, 8]
+    with make(directory, compile_cache) as other:
+        for degree in (1, 2):
+            for each in (llm, other):
+                each.set_layout(degree)
+            expected, got = (each.generate(prompt, LONG)[0].outputs[0].token_ids for each in (other, llm))
+            assert got == expected
+    llm.set_layout(1)
+
+
+def test_warmup_drops_cached_pages_that_it_may_write_over(directory: Path, compile_cache: str):
+    with make(directory, compile_cache, tensor_parallel_size=2) as llm:
+        prompt = list(range(40))
+        before = llm.generate(prompt, LONG)[0]
+        llm.warmup()
+        after = llm.generate(prompt, LONG)[0]
+        assert after.num_cached_tokens == 0
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_registry_lists_every_program(llm: LLM):
+    infos = llm.executables()
+    engine = llm._engine
+    wanted = catalogue(engine.cluster.plan, engine.cluster.executables, (1, 2))
+    assert {info.name for info in infos} == {str(request) for request in wanted}
+    for info in infos:
+        assert info.compile_s > 0
+        assert info.argument_bytes > 0
+        assert info.tensor_parallel_size == len(info.devices)
+    steps = [info for info in infos if info.kind == "step" and info.tensor_parallel_size == 2]
+    kv_bytes = sum(extent.nbytes for extent in llm._engine.instances[0].kv[0])
+    assert steps
+    assert all(info.aliased_bytes > 0.9 * kv_bytes for info in steps)
+    assert max(info.temp_bytes for info in infos) <= sum(engine.cluster.ledgers[0].reserved.values())
+
+
+def test_program_that_would_copy_is_an_error():
+    """A donated argument of another shape than the result cannot be updated in place."""
+
+    def compile() -> jax.stages.Compiled:
+        jitted = jax.jit(lambda x: jnp.concatenate([x, x]), donate_argnums=0)
+        return jitted.lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+
+    request = ProgramRequest(ProgramKey("doubling", (0,), (8,)), compile, donated_bytes=32)
+    with pytest.raises(RuntimeError, match=r"doubling.*would copy.*0 of 32 bytes"):
+        compile_program(request)
+
+
+def test_error_of_one_program_ends_the_others():
+    def fail() -> jax.stages.Compiled:
+        raise ValueError("no such program")
+
+    def compile() -> jax.stages.Compiled:
+        return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+
+    requests = [ProgramRequest(ProgramKey("add", (0,), (i,)), compile) for i in range(3)]
+    requests.append(ProgramRequest(ProgramKey("fail", (0,), ()), fail))
+    with pytest.raises(ValueError, match="no such program"):
+        list(compile_programs(requests, 2))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("amoeba-compile")]
+
+
+def test_strict_mode_refuses_one_request_alone(llm: LLM):
+    """Pairs of the same beginning apply together, so that one step has more of them than it has room for."""
+    words = [f"a{chr(98 + i % 24)}" for i in range(24)] + [f"a{chr(65 + i % 26)}" for i in range(26)]
+    words += [f"a{digit}" for digit in "0123456789"] + [f"a{mark}" for mark in "!#$%&()*+,-./:;<=>?@[]^_"]
+    assert len(set(words)) > 64
+    params = SamplingParams(temperature=0, max_tokens=4, bad_words=words, ignore_eos=True)
+    load = Background(llm, [[5, 6, 7]], LONG)
+    wait_until_decoding(llm, 1)
+    with pytest.raises(NotCompiledError, match="draw_full"):
+        llm.generate([1, 2, 3], params)
+    (output,) = load.result()
+    assert len(output.outputs[0].token_ids) == 40
+    assert llm.stats.late_programs == 0
+
+
+def test_strict_mode_refuses_a_transformation_alone(llm: LLM):
+    before = {instance.devices for instance in llm.instances}
+    with pytest.raises(RequestError, match="was not compiled before"):
+        llm.transform(2, variant="basic", release_weights=False)
+    assert {instance.devices for instance in llm.instances} == before
+    assert len(llm.generate([1, 2], LONG)[0].outputs[0].token_ids) == 40
+
+
+def test_late_programs_are_counted_and_named(directory: Path, compile_cache: str, caplog: pytest.LogCaptureFixture):
+    with make(directory, compile_cache, num_devices=1) as llm:
+        llm.warmup()
+        with caplog.at_level(logging.WARNING, "amoeba_jax"):
+            llm.logits([1, 2, 3], decode_from=2)
+        assert llm.stats.late_programs == 1
+        assert "TP1[0] 1x1 1 layers embedding head (all)" in caplog.text
+
+
+def test_programs_compiled_on_first_use_are_held_against_the_budget(directory: Path, compile_cache: str):
+    """A request whose program does not fit is refused, and the engine goes on."""
+    with make(directory, compile_cache, num_devices=1) as llm:
+        cluster = llm._engine.cluster
+        free = cluster.ledgers[0].free_bytes
+        cluster.ledgers[0].add("something else", free)
+        cluster._activation_bytes = 0
+        cluster.ledgers[0].reserve("activations", 0)
+        cluster.ledgers[0].add("something else", cluster.ledgers[0].free_bytes)
+        with pytest.raises(RequestError, match=r"needs .* of temporaries"):
+            llm.generate([1, 2, 3], LONG)
+        cluster.ledgers[0].entries.pop((None, "something else"))
+        assert len(llm.generate([1, 2, 3], LONG)[0].outputs[0].token_ids) == 40
+
+
+def test_warmup_of_temporaries_over_the_budget_is_refused(directory: Path, compile_cache: str):
+    with make(directory, compile_cache, num_devices=1) as llm:
+        cluster = llm._engine.cluster
+        cluster._activation_bytes = 0
+        cluster.ledgers[0].reserve("activations", 0)
+        cluster.ledgers[0].add("something else", cluster.ledgers[0].free_bytes)
+        with pytest.raises(MemoryBudgetError, match=r"needs .* of temporaries"):
+            llm.warmup()
+
+
+def test_running_requests_refuse_a_warmup(llm: LLM):
+    load = Background(llm, [[5, 6, 7]], LONG)
+    wait_until_decoding(llm, 1)
+    with pytest.raises(RequestError, match="programs cannot be warmed up with 1 running"):
+        llm.warmup()
+    load.result()
