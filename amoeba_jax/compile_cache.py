@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -66,9 +67,16 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
     return path
 
 
-def stop_writing() -> None:
-    """Only read from here on."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER_S)
+@contextlib.contextmanager
+def reading_only() -> Iterator[None]:
+    """Keep nothing that is compiled in here."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, _NEVER_S)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _check_owner(path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from amoeba_jax import EngineConfig
 from amoeba_jax.checkpoint.resolve import resolve_model
-from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, stop_writing
+from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, reading_only
 from amoeba_jax.engine.catalogue import catalogue
 from amoeba_jax.engine.executables import Executables, compile_programs, executable_info
 from amoeba_jax.engine.memory import DeviceTooSmallError
@@ -74,20 +74,17 @@ def run_warmup(
     directory = enable_compile_cache(config.compile_cache, config.compile_cache_size)
     if directory is None:
         raise ConfigError("compile_cache='' keeps no programs: name a directory to warm up")
-    if check:
-        stop_writing()
     infos: list[ExecutableInfo] = []
-    jobs = compile_jobs(config.compile_jobs)
     missing = None
-    with _bar(len(requests), "checking" if check else "compiling", not as_json) as advance:
-        for count, executable in enumerate(compile_programs(requests, jobs), 1):
+    with reading_only() if check else nullcontext(), _bar(len(requests), check, not as_json) as advance:
+        for executable in compile_programs(requests, compile_jobs(config.compile_jobs)):
             infos.append(executable_info(executable))
             advance()
             if check and not executable.cached:
                 missing = infos[-1].name
                 break
             del executable
-            if count % _COLLECT_EVERY == 0:
+            if len(infos) % _COLLECT_EVERY == 0:
                 gc.collect()
     _print_result(directory, infos, len(requests), missing, as_json)
     return EXIT_WOULD_COMPILE if missing else 0
@@ -125,7 +122,7 @@ def _dims(config: EngineConfig, platform: str, *, quiet: bool) -> ModelDims:
 
 
 @contextmanager
-def _bar(total: int, what: str, shown: bool) -> Iterator[Any]:
+def _bar(total: int, check: bool, shown: bool) -> Iterator[Any]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -135,7 +132,7 @@ def _bar(total: int, what: str, shown: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bar:
-        task = bar.add_task(f"{what} programs", total=total)
+        task = bar.add_task("checking programs" if check else "compiling programs", total=total)
         yield lambda: bar.advance(task)
 
 

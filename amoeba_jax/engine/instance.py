@@ -267,16 +267,18 @@ class Instance:
         else:
             head = self.launch(batch, plan.logits_of)
         prompt_row = prompt_result = None
-        logits = self._first_rank(head.logits)
+        # Taking a rank's part of an array takes time: only where it is wanted.
+        logits = self._first_rank(head.logits) if sampler is not None or every else None
         if take_column is not None and token_logprobs is not None:
             (row,) = plan.rows
             targets = np.zeros(plan.shape.num_tokens, np.int32)
             known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
             targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
             prompt_row, prompt_result = row, self._read(token_logprobs(logits, targets))
-            if sampled:
+            if sampler is not None:
                 logits = take_column(logits, np.int32(row.place + row.length - 1))
         if sampler is not None:
+            assert logits is not None, "taken for the sampler"
             result = self._draw(sampler, logits)
         else:
             # Without tokens to take, the result still tells when the step is done.

@@ -1,0 +1,132 @@
+"""`amoeba warmup`: what it compiles is what a server needs, and it says what would be in the cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_config, write_model
+from typer.testing import CliRunner
+
+from amoeba_jax import LLM
+from serving.cli import app
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SIZES = ["--num-devices", "2", "--device-memory", "8MiB", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+LLAMA_70B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    result = CliRunner().invoke(app, ["warmup", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def config_only(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cache: str):
+    """The command has a config alone; the engine has weights as well."""
+    config = tiny_config("qwen3") | {"num_hidden_layers": 1, "vocab_size": 173}
+    where = ["--compile-cache", compile_cache, *SIZES]
+    bare = config_only(tmp_path / "bare", config)
+    code, out, _ = run("-m", bare, *where, "--check", "--json")
+    assert code == 1
+    assert "TP1[0]" in json.loads(out)["missing"]
+    code, out, _ = run("-m", bare, *where, "--json", "--jobs", "2")
+    assert code == 0
+    found = json.loads(out)
+    assert found["missing"] is None
+    assert sum(row["programs"] for row in found["layouts"]) == found["total"] == len(found["programs"])
+    assert sum(row["misses"] for row in found["layouts"]) > found["total"] // 2
+    assert found["cache_bytes"] > 0
+    code, out, _ = run("-m", bare, *where, "--check")
+    assert (code, f"All {found['total']} programs are in the compile cache" in out) == (0, True)
+    model = write_model(config, tmp_path / "whole")
+    settings: dict[str, Any] = {"num_devices": 2, "device_memory": "8MiB", "max_num_seqs": 2}
+    with LLM(model, **settings, max_num_batched_tokens=16, compile_cache=compile_cache, progress=False) as llm:
+        assert llm.warmup([1, 2]) == found["total"]
+        assert all(info.cached for info in llm.executables())
+        assert {info.name for info in llm.executables()} == {program["name"] for program in found["programs"]}
+
+
+def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
+    """Of an 80-layer model nothing but sizes is made."""
+    model = config_only(tmp_path / "large", LLAMA_70B)
+    script = (
+        "import resource, sys; from serving.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    flags = ["warmup", "-m", model, "--num-devices", "4", "--device-memory", "160GB", "--platform", "cuda"]
+    command = [sys.executable, "-c", script, *flags, "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"]
+    assert found["dtype"] == "bfloat16"
+    memory = found["memory"]
+    assert memory["weight_bytes"] > 141e9
+    total = sum(memory[name] for name in ("weight_bytes", "activation_bytes", "sampling_bytes", "staging_bytes"))
+    total += memory["num_pages"] * memory["page_bytes"] * 80
+    assert 0.99 * 160e9 < total <= 160e9
+    assert found["capacity_tokens"]["4"] > found["capacity_tokens"]["1"] * 4
+    assert len(found["programs"]) == found["total"] > 300
+    assert int(done.stderr.split()[-1]) < 1 << 20  # KiB
+
+
+def test_dry_run_says_what_is_missing(tmp_path: Path):
+    model = config_only(tmp_path / "large", LLAMA_70B)
+    flags = ["--num-devices", "4", "--device-memory", "96GB", "--dtype", "bfloat16", "--dry-run"]
+    code, out, _ = run("-m", model, *flags)
+    assert code == 0
+    assert "It does not fit: 43" in out
+    assert "programs in all" in out
+    code, out, _ = run("-m", model, *flags, "--json")
+    found = json.loads(out)
+    assert (code, found["fits"]) == (0, False)
+    assert found["short_bytes"] > 43e9
+
+
+def test_model_that_does_not_fit_is_not_warmed_up(tmp_path: Path, compile_cache: str):
+    model = config_only(tmp_path / "tiny", tiny_config("llama2"))
+    code, _, error = run("-m", model, "--device-memory", "1MiB", "--compile-cache", compile_cache)
+    assert code == 2
+    assert "is too small" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--platform", "cuda"], "a compile cache for it cannot be made on this machine"),
+        (["--platform", "cuda", "--dry-run"], "device_memory must be given for cuda devices"),
+        (["--degree", "4"], "tensor_parallel_size=4 is not supported here"),
+        (["--jobs", "0"], "compile_jobs=0 must be a positive integer"),
+        (["--compile-cache", ""], "keeps no programs"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path: Path, flags: list[str], message: str):
+    model = config_only(tmp_path / "tiny", tiny_config("llama2"))
+    code, _, error = run("-m", model, "--num-devices", "2", *flags)
+    assert code == 2
+    assert message in error

@@ -1,0 +1,193 @@
+"""The compile cache survives what happens to directories: damage, full disks, other processes, other versions."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, tidy
+from amoeba_jax.errors import ConfigError
+
+# A process that compiles three small programs, and says how many of them the cache had.
+SCRIPT = """
+import json, os, sys, warnings
+{before}
+import jax
+import jax.numpy as jnp
+from amoeba_jax.compile_cache import enable_compile_cache
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+enable_compile_cache(sys.argv[1], sys.argv[2])
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for number in range(3):
+        argument = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+        program = jax.jit(lambda x: jnp.tanh(x @ x + number)).lower(argument).compile()
+        program(jnp.full((16, 16), 0.5))
+cached = len(hits)
+print(json.dumps({{"hits": cached, "warnings": [str(w.message) for w in said]}}))
+"""
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "cache"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def start(directory: Path, *, size: str = "1GiB", before: str = "") -> "subprocess.Popen[str]":
+    arguments = [sys.executable, "-c", SCRIPT.format(before=before), str(directory), size]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """What a process found, and what it logged."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    return json.loads(out) | {"log": err}
+
+
+def entries(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*-cache"))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one process has filled."""
+    path = tmp_path_factory.mktemp("filled") / "cache"
+    assert result(start(path))["hits"] == 0
+    assert path.stat().st_mode & 0o777 == 0o700
+    return path
+
+
+def copy_of(filled: Path, directory: Path) -> Path:
+    for path in filled.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    return directory
+
+
+def test_damaged_files_are_compiled_again(filled: Path, directory: Path):
+    copy_of(filled, directory)
+    count = len(entries(directory))
+    first, second = entries(directory)[:2]
+    first.write_bytes(first.read_bytes()[:-40])
+    second.write_bytes(b"")
+    found = result(start(directory))
+    assert "is damaged: it is removed" in found["log"]
+    assert found["warnings"] == []
+    assert len(entries(directory)) == count
+    assert result(start(directory))["hits"] >= 3
+    assert tidy(directory) == []
+
+
+def test_two_processes_at_once_share_it(directory: Path):
+    both = [result(process) for process in [start(directory), start(directory)]]
+    assert [found["warnings"] for found in both] == [[], []]
+    assert tidy(directory) == []
+    assert result(start(directory))["hits"] >= 3
+
+
+def test_full_disk_stops_nothing_and_leaves_nothing_damaged(filled: Path, directory: Path):
+    """No file may grow beyond 64 bytes: every program is cut short, as on a full disk."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); sys.dont_write_bytecode = True"
+    found = result(start(directory, before=limit))
+    assert found["hits"] == 0
+    assert any("Error writing persistent compilation cache" in message for message in found["warnings"])
+    assert entries(directory), "the test wants files that were cut short"
+    found = result(start(directory))
+    assert found["hits"] == 0
+    assert found["warnings"] == []
+    assert len(entries(directory)) == len(entries(filled))
+
+
+def test_directory_that_cannot_be_written_is_read(filled: Path, directory: Path):
+    copy_of(filled, directory)
+    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    entries(directory)[0].unlink()
+    del before[min(name for name in before if name.endswith("-cache"))]
+    # The tests may run as a user for whom no directory is read-only.
+    found = result(start(directory, before="os.access = lambda path, mode, **_: mode != os.W_OK"))
+    assert "cannot be written" in found["log"]
+    assert found["warnings"] == []
+    assert found["hits"] >= 2
+    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+
+def test_programs_of_another_jax_version_are_not_used(filled: Path, directory: Path):
+    copy_of(filled, directory)
+    other = "import jax._src.cache_key as key; key.jaxlib_version_str = '0.0.1'"
+    found = result(start(directory, before=other))
+    assert found["hits"] == 0
+    assert found["warnings"] == []
+    assert len(entries(directory)) == 2 * len(entries(filled))
+    assert result(start(directory))["hits"] >= 3
+
+
+def test_programs_that_were_not_used_for_longest_go_first(filled: Path, directory: Path):
+    copy_of(filled, directory)
+    sizes = sorted(path.stat().st_size for path in entries(directory))
+    old = zlib.compress(os.urandom(2 * sum(sizes)))
+    (directory / "old-cache").write_bytes(old)
+    (directory / "old-atime").write_bytes((1).to_bytes(8, "little"))
+    entries(directory)[0].unlink()
+    limit = cache_bytes(directory)
+    found = result(start(directory, size=str(limit)))
+    assert found["warnings"] == []
+    assert cache_bytes(directory) <= limit
+    assert not (directory / "old-cache").exists()
+    assert result(start(directory))["hits"] >= 3
+
+
+def test_files_are_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = zlib.compress(b"a program" * 100)
+    for name in ("a", "b"):
+        (directory / f"{name}-cache").write_bytes(whole)
+    (directory / "gone-atime").write_bytes(bytes(8))
+    assert tidy(directory) == []
+    assert sorted(path.name for path in directory.glob("*-atime")) == ["a-atime", "b-atime"]
+    (directory / "b-cache").write_bytes(whole[:-3])
+    read: list[str] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path.name), read_bytes(path))[1])
+    assert tidy(directory) == ["b-cache"]
+    assert read == ["b-cache"]
+    assert [path.name for path in entries(directory)] == ["a-cache"]
+
+
+def test_cache_in_use_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    from filelock import FileLock
+
+    monkeypatch.setattr("amoeba_jax.compile_cache._LOCK_TIMEOUT_S", 0.05)
+    (directory / "a-cache").write_bytes(b"damaged")
+    with FileLock(directory / ".lockfile"), caplog.at_level(logging.WARNING):
+        assert tidy(directory) == []
+    assert "in use by another process" in caplog.text
+    assert tidy(directory) == ["a-cache"]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_directory_that_others_can_write_is_refused(directory: Path, mode: int):
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match="writable by other users: chmod 700"):
+        enable_compile_cache(str(directory), "1GiB")
+
+
+def test_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    if directory.stat().st_uid == 0:
+        os.chown(directory, 4321, -1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        enable_compile_cache(str(directory), "1GiB")
+
+
+def test_size_that_is_none_is_refused(directory: Path):
+    with pytest.raises(ConfigError, match="compile_cache_size='large'"):
+        enable_compile_cache(str(directory), "large")
