@@ -64,6 +64,8 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
     jax.config.update("jax_compilation_cache_max_size", size if writable else -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if writable else _NEVER_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own caches lie in the directory, whose path would then be part of every key: none could be moved elsewhere.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return path
 
 
