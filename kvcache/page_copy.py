@@ -1,6 +1,5 @@
 """Copy whole pages within one layer's extents, for sequences that stop sharing a page."""
 
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -31,7 +30,16 @@ def copy_pages(
         target_ids: likewise, all different. A negative source or target copies nothing (padding).
     """
     rows = as_pieces(extents, tp)
-    assert extent_starts == tuple(itertools.accumulate((len(r) for r in rows), initial=0)), "ids count over all rows"
+
+    def places(ids: jax.Array) -> jax.Array:
+        """Where ids are among all rows; -1 where there is no page."""
+        found, first = jnp.full_like(ids, -1), 0
+        for r, start in zip(rows, extent_starts[:-1], strict=True):
+            inside = (ids >= start) & (ids < start + len(r))
+            found, first = jnp.where(inside, ids - start + first, found), first + len(r)
+        return found
+
+    source_ids, target_ids = places(source_ids), places(target_ids)
     contents = gather_pieces(rows, source_ids)
     written = scatter_pieces(rows, jnp.where(source_ids < 0, -1, target_ids), contents)
     return [r.reshape(extent.shape) for r, extent in zip(written, extents, strict=True)]

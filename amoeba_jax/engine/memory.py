@@ -9,7 +9,6 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.models.dims import ModelDims
 from sharding.ledger import format_bytes, parse_bytes
-from sharding.mesh import DEGREES
 
 DEFAULT_CPU_MEMORY = "2GiB"
 DEFAULT_PHASE_PAGES = 32
@@ -27,8 +26,6 @@ ACTIVATION_KINDS = (
     "take_column",
     "page_copy",
 )
-# Tokens of a block in attention, at most.
-ATTENTION_BLOCK = 128
 # Ids and masks of the pieces in an exchange.
 STAGING_IDS = 4 << 10
 
@@ -70,33 +67,19 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
-    """Upper estimate of the temporaries of any step: that of the largest one of each degree.
+    """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
 
     What programs take in fact is held against the budget when they are compiled.
     """
-    degrees = [tp for tp in DEGREES if tp <= dims.max_tp]
-    return max(step_estimate(dims, config, tp) for tp in degrees)
-
-
-def step_estimate(dims: ModelDims, config: EngineConfig, tp: int) -> int:
-    """Upper estimate of temporaries on each rank of a TP`tp` instance: hidden states, the widest intermediates of a
-    layer, blocks of pages in attention, block tables of all extents, f32 logits.
-    """
-    rows = config.max_num_seqs * tp
+    rows = config.max_num_seqs * config.max_tp
     tokens = config.max_num_batched_tokens + rows
-    heads, model, kv_heads = dims.heads, dims.config, dims.heads.kv_heads // tp
-    per_token = 6 * model.hidden_size + 6 * dims.ffn_chunk * dims.max_tp // tp
-    per_token += 6 * kv_heads * (heads.group + 2) * model.head_dim
+    heads, model = dims.heads, dims.config
+    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_chunk * dims.max_tp
+    per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
     # Scores and weights of one block of keys, f32, with their masks.
-    per_token += 4 * kv_heads * heads.group * ATTENTION_BLOCK
-    # Keys and values of one block of each sequence.
-    per_row = 4 * kv_heads * ATTENTION_BLOCK * model.head_dim
-    # Page ids and places in each extent, and what they are made of.
-    extents = 1 + 2 * (tp - 1) * dims.max_tp // tp
-    table_width = dims.pages.pages_for(config.max_model_len or model.max_position)
-    per_row += 4 * extents * table_width
-    logits = 8 * config.max_num_seqs * tp * dims.vocab_chunk * dims.max_tp
-    return 4 * (tokens * per_token + rows * per_row + logits)
+    per_token += 4 * heads.kv_heads * heads.group * 128
+    logits = 8 * rows * dims.vocab_chunk * dims.max_tp
+    return 4 * (tokens * per_token + logits)
 
 
 def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
