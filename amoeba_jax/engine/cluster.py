@@ -55,7 +55,7 @@ class Cluster:
         ]
         for ledger in self.ledgers:
             ledger.add("sampling", self.memory_plan.sampling_bytes)
-        self.executables = Executables(dims, strict=config.strict_compile, on_new=self._reserve_temporaries)
+        self.executables = Executables(dims, strict=config.strict_compile)
         self.on_result: Callable[[], None] = lambda: None
         self.allocators: list[BuddyAllocator] = []
         self.instances: tuple[Instance, ...] = ()
@@ -65,7 +65,7 @@ class Cluster:
             ledger.reserve("activations", self._activation_bytes)
             ledger.reserve("staging", self.memory_plan.staging_bytes)
 
-    def _reserve_temporaries(self, executable: Executable) -> None:
+    def reserve_temporaries(self, executable: Executable) -> None:
         """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
 
         Those that change layouts have memory set aside for them: see `staging_bytes`.

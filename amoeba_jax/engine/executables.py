@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -171,14 +171,12 @@ class Executables:
         requests: makes the requests that this takes.
         strict: what is not there when it is `complete` is refused, and not compiled.
         num_late: programs that were compiled, or loaded, since it was `complete`.
-        on_new: called with a program before it is kept; what it raises keeps it out.
     """
 
-    def __init__(self, dims: ModelDims, *, strict: bool = False, on_new: Callable[[Executable], None] | None = None):
+    def __init__(self, dims: ModelDims, *, strict: bool = False):
         self.requests = ProgramRequests(dims)
         self.strict = strict
         self.num_late = 0
-        self._on_new = on_new or (lambda executable: None)
         self._complete = False
         self._store: ProgramStore[Executable] = ProgramStore()
 
@@ -227,9 +225,7 @@ class Executables:
             logger.warning(
                 "program %s is compiled while requests wait: it was not before the engine was ready", request
             )
-        executable = compile_program(request)
-        self._on_new(executable)
-        return executable
+        return compile_program(request)
 
     def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
         """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.
@@ -244,6 +240,5 @@ class Executables:
             yield from map(self.executable, missing)
             return
         for executable in compile_programs(missing, jobs):
-            self._on_new(executable)
             self._store.add(executable.request.key, executable)
             yield executable

@@ -69,7 +69,7 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
     """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
 
-    What programs take in fact is held against the budget when they are compiled.
+    A warm-up puts in its place what the programs take in fact, where that is more.
     """
     rows = config.max_num_seqs * config.max_tp
     tokens = config.max_num_batched_tokens + rows

@@ -73,6 +73,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     jobs = compile_jobs(engine.config.compile_jobs)
     cached = 0
     for executable in executables.prepare(requests, jobs):
+        engine.cluster.reserve_temporaries(executable)
         cached += executable.cached and executable.request.key not in known
         on_program()
     compiled = time.perf_counter()
