@@ -1,6 +1,6 @@
 """What the server costs: tokens a second through gRPC, many streams at once, against `LLM.generate`, same prompts.
 
-    python benchmarks/grpc_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json FILE]
+    python benchmarks/grpc_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json F]
 
 Two processes, each with the whole model: one that calls `LLM.generate`, and `amoeba serve`, whose streams a third one
 (this) reads, `--streams` at a time. Both run as many requests at once, of lengths from a half to one and a half times
