@@ -131,7 +131,9 @@ class OrbaxCheckpoint:
 
     def _open_chunk(self, spec: ParamSpec, index: int) -> "ts.Future[ts.TensorStore]":
         path = self.directory / _CHUNKS / _leaf(spec.name, index)
-        store = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}}
+        # Without the last setting a file that is missing would be read as zeros.
+        files = {"driver": "file", "path": f"{path}/"}
+        store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
         return ts.open(store, open=True, read=True, context=self._context)
 
 
