@@ -124,11 +124,8 @@ def test_file_cut_after_opening_is_told_in_bytes(tmp_path):
     checkpoint = SafetensorsCheckpoint(directory)
     size = (directory / WEIGHTS).stat().st_size
     truncate(directory)
-    with pytest.raises(
-        CheckpointError, match=rf"is truncated: tensor '\w+' ends at byte {size}, the file at {size - 10}"
-    ):
-        for name in checkpoint.names():
-            checkpoint.read(name)
+    with pytest.raises(CheckpointError, match=f"truncated: tensor .* ends at byte {size}, the file at {size - 10}"):
+        [checkpoint.read(name) for name in checkpoint.names()]
 
 
 def test_arrays_outlive_close_but_reading_stops(tmp_path):
