@@ -91,6 +91,10 @@ class ParamSpec:
         """Elements that a device stores, padding included."""
         return self.num_chunks * math.prod(self.chunk_shape)
 
+    def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
+        """Bytes that a device stores, padding included."""
+        return self.num_elements * jax.numpy.dtype(dtype).itemsize
+
     @property
     def model_elements(self) -> int:
         """Elements of the model's own tensors, without padding and replicas."""
