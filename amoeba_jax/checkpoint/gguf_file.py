@@ -50,6 +50,10 @@ PLAIN_DTYPES = {
 }
 
 
+_BLOCK_ELEMENTS = 1 << 18
+"""Dequantised at a time: `dequantize` keeps two copies of what it makes, in many small pieces."""
+
+
 class _Reader(GGUFReader):
     """A reader whose slices of the file are plain arrays: made in 0.6 s for 49,152 tokens, where memmaps take 2 s."""
 
@@ -157,8 +161,13 @@ class GGUFCheckpoint:
         if entry.kind in PLAIN_DTYPES:
             return self._file.view(entry.stored_name, PLAIN_DTYPES[entry.kind], entry.shape, entry.offset)
         stored = self._file.view(entry.stored_name, np.dtype(np.uint8), entry.stored_shape, entry.offset)
+        array = np.empty(entry.shape, np.float32)
+        rows, out = stored.reshape(-1, stored.shape[-1]), array.reshape(-1, array.shape[-1])
+        step = max(1, _BLOCK_ELEMENTS // out.shape[1])
         try:
-            return dequantize(stored, entry.kind)
+            for start in range(0, len(rows), step):
+                out[start : start + step] = dequantize(rows[start : start + step], entry.kind)
+            return array
         except NotImplementedError as error:
             raise CheckpointError(
                 f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "
