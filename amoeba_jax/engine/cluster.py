@@ -9,8 +9,9 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance, SamplingState
+from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.memory import plan_memory
-from amoeba_jax.engine.weights import OpenWeights, WeightStore
+from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import plan_segments
 from amoeba_jax.models.dims import ModelDims
 from kvcache.allocator import BuddyAllocator
@@ -46,8 +47,7 @@ class Cluster:
         self.memory_plan = plan_memory(dims, config, self.weights.num_bytes, devices[0])
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
         with open_weights() as reader:
-            for name in self.weights.load(reader, self.ledgers):
-                on_load(name)
+            self.weights.load(reader, self.ledgers, on_load)
         self._sampling_states = [
             SamplingState.zeros(config.max_num_seqs * dims.max_tp, dims.config.vocab_size, device) for device in devices
         ]
