@@ -269,12 +269,13 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is re
 
 
 @on_linux
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_peak_host_memory_while_loading(models: dict[str, Path], devices: int):
     assert 0.9 < measure(models, "safetensors", devices) <= 1.15
 
 
 @on_linux
+@pytest.mark.slow
 def test_peak_host_memory_while_loading_saved_chunks(models: dict[str, Path], tmp_path: Path):
     saved = saved_model(models["safetensors"], tmp_path / "saved")
     assert 0.9 < measure(models | {"saved": saved}, "saved", 1) <= 1.15
