@@ -203,9 +203,10 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
 def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that never returns once it is told to; it ends although its threads don't."""
     trigger, config = tmp_path / "block", tmp_path / "server.yaml"
-    config.write_text(config.read_text() + "engine_timeout_s: 3\n")
+    config.write_text(config.read_text() + "engine_timeout_s: 3\nmax_num_batched_tokens: 16\n")
     server = serve(
         "--warmup",
+        "--max-num-seqs=1",  # fewer programs
         before="import pathlib, threading\n"
         "from amoeba_jax.engine.engine import Engine\n"
         "advance = Engine.advance\n"
