@@ -20,6 +20,8 @@ class EngineConfig:
     """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
     load_format: str = "auto"
     """`auto`: weights from the model's files. `random`: drawn from `seed`; the directory needs only config.json."""
+    load_threads: int | None = None
+    """Threads that read weights, 1 to 64, each with one parameter in host memory. Default: one a core, at most 8."""
     num_devices: int = 1
     """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
@@ -85,6 +87,10 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r} is not supported: it must be one of {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "random"):
             raise ConfigError(f"load_format={self.load_format!r} is not supported: it must be auto or random")
+        if self.load_threads is not None and (
+            not isinstance(self.load_threads, int) or not 1 <= self.load_threads <= 64
+        ):
+            raise ConfigError(f"load_threads={self.load_threads!r} must be an integer from 1 to 64")
         if not _is_power_of_two(self.page_size) or self.page_size > 256:
             raise ConfigError(f"page_size={self.page_size!r} must be a power of two from 1 to 256")
         if not 0 < self.memory_utilization <= 1:

@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.compile_cache import enable_compile_cache
@@ -47,6 +57,7 @@ from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
 Prompt = str | list[int]
 Message = dict[str, Any]
 P = TypeVar("P", bound=Placement)
+_BYTES = (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
 
 
 class LLM:
@@ -81,9 +92,10 @@ class LLM:
                 transform_attention=self.config.transform_attention,
             )
             self.tokenizer = _load_tokenizer(self._directory)
-            with self._bar("loading weights", len(model_specs(self.dims))) as advance:
+            sizes = {name: spec.num_bytes(self.dims.dtype) for name, (_, spec) in model_specs(self.dims).items()}
+            with self._bar("loading weights", sum(sizes.values()), _BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
-                engine = Engine(self.config, self.dims, devices, open_weights, lambda _: advance())
+                engine = Engine(self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]))
         finally:
             source.close()
         self._engine = engine
@@ -483,13 +495,16 @@ class LLM:
         return self.tokenizer
 
     @contextlib.contextmanager
-    def _bar(self, description: str, total: int) -> Iterator[Callable[[], None]]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    def _bar(
+        self, description: str, total: int, amount: tuple[type[ProgressColumn], ...] = (MofNCompleteColumn,)
+    ) -> Iterator[Callable[..., None]]:
+        """A progress bar, as a function that advances it by one or by so many."""
+        columns = (TextColumn("{task.description}"), BarColumn(), *(column() for column in amount), TimeElapsedColumn())
         # Without ipywidgets rich can only warn in a notebook: plain text works there too.
         console = Console(stderr=True, force_jupyter=None if find_spec("ipywidgets") else False)
         with Progress(*columns, console=console, disable=not self._progress, transient=True) as bar:
             task = bar.add_task(description, total=total)
-            yield lambda: bar.advance(task)
+            yield partial(bar.advance, task)
 
 
 def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str | None) -> None:

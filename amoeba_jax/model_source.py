@@ -7,7 +7,8 @@ from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.weights import WeightReader, check_checkpoint, checkpoint_reader, random_reader
+from amoeba_jax.engine.loading import WeightReader, default_threads
+from amoeba_jax.engine.weights import check_checkpoint, checkpoint_reader, random_reader
 from amoeba_jax.models.dims import ModelDims
 
 
@@ -25,6 +26,7 @@ class ModelSource:
     def __init__(self, config: EngineConfig):
         self._resolved = resolve_model(config.model)
         self._random, self._seed = config.load_format == "random", config.seed
+        self._threads = config.load_threads or default_threads()
         self._source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint | None = self._open()
         self.name = self._resolved.name
         self.hf_config, self.directory = self._source.config, self._source.directory
@@ -38,13 +40,13 @@ class ModelSource:
         source = self._source = self._source or self._open()
         try:
             if isinstance(source, OrbaxCheckpoint):
-                load = source.reader(dims)
+                fill = source.reader(dims)
             elif isinstance(source, RandomCheckpoint):
-                load = random_reader(dims, self._seed)
+                fill = random_reader(dims, self._seed)
             else:
                 check_checkpoint(source, dims)
-                load = checkpoint_reader(source, dims)
-            yield WeightReader(load, source.release)
+                fill = checkpoint_reader(source, dims)
+            yield WeightReader(fill, self._threads)
         finally:
             self.close()
 

@@ -1,10 +1,11 @@
 """The scheduler's policies side by side: a mix of short requests and a few long ones, on one server.
 
-    python benchmarks/policies.py [--model smollm2-135m] [--duration 120] [--repeats 1] [--json FILE]
+    python benchmarks/policies.py [--model smollm2-135m] [--duration 40] [--repeats 1] [--json FILE]
 
-AMOEBA's mix scaled to the machine: short prompts at `--short-per-minute`, and long ones that one device cannot hold at
-`--long-per-minute`, Poisson arrivals. All policies get the same requests at the same times, from `amoeba bench`; the
-first round compiles what they need and is not counted.
+AMOEBA's mix scaled to the machine: short prompts, and for every 20 of them a long one that one device cannot hold. They
+come faster than they are served, and `--max-concurrency` are with the server at a time, so that throughput is what it
+can do. All policies get the same requests in the same order, from `amoeba bench`; the first round compiles what they
+need and is not counted.
 """
 
 import argparse
@@ -40,6 +41,7 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
             "long-input-len": options.long_input_len,
             "long-output-len": options.long_output_len,
             "long-per-minute": options.long_per_minute,
+            "max-concurrency": options.max_concurrency,
             "metric-percentiles": "50,99",
             "result-filename": report,
         }
@@ -51,7 +53,8 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
             *(f"--{name}={value}" for name, value in flags.items()),
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(report.read_text())
+        found = json.loads(report.read_text())
+        return found | found["instances"]
 
 
 def main() -> None:
@@ -62,13 +65,14 @@ def main() -> None:
     parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--linger-s", type=float, default=60.0)
     parser.add_argument("--layers-per-step", type=int, default=4)
-    parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals")
+    parser.add_argument("--duration", type=float, default=40.0, help="seconds of arrivals")
     parser.add_argument("--short-input-len", type=int, default=32)
     parser.add_argument("--short-output-len", type=int, default=32)
-    parser.add_argument("--short-per-minute", type=float, default=60)
+    parser.add_argument("--short-per-minute", type=float, default=240)
     parser.add_argument("--long-input-len", type=int, default=1024)
     parser.add_argument("--long-output-len", type=int, default=32)
-    parser.add_argument("--long-per-minute", type=float, default=4)
+    parser.add_argument("--long-per-minute", type=float, default=12)
+    parser.add_argument("--max-concurrency", type=int, default=16)
     parser.add_argument("--policies", nargs="+", default=["round_robin", "least_load_first", "amoeba"])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)

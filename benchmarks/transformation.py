@@ -41,7 +41,6 @@ from amoeba_jax.models.layers import matmul
 from amoeba_jax.transform import TransformReport
 from sharding.ledger import format_bytes
 
-PROMPT = 448
 NEW_TOKENS = 192
 DEVICES = 4
 STEADY_STEPS = 6
@@ -288,21 +287,21 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         else:
             (Path(scratch) / "config.json").write_text(json.dumps(RANDOM_MODELS[name]))
         rows = options.requests // DEVICES
-        tokens = rows * -(-(PROMPT + NEW_TOKENS) // 16) * 16
+        tokens = rows * -(-(options.prompt + NEW_TOKENS) // 16) * 16
         llm = LLM(
             model,
             num_devices=DEVICES,
             device_memory="3GiB",
             kv_cache_tokens=tokens,
             max_num_seqs=max(2, rows),
-            max_model_len=PROMPT + NEW_TOKENS,
+            max_model_len=options.prompt + NEW_TOKENS,
             prefix_caching=False,
             progress=False,
             **settings,
         )
         with llm:
             random = np.random.default_rng(0)
-            size = (options.requests, PROMPT)
+            size = (options.requests, options.prompt)
             prompts = random.integers(0, llm.dims.config.vocab_size, size).tolist()
             layers = llm.dims.config.num_layers
             ways = [
@@ -349,6 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
     parser.add_argument("--requests", type=int, default=8, help="a multiple of 4")
+    parser.add_argument("--prompt", type=int, default=448, help="tokens of each: more fill the cache further")
     parser.add_argument("--layers-per-step", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)

@@ -33,6 +33,8 @@ class ServerMetrics:
         """What a scheduler has decided, where there is one."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
         """Called with the reports of transformations, from any thread."""
+        self.on_not_transformed: Callable[[str, str, str], None] = lambda kind, variant, result: None
+        """Called as `not_transformed` is, from any thread."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -100,6 +102,7 @@ class ServerMetrics:
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
         """A transformation was `refused`, or `failed`."""
+        self.on_not_transformed(kind, variant, result)
         self.transformations.labels(kind, variant, result).inc()
 
 

@@ -100,6 +100,13 @@ class Tracing:
         started_ns = now_ns - round(report.seconds * 1e9)
         self._tracer.start_span("transformation", attributes=_given(attributes), start_time=started_ns).end(now_ns)
 
+    def not_transformed(self, kind: str, variant: str, result: str) -> None:
+        """A `scale_up` or `scale_down` was `refused` or `failed`, now."""
+        attributes = {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}
+        span = self._tracer.start_span("transformation", attributes=attributes)
+        span.set_status(Status(StatusCode.ERROR, result))
+        span.end()
+
     def close(self) -> None:
         """Send what has not been sent, waiting a few seconds for the collector."""
         self._provider.shutdown()

@@ -91,6 +91,10 @@ class ParamSpec:
         """Elements that a device stores, padding included."""
         return self.num_chunks * math.prod(self.chunk_shape)
 
+    def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
+        """Bytes that a device stores, padding included."""
+        return self.num_elements * jax.numpy.dtype(dtype).itemsize
+
     @property
     def model_elements(self) -> int:
         """Elements of the model's own tensors, without padding and replicas."""
@@ -115,14 +119,21 @@ class ParamSpec:
 
     def build_chunks(self, read: ReadTensor, dtype: np.dtype) -> list[np.ndarray]:
         """Chunks of this parameter in `stored_shape`, from checkpoint tensors returned by `read(name)`."""
-        chunks = [np.zeros(self.chunk_shape, dtype) for _ in range(self.num_chunks)]
-        position = 0
+        chunks = [np.empty(self.stored_shape, dtype) for _ in range(self.num_chunks)]
+        self.fill_chunks(read, chunks)
+        return chunks
+
+    def fill_chunks(self, read: ReadTensor, chunks: list[np.ndarray]) -> None:
+        """`build_chunks` into contiguous memory that is there, whatever it holds: padding is written as zeros."""
+        outs = [chunk.reshape(self.chunk_shape) for chunk in chunks]
+        position, axis = 0, 0
         for source in self.sources:
-            tensor = read(source.name)
-            for chunk, out in enumerate(chunks):
-                self._fill(source, tensor, chunk, out, position)
-            position += tensor.shape[source.axis] if source.rows is None else source.rows.shape[1]
-        return [chunk.reshape(self.stored_shape) for chunk in chunks]
+            tensor, axis = read(source.name), source.axis
+            for index, out in enumerate(outs):
+                self._fill(source, tensor, index, out, position)
+            position += tensor.shape[axis] if source.rows is None else source.rows.shape[1]
+        for out in outs:
+            out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, chunks: list[np.ndarray]) -> np.ndarray:
         """The checkpoint tensor of `source` out of stored chunks: the inverse of `build_chunks`."""
@@ -146,11 +157,12 @@ class ParamSpec:
             return
         rows = source.rows[chunk]
         for start, stop in _runs(rows):
-            if rows[start] < 0:
-                continue
             window = (slice(None),) * source.axis
             target = (*window, slice(position + start, position + stop))
-            out[target] = tensor[(*window, slice(rows[start], rows[start] + stop - start))]
+            if rows[start] < 0:
+                out[target] = 0
+            else:
+                out[target] = tensor[(*window, slice(rows[start], rows[start] + stop - start))]
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:

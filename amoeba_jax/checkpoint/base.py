@@ -1,5 +1,6 @@
 """What a loader sees of weights on disk: names, shapes, arrays, and a way to give the memory back."""
 
+import math
 import mmap
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -30,13 +31,13 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> np.ndarray:
         """Tensor `name` in the file's own dtype (bf16 as `ml_dtypes.bfloat16`); quantised ones as float32.
 
-        The array may be a read-only view of the mapped file: copy it to change it.
-        Raises `CheckpointError` if there is no such tensor.
+        The array may be a read-only view of the mapped file: copy it to change it. Several threads may read at once.
+        Raises `CheckpointError` if there is no such tensor, or its file is shorter than when it was opened.
         """
         ...
 
-    def release(self) -> None:
-        """Give back the memory of everything read so far; arrays and further reads keep working."""
+    def release(self, name: str | None = None) -> None:
+        """Give back the memory of tensor `name`, or of all that was read; arrays and further reads keep working."""
         ...
 
     def close(self) -> None:
@@ -56,18 +57,25 @@ class MappedFile:
         with path.open("rb") as file:
             self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def view(self, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """The `shape` array of `dtype` at byte `offset`: a read-only view, or a copy if unaligned."""
+    def view(self, name: str, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
+        """Tensor `name`, the `shape` array of `dtype` at byte `offset`: a read-only view, or a copy if unaligned."""
         if self._map is None:
             raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read more of it")
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
+        end, size = offset + count * dtype.itemsize, self._map.size()
+        if end > size:  # reading beyond the end of a mapped file kills the process
+            raise CheckpointError(
+                f"{self.path} is truncated: tensor {name!r} ends at byte {end}, the file at {size}: download it again"
+            )
         array = np.frombuffer(self._map, dtype, count, offset).reshape(shape)
         return array if array.flags.aligned else array.copy()
 
-    def release(self) -> None:
-        """Drop the resident pages. Views stay valid: a later access reads the file again."""
+    def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
+        """Drop the resident pages, or those of some bytes. Views stay valid: a later access reads the file again."""
         if self._map is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            end = len(self._map) if num_bytes is None else offset + num_bytes
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
         """Forget the mapping; it goes away with the last view of it."""

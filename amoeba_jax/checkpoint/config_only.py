@@ -18,8 +18,5 @@ class RandomCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
-    def release(self) -> None:
-        """Nothing is mapped."""
-
     def close(self) -> None:
         """Nothing is open."""

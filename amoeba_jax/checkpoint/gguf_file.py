@@ -1,6 +1,7 @@
 """A GGUF file of the Llama and Qwen families, seen as a Hugging Face checkpoint."""
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -49,6 +50,22 @@ PLAIN_DTYPES = {
 }
 
 
+_BLOCK_ELEMENTS = 1 << 18
+"""Dequantised at a time: `dequantize` keeps two copies of what it makes, in many small pieces."""
+
+
+class _Reader(GGUFReader):
+    """A reader whose slices of the file are plain arrays: made in 0.6 s for 49,152 tokens, where memmaps take 2 s."""
+
+    @property
+    def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
 class Entry(NamedTuple):
     """Where one tensor lies and how it is stored."""
 
@@ -70,8 +87,8 @@ class GGUFCheckpoint:
         """None until the tokenizer files are written; `open_gguf` does it."""
         self._path = path
         try:
-            # The reader makes an array of each string: 2 s and 130 MB for 49,152 tokens. So it is not kept.
-            reader = GGUFReader(path)
+            # The reader makes an array of each string, and takes much memory for it. So it is not kept.
+            reader = _Reader(path)
             self._metadata = {key: field.contents() for key, field in reader.fields.items()}
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise CheckpointError(
@@ -116,9 +133,14 @@ class GGUFCheckpoint:
             return unpermute(array, self.config[heads])
         return array
 
-    def release(self) -> None:
-        """Drop the resident pages."""
-        self._file.release()
+    def release(self, name: str | None = None) -> None:
+        """Drop the resident pages of a tensor, or all of them."""
+        if name is None:
+            self._file.release()
+        else:
+            entry = self._entry(name)
+            plain = PLAIN_DTYPES.get(entry.kind, np.dtype(np.uint8))
+            self._file.release(entry.offset, math.prod(entry.stored_shape) * plain.itemsize)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -137,9 +159,15 @@ class GGUFCheckpoint:
 
     def _read(self, entry: Entry) -> np.ndarray:
         if entry.kind in PLAIN_DTYPES:
-            return self._file.view(PLAIN_DTYPES[entry.kind], entry.shape, entry.offset)
+            return self._file.view(entry.stored_name, PLAIN_DTYPES[entry.kind], entry.shape, entry.offset)
+        stored = self._file.view(entry.stored_name, np.dtype(np.uint8), entry.stored_shape, entry.offset)
+        array = np.empty(entry.shape, np.float32)
+        rows, out = stored.reshape(-1, stored.shape[-1]), array.reshape(-1, array.shape[-1])
+        step = max(1, _BLOCK_ELEMENTS // out.shape[1])
         try:
-            return dequantize(self._file.view(np.dtype(np.uint8), entry.stored_shape, entry.offset), entry.kind)
+            for start in range(0, len(rows), step):
+                out[start : start + step] = dequantize(rows[start : start + step], entry.kind)
+            return array
         except NotImplementedError as error:
             raise CheckpointError(
                 f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "

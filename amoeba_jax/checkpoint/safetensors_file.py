@@ -1,6 +1,7 @@
 """A Hugging Face model directory with safetensors weights, in one file or in shards."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +73,14 @@ class SafetensorsCheckpoint:
                 f"tensor {name!r} in {self._root / entry.shard} has dtype {entry.dtype}, "
                 f"but only {', '.join(DTYPES)} can be loaded: convert the checkpoint to bfloat16"
             )
-        return self._files[entry.shard].view(DTYPES[entry.dtype], entry.shape, entry.offset)
+        return self._files[entry.shard].view(name, DTYPES[entry.dtype], entry.shape, entry.offset)
 
-    def release(self) -> None:
-        """Drop the resident pages of all shards."""
+    def release(self, name: str | None = None) -> None:
+        """Drop the resident pages of a tensor, or of all shards."""
+        if name is not None:
+            entry = self._entry(name)
+            self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize)
+            return
         for file in self._files.values():
             file.release()
 

@@ -9,9 +9,10 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executable, Executables
 from amoeba_jax.engine.instance import Instance, SamplingState
+from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.memory import ACTIVATION_KINDS
 from amoeba_jax.engine.plan import EnginePlan
-from amoeba_jax.engine.weights import OpenWeights, WeightStore
+from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.models.dims import ModelDims
 from kvcache.allocator import BuddyAllocator
@@ -48,8 +49,7 @@ class Cluster:
         self.plans, self.max_model_len = self.plan.plans, self.plan.max_model_len
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
         with open_weights() as reader:
-            for name in self.weights.load(reader, self.ledgers):
-                on_load(name)
+            self.weights.load(reader, self.ledgers, on_load)
         self._sampling_states = [
             SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]

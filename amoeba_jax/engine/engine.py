@@ -13,11 +13,11 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.instance import Instance, PendingStep, Row, StepPlan
+from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.sampling import NO_TOKEN, logprob_entry, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transformation import Transformations, TransformOptions
-from amoeba_jax.engine.weights import OpenWeights
 from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, NotCompiledError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason

@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.checkpoint.base import Checkpoint
+from amoeba_jax.engine.loading import FillChunks, Parameters, WeightReader, put, read_ahead, staging_bytes
 from amoeba_jax.engine.program import is_sharded, leaf_variables
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.decoder import Segment, SegmentPlan, model_specs
@@ -21,23 +22,6 @@ from sharding.params import ParamSpec
 from sharding.release import ReleasedChunk, released_chunks
 
 ChunkKey = tuple[str, int]
-LoadChunks = Callable[[ParamSpec], list[np.ndarray]]
-
-
-@dataclass(frozen=True)
-class WeightReader:
-    """Weights that are open for reading.
-
-    Attributes:
-        load_chunks: a parameter's chunks in their stored shape, on the host.
-        release: gives back the memory of what was read so far.
-    """
-
-    load_chunks: LoadChunks
-    release: Callable[[], None]
-
-
-OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 @dataclass(frozen=True)
@@ -101,30 +85,37 @@ class WeightStore:
             totals[(layer, _kind(name, layer))] += padding * present // spec.num_chunks
         return totals
 
-    def load(self, reader: WeightReader, ledgers: list[Ledger]) -> Iterator[str]:
-        """Put every parameter on every device, yielding each one's name when it is there.
+    def load(self, reader: WeightReader, ledgers: list[Ledger], on_load: Callable[[str], None]) -> None:
+        """Put every parameter on every device, and call `on_load` with each one's name when it is there.
 
-        Each chunk goes straight to the devices and is then forgotten.
+        Where reading fails, or `on_load` does, nothing stays on the devices.
         """
         self._ledgers = ledgers
-        for name, layer, chunks in self._read(reader):
-            for index, chunk in enumerate(chunks):
-                for ledger in ledgers:
-                    ledger.add(_kind(name, layer), chunk.nbytes, layer)
-                copies = put_copies(chunk, self.devices)
-                for buffers, copy in zip(self._chunks, copies, strict=True):
-                    buffers[(name, index)] = copy
-            yield name
+        try:
+            with closing(self._read(reader)) as parameters:
+                for spec, chunks in parameters:
+                    name, layer = spec.name, self.specs[spec.name][0]
+                    for ledger in ledgers:
+                        ledger.add(_kind(name, layer), sum(chunk.nbytes for chunk in chunks), layer)
+                    for index, copies in enumerate(put(chunks, [self.devices] * len(chunks))):
+                        for buffers, copy in zip(self._chunks, copies, strict=True):
+                            buffers[(name, index)] = copy
+                    del chunks  # where they are large, their memory is not there to be used again
+                    on_load(name)
+        except BaseException:
+            self.release_all()
+            raise
 
-    def _read(self, reader: WeightReader) -> Iterator[tuple[str, int | None, list[np.ndarray]]]:
-        """Every parameter's name, layer and chunks. The reader's memory is given back between layers."""
-        previous: int | None = None
-        for name, (layer, spec) in self.specs.items():
-            if layer != previous:
-                reader.release()
-                previous = layer
-            yield name, layer, reader.load_chunks(spec)
-        reader.release()
+    def _read(self, reader: WeightReader) -> Parameters:
+        """Every parameter with its chunks, which are valid until the next is asked for.
+
+        Those outside the layers come first, the largest before the others: they are staged in memory of their own,
+        while there is little on the devices yet.
+        """
+        dtype = jnp.dtype(self.dims.dtype)
+        order = sorted(self.specs.values(), key=lambda entry: 0 if entry[0] is not None else -entry[1].num_elements)
+        slot_bytes = max(staging_bytes(spec, dtype) for layer, spec in order if layer is not None)
+        return read_ahead([spec for _, spec in order], reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
         """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
@@ -132,19 +123,21 @@ class WeightStore:
         Where reading fails, the group has the chunks that it had: each until the same is there anew.
         """
         back: list[dict[ChunkKey, jax.Array]] = [{} for _ in group.devices]
-        for name, layer, chunks in self._read(reader):
-            wanted = [set(range(len(chunks))) for _ in group.devices]
-            for rank, degree in enumerate(degrees):
-                for released in self.released(layer, degree) if layer is not None else ():
-                    if released.spec.name == name:
-                        wanted[rank].discard(self._chunk_on(released, group.device_indices[rank]))
-            self._forget_parameter(group, layer, name)
-            for index, chunk in enumerate(chunks):
-                ranks = [rank for rank, indices in enumerate(wanted) if index in indices]
-                copies = put_copies(chunk, tuple(group.devices[rank] for rank in ranks))
-                for rank, copy in zip(ranks, copies, strict=True):
-                    present = self._chunks[group.device_indices[rank]]
-                    (present if (name, index) in present else back[rank])[(name, index)] = copy
+        with closing(self._read(reader)) as parameters:
+            for spec, chunks in parameters:
+                name, layer = spec.name, self.specs[spec.name][0]
+                wanted = [set(range(len(chunks))) for _ in group.devices]
+                for rank, degree in enumerate(degrees):
+                    for released in self.released(layer, degree) if layer is not None else ():
+                        if released.spec.name == name:
+                            wanted[rank].discard(self._chunk_on(released, group.device_indices[rank]))
+                self._forget_parameter(group, layer, name)
+                for index, chunk in enumerate(chunks):
+                    ranks = [rank for rank, indices in enumerate(wanted) if index in indices]
+                    (copies,) = put([chunk], [[group.devices[rank] for rank in ranks]])
+                    for rank, copy in zip(ranks, copies, strict=True):
+                        present = self._chunks[group.device_indices[rank]]
+                        (present if (name, index) in present else back[rank])[(name, index)] = copy
         for rank, device in enumerate(group.device_indices):
             for (name, index), buffer in back[rank].items():
                 layer, _ = self.specs[name]
@@ -316,19 +309,14 @@ class WeightStore:
 
 
 def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """A buffer of its own on each device, holding `array`; waits until all are written.
-
-    On CPU `device_put` adopts the memory of a NumPy array that happens to be aligned, `may_alias=False` or not (JAX
-    0.10 to 0.12), and donating such a buffer copies it. Misaligned memory is always copied, and only once, where
-    `jnp.array(copy=True)` may copy twice.
-    """
+    """A buffer of its own on each device, holding `array`; waits until all are written."""
     misaligned = empty_misaligned(array.shape, array.dtype)
     misaligned[...] = array
-    return jax.block_until_ready([jax.device_put(misaligned, device) for device in devices])
+    return put([misaligned], [devices])[0]
 
 
 def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that `device_put` copies from and never adopts; see `put_copies`."""
+    """Host memory that `device_put` copies from and never adopts; see `staging_chunks`."""
     itemsize = np.dtype(dtype).itemsize
     num_bytes = math.prod(shape) * itemsize
     memory = np.empty(num_bytes + 128, np.uint8)
@@ -356,15 +344,21 @@ def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
                 )
 
 
-def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> LoadChunks:
+def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillChunks:
     """Chunks from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
-    return lambda spec: spec.build_chunks(checkpoint.read, jnp.dtype(dims.dtype))
+
+    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
+        spec.fill_chunks(checkpoint.read, chunks)
+        for source in spec.sources:
+            checkpoint.release(source.name)
+
+    return fill
 
 
-def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> LoadChunks:
+def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillChunks:
     """Chunks of a randomly initialized model: the same values for every `max_tp` and page size."""
 
-    def load(spec: ParamSpec) -> list[np.ndarray]:
+    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
         def draw(name: str) -> np.ndarray:
             shape = next(source.shape for source in spec.sources if source.name == name)
             if spec.init == "ones":
@@ -372,11 +366,13 @@ def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> LoadChunks:
             if spec.init == "zeros":
                 return np.zeros(shape, np.float32)
             words = np.frombuffer(name.encode(), np.uint8)
-            return np.random.default_rng([seed, *words]).standard_normal(shape, np.float32) * np.float32(std)
+            values = np.random.default_rng([seed, *words]).standard_normal(shape, np.float32)
+            values *= np.float32(std)
+            return values
 
-        return spec.build_chunks(draw, jnp.dtype(dims.dtype))
+        spec.fill_chunks(draw, chunks)
 
-    return load
+    return fill
 
 
 def _kind(name: str, layer: int | None) -> str:

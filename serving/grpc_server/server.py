@@ -52,6 +52,7 @@ class Server:
         self.metrics = ServerMetrics()
         if tracing is not None:
             self.metrics.on_transformed = tracing.transformed
+            self.metrics.on_not_transformed = tracing.not_transformed
         self.front_door = FrontDoor(config.limits, self.metrics, tracing)
         self.port = 0
         self.admin_port: int | None = None

@@ -1,6 +1,8 @@
 import math
+import os
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import psutil
@@ -9,8 +11,13 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from amoeba_jax.checkpoint import GGUFCheckpoint, open_gguf
+from amoeba_jax.engine.loading import WeightReader
+from amoeba_jax.engine.weights import WeightStore, checkpoint_reader
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.tokenizer import Tokenizer
+from sharding.ledger import Ledger
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 8, 32, 64, 300, 2
 
@@ -245,6 +252,29 @@ def test_release_gives_memory_back(tmp_path):
     checkpoint.close()
     with pytest.raises(CheckpointError, match="was closed"):
         checkpoint.read("model.norm.weight")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_chunks_are_the_same_whatever_the_number_of_threads(threads, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "llama", hf_tensors(), GGMLQuantizationType.Q8_0)
+    checkpoint = GGUFCheckpoint(path)
+    dims = ModelDims(ModelConfig.from_hf(checkpoint.config), max_tp=2, page_size=16, dtype="float32")
+    store = WeightStore(dims, tuple(jax.devices()[:2]))
+    reader = WeightReader(checkpoint_reader(checkpoint, dims), threads)
+    store.load(reader, [Ledger(1 << 30)] * 2, lambda _: None)
+    whole = GGUFCheckpoint(path)
+    for name, (_, spec) in store.specs.items():
+        for index, expected in enumerate(spec.build_chunks(whole.read, np.dtype(np.float32))):
+            for device in range(2):
+                np.testing.assert_array_equal(np.asarray(store.chunk(device, name, index)), expected, err_msg=name)
+
+
+def test_file_cut_after_opening_is_told_in_bytes(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "llama", hf_tensors())
+    checkpoint = GGUFCheckpoint(path)
+    os.truncate(path, 9000)
+    with pytest.raises(CheckpointError, match=r"m\.gguf is truncated: tensor '\S+' ends at byte \d+, the file at 9000"):
+        checkpoint.read("model.layers.1.mlp.down_proj.weight")
 
 
 def llama3_table(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:

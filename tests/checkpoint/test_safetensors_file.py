@@ -107,6 +107,27 @@ def test_release_gives_memory_back_while_arrays_are_held(tmp_path):
     assert checkpoint.read("big").sum() == size // 4
 
 
+def test_release_of_one_tensor_leaves_the_others(tmp_path):
+    size = 32 << 20
+    tensors = {"a": np.ones(size // 4, np.float32), "b": np.full(size // 4, 2, np.float32)}
+    checkpoint = SafetensorsCheckpoint(make_directory(tmp_path / "m", tensors))
+    process = psutil.Process()
+    assert checkpoint.read("a").sum() + checkpoint.read("b").sum() == 3 * (size // 4)
+    resident = process.memory_info().rss
+    checkpoint.release("a")
+    assert 0.9 * size < resident - process.memory_info().rss < 1.1 * size
+    assert checkpoint.read("a")[0] == 1.0
+
+
+def test_file_cut_after_opening_is_told_in_bytes(tmp_path):
+    directory = make_directory(tmp_path / "m", tensors_of_each_dtype())
+    checkpoint = SafetensorsCheckpoint(directory)
+    size = (directory / WEIGHTS).stat().st_size
+    truncate(directory)
+    with pytest.raises(CheckpointError, match=f"truncated: tensor .* ends at byte {size}, the file at {size - 10}"):
+        [checkpoint.read(name) for name in checkpoint.names()]
+
+
 def test_arrays_outlive_close_but_reading_stops(tmp_path):
     checkpoint = SafetensorsCheckpoint(make_directory(tmp_path / "m", tensors_of_each_dtype()))
     array = checkpoint.read("f32")

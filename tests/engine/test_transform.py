@@ -17,7 +17,7 @@ from amoeba_jax.errors import LayoutError, RequestError, TransformError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
-CHAINS = [[4, 1], [2, 4, 2, 1], [4, 2, 1]]
+CHAINS = [[4, 1], [4, 2, 1], pytest.param([2, 4, 2, 1], marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

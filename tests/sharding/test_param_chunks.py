@@ -151,6 +151,17 @@ def test_chunks_are_those_cut_by_hand(sizes):
             np.testing.assert_array_equal(weights.matrix(name, index), chunk, err_msg=f"{name} {index}")
 
 
+@settings(max_examples=20, deadline=None)
+@given(sizes=SIZES)
+def test_chunks_are_written_whole_into_memory_that_was_used_before(sizes):
+    weights = Weights(make_dims(sizes))
+    for name, spec in weights.specs.items():
+        chunks = [np.full(spec.stored_shape, np.nan) for _ in range(spec.num_chunks)]
+        spec.fill_chunks(weights.tensors.__getitem__, chunks)
+        for chunk, expected in zip(chunks, weights.chunks[name], strict=True):
+            np.testing.assert_array_equal(chunk, expected, err_msg=name)
+
+
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES, dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
 def test_tensors_come_back_from_their_chunks(sizes, dtype):

@@ -1,19 +1,24 @@
 """Many streams at once, some cancelled, while instances merge and split."""
 
 import random
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
+import jax
 import pytest
-from live_server import TIMEOUT_S, Live
+from live_server import TIMEOUT_S, Live, wait_until
+from tiny_models import byte_model
 
-from amoeba_jax import SamplingParams
+from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
+from serving.scheduling import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
 def test_streams_are_right_while_instances_change(live: Live, count: int):
     choose = random.Random(7)
     prompts = ["x" * choose.choice((1, 5, 40, 300)) + str(index) for index in range(count)]
@@ -48,3 +53,70 @@ def test_streams_are_right_while_instances_change(live: Live, count: int):
         assert tokens == expected[index][: len(tokens)]
         assert len(tokens) == len(expected[index]) or index in cancelled
     live.check_idle()
+
+
+CACHE = 512
+"""Tokens that a device holds beside all weights."""
+
+
+@pytest.fixture(params=[4, 8])
+def llm(request: pytest.FixtureRequest, tmp_path: Path, compile_cache: str) -> Iterator[LLM]:
+    """Four layers, as many instances as devices; on eight of them two groups change by themselves."""
+    with LLM(
+        byte_model(tmp_path / "deeper", num_hidden_layers=4),
+        num_devices=request.param,
+        device_memory="16MiB",
+        kv_cache_tokens=CACHE,
+        page_size=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        progress=False,
+        prefix_caching=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_streams_are_right_while_the_scheduler_changes_instances(llm: LLM, start: Callable[..., Live]):
+    """Short requests with bursts of long ones among them, which no device can hold."""
+    live = start(llm, scheduling=SchedulingConfig(linger_s=0.5, layers_per_step=2))
+    choose = random.Random(11)
+    count = 300
+    lengths = [choose.choice((1, 20, 80, 300)) if index % 100 < 90 else 2 * CACHE for index in range(count)]
+    prompts = ["".join(choose.choices("abcdefgh ", k=length)) for length in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=choose.choice((1, 8, 60)), ignore_eos=True) for _ in prompts]
+    cancelled = set(choose.sample(range(count), count // 10))
+
+    def ask(client: Client, index: int) -> tuple[int, ...]:
+        tokens: tuple[int, ...] = ()
+        for chunk in client.stream(prompts[index], params[index], timeout_s=3000):
+            tokens += chunk.token_ids
+            if index in cancelled:
+                break
+        return tokens
+
+    def serve_all() -> list[tuple[int, ...]]:
+        with Client(live.target) as client, ThreadPoolExecutor(count) as threads:
+            return list(threads.map(lambda index: ask(client, index), range(count)))
+
+    def all_split() -> bool:
+        return all(view.tensor_parallel_size == 1 for view in llm.instances)
+
+    assert live.scheduling is not None
+    counters = live.scheduling.counters
+    memory = []
+    for _ in range(2):
+        answers = serve_all()
+        wait_until(all_split)
+        live.check_idle()
+        memory.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert counters.scale_ups == counters.scale_downs >= 2
+    assert memory[1] <= memory[0]
+    live.scheduling.close()
+    llm.transform(4)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    for index, tokens in enumerate(answers):
+        assert tokens == expected[index][: len(tokens)]
+        assert len(tokens) == params[index].max_tokens or index in cancelled

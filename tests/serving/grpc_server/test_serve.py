@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import grpc
 import pytest
@@ -25,11 +27,11 @@ LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 class Process:
     """A server in a process of its own; what it says comes on stderr."""
 
-    def __init__(self, *arguments: str | Path, before: str = ""):
+    def __init__(self, *arguments: str | Path, before: str = "", stderr: int | IO[str] = subprocess.PIPE):
         code = f"{before}\nfrom serving.cli import main\nmain()"
         command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
         environment = os.environ | {"NPROC": "16"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(command, stderr=stderr, text=True, env=environment)
         self.said = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
@@ -50,8 +52,8 @@ class Process:
         return self.wait()
 
     def wait(self) -> int:
-        assert self.process.stderr is not None
-        self.said += self.process.stderr.read()
+        if self.process.stderr is not None:
+            self.said += self.process.stderr.read()
         return self.process.wait(TIMEOUT_S)
 
 
@@ -64,16 +66,16 @@ def serve(served_model: Path, compile_cache: str, tmp_path: Path) -> Iterator[Ca
     )
     processes: list[Process] = []
 
-    def start(*arguments: str | Path, before: str = "") -> Process:
-        processes.append(Process("--config", config, "--port", "0", "--no-warmup", *arguments, before=before))
+    def start(*arguments: str | Path, **options: Any) -> Process:
+        processes.append(Process("--config", config, "--port", "0", "--no-warmup", *arguments, **options))
         return processes[-1]
 
     yield start
     for server in processes:
         server.process.kill()
         server.process.wait(TIMEOUT_S)
-        assert server.process.stderr is not None
-        server.process.stderr.close()
+        if server.process.stderr is not None:
+            server.process.stderr.close()
 
 
 def test_sigterm_finishes_what_runs_and_exits_0(serve: Callable[..., Process]):
@@ -162,6 +164,19 @@ def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
         assert client.generate("hello", GREEDY)[0].finish_reason == "length"
 
 
+def test_server_whose_log_is_on_a_full_disk_serves(serve: Callable[..., Process]):
+    """Every line that it says and logs fails to be written, those of the scheduler's decisions among them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Path("/dev/full").open("w") as full:
+        server = serve("--num-devices", "2", "--port", str(port), stderr=full)
+    with Client(f"127.0.0.1:{port}", retries=Retries(attempts=100)) as client:
+        assert client.generate("hello", GREEDY)[0].finish_reason == "length"
+        client.transform(2)
+        assert client.generate("hello", GREEDY)[0].finish_reason == "length"
+    assert server.end(signal.SIGTERM) == 0
+
+
 def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that fails once it is told to."""
     trigger = tmp_path / "fail"
@@ -188,9 +203,10 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
 def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that never returns once it is told to; it ends although its threads don't."""
     trigger, config = tmp_path / "block", tmp_path / "server.yaml"
-    config.write_text(config.read_text() + "engine_timeout_s: 3\n")
+    config.write_text(config.read_text() + "engine_timeout_s: 3\nmax_num_batched_tokens: 16\n")
     server = serve(
         "--warmup",
+        "--max-num-seqs=1",  # fewer programs
         before="import pathlib, threading\n"
         "from amoeba_jax.engine.engine import Engine\n"
         "advance = Engine.advance\n"

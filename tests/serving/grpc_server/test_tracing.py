@@ -119,6 +119,14 @@ def test_transformation_has_a_span(traced: Live, spans: InMemorySpanExporter):
         assert (span.end_time - span.start_time) / 1e9 == pytest.approx(report.seconds, abs=1e-6)
 
 
+def test_refused_transformation_has_a_span(traced: Live, spans: InMemorySpanExporter):
+    code_and_text(lambda: traced.admin.Transform(pb.TransformRequest(tensor_parallel_size=4), timeout=TIMEOUT_S))
+    (span,) = finished(spans, 1)
+    assert span.name == "transformation"
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "refused")
+    assert attributes(span) == {"amoeba.transform.kind": "scale_up", "amoeba.transform.variant": "in_place_overlapped"}
+
+
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes spans by OTLP."""
 

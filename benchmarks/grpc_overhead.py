@@ -1,9 +1,10 @@
 """What the server costs: tokens a second through gRPC, many streams at once, against `LLM.generate`, same prompts.
 
-    python benchmarks/serving.py [--model smollm2-135m] [--streams 64] [--new-tokens 64] [--repeats 3] [--json FILE]
+    python benchmarks/grpc_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json F]
 
 Two processes, each with the whole model: one that calls `LLM.generate`, and `amoeba serve`, whose streams a third one
-(this) reads. They take turns, so that only one works at a time.
+(this) reads, `--streams` at a time. Both run as many requests at once, of lengths from a half to one and a half times
+`--new-tokens`. They take turns, so that only one works at a time.
 """
 
 import argparse
@@ -27,8 +28,10 @@ from amoeba_jax.client import AsyncClient
 Prompts = list[list[int]]
 
 
-def params(options: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True)
+def params(options: argparse.Namespace) -> list[SamplingParams]:
+    """Of each request, the same in both processes."""
+    lengths = np.random.default_rng(1).integers(options.new_tokens // 2, options.new_tokens * 3 // 2, options.requests)
+    return [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in lengths]
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -56,12 +59,14 @@ def generate_in_process(options: argparse.Namespace, prompts: Prompts, parent: C
 
 async def streams_s(target: str, prompts: Prompts, options: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
     async with AsyncClient(target) as client:
+        room = asyncio.Semaphore(options.streams)
 
-        async def read(prompt: list[int]) -> tuple[int, ...]:
-            return tuple([t async for chunk in client.stream(prompt, params(options)) for t in chunk.token_ids])
+        async def read(prompt: list[int], how: SamplingParams) -> tuple[int, ...]:
+            async with room:
+                return tuple([t async for chunk in client.stream(prompt, how) for t in chunk.token_ids])
 
         start = time.perf_counter()
-        answers = await asyncio.gather(*(read(prompt) for prompt in prompts))
+        answers = await asyncio.gather(*map(read, prompts, params(options)))
         return time.perf_counter() - start, list(answers)
 
 
@@ -71,13 +76,14 @@ def main() -> None:
     parser.add_argument("--num-devices", type=int, default=4)
     parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     random = np.random.default_rng(0)
-    prompts = random.integers(1000, 30000, (options.streams, options.prompt)).tolist()
+    prompts = random.integers(1000, 30000, (options.requests, options.prompt)).tolist()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=generate_in_process, args=(options, prompts, theirs))
@@ -95,8 +101,9 @@ def main() -> None:
                 times["gRPC"].append(grpc_s)
     ours.send(False)
     child.join()
-    total = options.streams * options.new_tokens
-    table = Table(title=f"{options.model}, {options.num_devices} devices, {options.streams} requests, {total} tokens")
+    total = sum(how.max_tokens or 0 for how in params(options))
+    title = f"{options.model}, {options.num_devices} devices, {options.requests} requests, {options.streams} at a time"
+    table = Table(title=f"{title}, {total} tokens")
     for column in ("", "seconds, median", "tokens/s", "of LLM.generate"):
         table.add_column(column, justify="right" if column else "left")
     base = median(times["LLM.generate"])
