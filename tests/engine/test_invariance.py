@@ -111,7 +111,8 @@ def test_in_chunks_of_another_size(reference: Reference):
         for index, (prompt, params) in enumerate(zip(reference.prompts, reference.params, strict=True)):
             steps = llm.stats.steps
             reference.check_one(llm, index, alone(llm, prompt, params)[0].token_ids)
-            assert llm.stats.steps - steps == MAX_TOKENS, "the prompt is one chunk"
+            chunks = 2 if 16 < len(prompt) <= 32 else 1  # one of 64 would not be half full
+            assert llm.stats.steps - steps == MAX_TOKENS + chunks - 1
 
 
 def test_with_preemption(reference: Reference):
