@@ -88,6 +88,7 @@ def test_views_share_the_tp1_buffers(llm: LLM):
                     assert pointer == store.chunk(device, spec.name, chunk).unsafe_buffer_pointer()
 
 
+@pytest.mark.slow
 def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
     """Switching and stepping never move the cache: its memory is the same from start to end."""
 

@@ -159,6 +159,7 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM):
     running.result()
 
 
+@pytest.mark.slow
 def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
     """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
     scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}
