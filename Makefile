@@ -18,7 +18,7 @@ demo: install  ## Answer prompts with the default model at TP1, TP2 and TP4 on v
 	$(BIN)/amoeba demo
 
 test: install-dev  ## Run the tests.
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-slow: install-dev  ## Run the tests that `test` leaves out: more requests, texts and layouts.
 	$(BIN)/python -m pytest -m slow

@@ -79,7 +79,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def _transform(self, transform, degree: int, variant: TransformVariant) -> TransformReport:
         metrics = self._front_door.metrics
         degrees = [i.tensor_parallel_size for i in metrics.latest.instances] if metrics.latest else []
-        kind = "scale_up" if degree > min(degrees, default=degree) else "scale_down"
+        kind = "scale_up" if degree > min(degrees, default=1) else "scale_down"
         try:
             report = await self._front_door.control(transform)
         except (LayoutError, RequestError, MemoryBudgetError) as error:

@@ -23,7 +23,8 @@ ALL = pytest.param((1, 2, 4), id="all texts in all layouts", marks=pytest.mark.s
 
 
 @pytest.mark.parametrize("degrees_of_all", [NONE, ALL])
-@pytest.mark.parametrize("name", ["stories260K", pytest.param("stories15M", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["stories260K", "stories15M"])
+@pytest.mark.slow
 def test_real_models_continue_as_recorded(name: str, degrees_of_all: tuple, shared_data: Path, compile_cache: str):
     golden = json.loads((shared_data / "models" / name / "golden.json").read_text())
     directory = shared_data / "models" / name

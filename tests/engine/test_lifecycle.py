@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device_memory import live_bytes
 from serving_checks import TIMEOUT_S, check_idle
-from test_memory import live_bytes
 from tiny_models import ragged_prompts, tiny_model
 
 from amoeba_jax import LLM, SamplingParams

@@ -1,7 +1,5 @@
 """Weights exist once per device, views share their buffers, and every byte has an owner."""
 
-import gc
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_memory import live_bytes
 from tiny_models import tiny_config, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
@@ -22,19 +21,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def live_bytes() -> dict[int, int]:
-    """Bytes of all live device buffers, each counted once however many arrays view it."""
-    gc.collect()
-    seen: dict[tuple[int, int], int] = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            seen[(shard.device.id, shard.data.unsafe_buffer_pointer())] = shard.data.nbytes
-    totals: dict[int, int] = defaultdict(int)
-    for (device, _), size in seen.items():
-        totals[device] += size
-    return dict(totals)
 
 
 @pytest.fixture
@@ -102,6 +88,7 @@ def test_views_share_the_tp1_buffers(llm: LLM):
                     assert pointer == store.chunk(device, spec.name, chunk).unsafe_buffer_pointer()
 
 
+@pytest.mark.slow
 def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
     """Switching and stepping never move the cache: its memory is the same from start to end."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from device_memory import live_bytes
 from serving_checks import TIMEOUT_S, alone, check_idle
-from test_memory import live_bytes
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
@@ -174,7 +174,7 @@ def load(num_devices: int, tp: int, num_requests: int, slow: bool = False) -> An
     ("num_devices", "tp", "num_pages", "num_requests"),
     [
         load(2, 1, 300),
-        load(4, 2, 200),
+        load(4, 2, 200, slow=True),
         load(4, 1, 2000, slow=True),
         load(4, 2, 2000, slow=True),
         load(8, 1, 2000, slow=True),

@@ -17,7 +17,7 @@ from amoeba_jax.errors import LayoutError, RequestError, TransformError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
-CHAINS = [[4, 1], [4, 2, 1], pytest.param([2, 4, 2, 1], marks=pytest.mark.slow)]
+CHAINS = [[4, 1], *(pytest.param(chain, marks=pytest.mark.slow) for chain in ([4, 2, 1], [2, 4, 2, 1]))]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, varian
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
-        ("qwen2", 2),
+        pytest.param("qwen2", 2, marks=pytest.mark.slow),
         *(
             pytest.param(name, 4, marks=pytest.mark.slow)
             for name in ("qwen2", "qwen3", "mistral-window", "llama3-scaled-rope", "smollm2")
@@ -159,6 +159,7 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM):
     running.result()
 
 
+@pytest.mark.slow
 def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
     """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
     scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
-from test_transform_memory import live_bytes
 from tiny_models import tiny_model
 from transform_cases import make, requests, tokens
 
@@ -97,7 +97,7 @@ def transform_at_random(llm: LLM, count: int, seed: int) -> Counter[str]:
 @pytest.mark.parametrize(
     ("num_devices", "count"),
     [
-        pytest.param(2, 12, marks=pytest.mark.timeout(TIMEOUT_S)),
+        pytest.param(2, 12, marks=[pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S)]),
         pytest.param(8, 500, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
@@ -109,13 +109,13 @@ def test_random_transformations_under_load(tmp_path: Path, compile_cache: str, n
         load.end()
         llm.transform(1)
         check_idle(llm)
-        warm, ledgers = live_bytes(), [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
+        warm, ledgers = total_live_bytes(), [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
         load = Load(llm, 100)
         kinds = transform_at_random(llm, count, seed=2)
         load.end()
         llm.transform(1)
         check_idle(llm)
-        assert live_bytes() <= warm + (64 << 10)
+        assert total_live_bytes() <= warm + (64 << 10)
         assert [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers] == ledgers
         assert load.answered > count / 4
         assert {kind for kind in kinds if kind != "refused"} >= {"1 to 2", "2 to 1"}

@@ -169,7 +169,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama2", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["no prefix cache", "prefix cache"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="no prefix cache", marks=pytest.mark.slow), pytest.param(True, id="prefix cache")],
+)
 def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> Iterator[LLM]:
     """Pages for a few of the requests."""
     settings = {"kv_cache_tokens": 4 * PAGES, "device_memory": "8MiB", "max_num_seqs": 4, "max_model_len": 80}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
 from transform_cases import Background, after_each_switch, make, requests, tokens
@@ -36,23 +37,13 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
         check_idle(llm)
 
 
-def live_bytes() -> int:
-    """Bytes of device buffers, each counted once, however many arrays are views of it."""
-    buffers = {
-        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
-        for array in jax.live_arrays()
-        for shard in array.addressable_shards
-    }
-    return sum(buffers.values())
-
-
 def test_memory_in_use_does_not_change(llm: LLM):
     """Before, after, and in the ledger."""
     expected = tokens(llm.generate(*requests(4)))
 
     def live() -> int:
         llm._dispatcher.call(llm._engine.drain).result(TIMEOUT_S)
-        return live_bytes()
+        return total_live_bytes()
 
     llm.transform(4), llm.transform(1)
     before, ledgers = live(), [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
@@ -75,12 +66,12 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     expected = tokens(llm.generate(prompts, params))
     peaks: list[int] = []
-    after_each_switch(monkeypatch, lambda _: peaks.append(live_bytes()))
+    after_each_switch(monkeypatch, lambda _: peaks.append(total_live_bytes()))
     move = CopyMover.move
 
     def observed(mover: CopyMover, extents: list[jax.Array]) -> list[jax.Array]:
         moved = move(mover, extents)
-        peaks.append(live_bytes())
+        peaks.append(total_live_bytes())
         return moved
 
     monkeypatch.setattr(CopyMover, "move", observed)
@@ -88,7 +79,7 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
     deadline = time.monotonic() + TIMEOUT_S
     while (use := kv_use(llm)) < 0.9:
         assert time.monotonic() < deadline
-    before = llm._dispatcher.call(live_bytes).result(TIMEOUT_S)
+    before = llm._dispatcher.call(total_live_bytes).result(TIMEOUT_S)
     reports: list[Any] = [llm.transform(tp, variant=variant) for tp in (4, 1)]
     assert tokens(running.result()) == expected
     assert use < 1

@@ -136,6 +136,7 @@ def test_workloads_name_every_token_once(extents):
         assert sorted(places) == list(range(7))
 
 
+@pytest.mark.slow
 def test_benchmark_measures_all_comparisons_of_a_cpu(tmp_path, capsys):
     file = tmp_path / "results.json"
     bench.main(["--quick", "--json", str(file)])

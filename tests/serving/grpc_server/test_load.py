@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import jax
 import pytest
+from device_memory import total_live_bytes
 from live_server import TIMEOUT_S, Live, wait_until
 from tiny_models import byte_model
 
@@ -111,9 +111,9 @@ def test_streams_are_right_while_the_scheduler_changes_instances(llm: LLM, start
         answers = serve_all()
         wait_until(all_split)
         live.check_idle()
-        memory.append(sum(array.nbytes for array in jax.live_arrays()))
+        memory.append(total_live_bytes())
     assert counters.scale_ups == counters.scale_downs >= 2
-    assert memory[1] <= memory[0]
+    assert memory[1] <= memory[0] + (64 << 10), "what a step's inputs and outputs take comes and goes"
     live.scheduling.close()
     llm.transform(4)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

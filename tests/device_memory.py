@@ -1,0 +1,24 @@
+"""What lies in device memory, counted from live arrays."""
+
+import gc
+from collections import defaultdict
+
+import jax
+
+
+def live_bytes() -> dict[int, int]:
+    """Bytes of all live buffers of each device, each counted once however many arrays view it."""
+    gc.collect()
+    seen: dict[tuple[int, int], int] = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            seen[(shard.device.id, shard.data.unsafe_buffer_pointer())] = shard.data.nbytes
+    totals: dict[int, int] = defaultdict(int)
+    for (device, _), size in seen.items():
+        totals[device] += size
+    return dict(totals)
+
+
+def total_live_bytes() -> int:
+    """Of all devices."""
+    return sum(live_bytes().values())
