@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 from filelock import FileLock, Timeout
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from amoeba_jax.checkpoint.cache import cache_root
 from amoeba_jax.errors import ConfigError, MemoryBudgetError
@@ -34,8 +35,8 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
     """Point JAX's persistent compilation cache at a private directory, unless the user has set one.
 
-    A directory that cannot be written is read alone, with a warning. JAX takes the first directory that it uses in a
-    process for good. Returns the directory, or None where there is none.
+    A directory that cannot be written is read alone, with a warning. The whole process uses the last one that was
+    asked for. Returns the directory, or None where there is none.
 
     Raises `ConfigError` for a directory that others can write to: loading a program runs its code.
     """
@@ -59,9 +60,12 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
         tidy(path)
     else:
         logger.warning("the compile cache %s cannot be written: programs that it lacks are compiled every time", path)
-    jax.config.update("jax_compilation_cache_dir", str(path))
     # With a size JAX takes a lock to read too, for which it must be able to write.
-    jax.config.update("jax_compilation_cache_max_size", size if writable else -1)
+    place = {"jax_compilation_cache_dir": str(path), "jax_compilation_cache_max_size": size if writable else -1}
+    if any(jax.config.values[name] != value for name, value in place.items()):
+        for name, value in place.items():
+            jax.config.update(name, value)
+        reset_cache()  # JAX would keep to the first directory that it used
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if writable else _NEVER_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # XLA's own caches lie in the directory, whose path would then be part of every key: none could be moved elsewhere.

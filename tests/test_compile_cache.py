@@ -95,6 +95,20 @@ def test_two_processes_at_once_share_it(directory: Path):
     assert result(start(directory))["hits"] >= 3
 
 
+def test_another_directory_takes_the_place_of_the_first(directory: Path, tmp_path: Path):
+    first = tmp_path / "first"
+    before = f"""
+import jax
+from amoeba_jax.compile_cache import enable_compile_cache
+enable_compile_cache({str(first)!r}, "1GiB")
+jax.jit(lambda x: x + 1)(1.0)
+"""
+    result(start(directory, before=before))
+    assert entries(first)
+    assert len(entries(directory)) >= 3
+    assert result(start(directory))["hits"] >= 3
+
+
 def test_full_disk_stops_nothing_and_leaves_nothing_damaged(filled: Path, directory: Path):
     """No file may grow beyond 64 bytes: every program is cut short, as on a full disk."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); sys.dont_write_bytecode = True"
