@@ -1,5 +1,6 @@
 """Weights on their way from files to devices: read by several threads, ahead of the devices by a bounded amount."""
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -109,10 +110,14 @@ def staging_chunks(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
     0.10 to 0.12): such memory could not be used again, and donating such a buffer copies it. Misaligned memory is
     always copied, and only once, where `jnp.array(copy=True)` may copy twice.
     """
-    itemsize, size = dtype.itemsize, spec.num_elements // spec.num_chunks * dtype.itemsize
-    first = -memory.ctypes.data % _ALIGNMENT + itemsize
+    size, first = spec.num_elements // spec.num_chunks * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_chunks)]
     return [memory[start : start + size].view(dtype).reshape(spec.stored_shape) for start in starts]
+
+
+def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
+    """The byte of `memory` that is one element past an alignment."""
+    return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 
 def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
@@ -128,3 +133,18 @@ def put(chunks: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -
     return jax.block_until_ready(
         [[jax.device_put(chunk, device) for device in its] for chunk, its in zip(chunks, devices, strict=True)]
     )
+
+
+def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
+    """A buffer of its own on each device, holding `array`; waits until all are written."""
+    misaligned = empty_misaligned(array.shape, array.dtype)
+    misaligned[...] = array
+    return put([misaligned], [devices])[0]
+
+
+def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that `device_put` copies from and never adopts; see `staging_chunks`."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
+    start = _misaligned(memory, dtype)
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

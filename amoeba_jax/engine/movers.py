@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from amoeba_jax.engine.loading import empty_misaligned, put_copies
 from amoeba_jax.engine.restore import source_place
 from amoeba_jax.engine.transition_programs import TransitionPrograms
-from amoeba_jax.engine.weights import WeightStore, empty_misaligned, put_copies
+from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.transform import TransformVariant
 from kvcache.migration import Phase, plan_phases, single_phase
 from kvcache.relayout import moves

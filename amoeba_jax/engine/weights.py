@@ -1,6 +1,5 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -306,22 +305,6 @@ class WeightStore:
         self._extents.clear()
         for buffers in self._chunks:
             buffers.clear()
-
-
-def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """A buffer of its own on each device, holding `array`; waits until all are written."""
-    misaligned = empty_misaligned(array.shape, array.dtype)
-    misaligned[...] = array
-    return put([misaligned], [devices])[0]
-
-
-def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that `device_put` copies from and never adopts; see `staging_chunks`."""
-    itemsize = np.dtype(dtype).itemsize
-    num_bytes = math.prod(shape) * itemsize
-    memory = np.empty(num_bytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + itemsize
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:

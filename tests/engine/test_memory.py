@@ -12,8 +12,8 @@ from device_memory import live_bytes
 from tiny_models import tiny_config, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.loading import put_copies
 from amoeba_jax.engine.program import is_sharded, leaf_variables
-from amoeba_jax.engine.weights import put_copies
 from amoeba_jax.models.decoder import Segment
 from sharding.params import ParamSpec
 
