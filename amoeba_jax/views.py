@@ -60,7 +60,7 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile it, or to load it."""
     cached: bool
-    """It came from the compilation cache."""
+    """XLA did not compile it: the compilation cache had it, or JAX in its memory."""
     code_bytes: int
     """Of its machine code, where XLA says so; on CPU it does not (0)."""
     temp_bytes: int

@@ -20,17 +20,32 @@ logger = logging.getLogger(__name__)
 
 # XLA's passes recurse, more deeply than the stack that a thread gets by default.
 STACK_BYTES = 64 << 20
+# One event for each program, whether XLA compiled it or the compile cache had it; none where JAX has it in memory.
+_PROGRAM = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_cache_hits = threading.local()
 _starting_threads = threading.Lock()
 
 
+class _Compiled(threading.local):
+    """Programs that XLA compiled in this thread: JAX calls listeners in the thread that compiles."""
+
+    count = 0
+
+
+_compiled = _Compiled()
+
+
+def _on_duration(event: str, _: float, **__: object) -> None:
+    if event == _PROGRAM:
+        _compiled.count += 1
+
+
 def _on_event(event: str, **_: object) -> None:
-    # Listeners run in the thread that compiles.
     if event == _CACHE_HIT:
-        _cache_hits.count = getattr(_cache_hits, "count", 0) + 1
+        _compiled.count -= 1
 
 
+monitoring.register_event_duration_secs_listener(_on_duration)
 monitoring.register_event_listener(_on_event)
 
 
@@ -40,7 +55,7 @@ class Executable:
 
     Attributes:
         compile_s: seconds to trace, lower and compile it, or to load it.
-        cached: it came from the compile cache.
+        cached: XLA did not compile it: it came from the compile cache, or JAX had it in memory.
         code_bytes: of its code, where XLA says so.
         temp_bytes: temporaries on each device while it runs.
         argument_bytes, output_bytes: on each device.
@@ -63,7 +78,7 @@ def compile_program(request: ProgramRequest) -> Executable:
 
     Raises `RuntimeError` where XLA would copy what the program is to update in place.
     """
-    before, start = getattr(_cache_hits, "count", 0), time.perf_counter()
+    before, start = _compiled.count, time.perf_counter()
     compiled = request.compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
@@ -73,7 +88,7 @@ def compile_program(request: ProgramRequest) -> Executable:
             f"program {request} would copy what it is to update in place: {aliased} of {request.donated_bytes} bytes "
             "are aliased"
         )
-    cached = getattr(_cache_hits, "count", 0) > before
+    cached = _compiled.count == before
     if memory is None:
         return Executable(request, compiled, seconds, cached, 0, 0, 0, 0, aliased)
     return Executable(
