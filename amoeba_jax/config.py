@@ -48,8 +48,9 @@ class EngineConfig:
     """Prompt tokens that one step of an instance computes, beside its decodes; longer prompts take several steps."""
     prefix_caching: bool = True
     """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""
-    segment_layers: int = 8
-    """Most layers compiled into one executable. Deeper models run as several launches of one such executable."""
+    segment_layers: int | None = None
+    """Most layers compiled into one executable. Deeper models run as several launches of one such executable. Default:
+    8, or 4 on CPU, where a process cannot hold many large programs (docs/startup.md)."""
     transform_attention: bool = False
     """Also store the attention projections as extents that a transformation may release."""
     phase_pages: int | None = None

@@ -20,7 +20,7 @@ from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, reading_
 from amoeba_jax.engine.catalogue import catalogue
 from amoeba_jax.engine.executables import Executables, compile_programs, executable_info
 from amoeba_jax.engine.memory import DeviceTooSmallError
-from amoeba_jax.engine.plan import EnginePlan
+from amoeba_jax.engine.plan import EnginePlan, segment_layers
 from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.engine.warmup import compile_jobs
 from amoeba_jax.engine.weights import WeightStore
@@ -95,6 +95,7 @@ def _plan(
 ) -> tuple[EnginePlan, int]:
     """What the engine would be, and by how many bytes its devices are too small: more than 0 in a dry run alone."""
     dims = _dims(config, platform, quiet=dry_run)
+    config = replace(config, segment_layers=config.segment_layers or segment_layers(platform))
     weights = WeightStore(dims, devices)
     if dry_run and platform != devices[0].platform and config.device_memory is None:
         raise ConfigError(f"device_memory must be given for {platform} devices, which are not here")

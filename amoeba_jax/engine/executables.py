@@ -1,5 +1,6 @@
 """The registry of compiled programs."""
 
+import ctypes
 import logging
 import queue
 import threading
@@ -18,6 +19,8 @@ from amoeba_jax.views import ExecutableInfo
 
 logger = logging.getLogger(__name__)
 
+# What compiling has freed stays with the process otherwise: 30 MiB a program, measured with SmolLM2 on CPU.
+_TRIM_EVERY = 16
 # XLA's passes recurse, more deeply than the stack that a thread gets by default.
 STACK_BYTES = 64 << 20
 # One event for each program, whether XLA compiled it or the compile cache had it; none where JAX has it in memory.
@@ -35,7 +38,7 @@ class _Compiled(threading.local):
 _compiled = _Compiled()
 
 
-def _on_duration(event: str, _: float, **__: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == _PROGRAM:
         _compiled.count += 1
 
@@ -159,7 +162,7 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
                 thread.start()
         finally:
             threading.stack_size(previous)
-    running, error = len(threads), None
+    running, count, error = len(threads), 0, None
     try:
         while running:
             item = done.get()
@@ -168,13 +171,24 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
             elif isinstance(item, BaseException):
                 error = error or item
             elif error is None:
+                count += 1
+                if count % _TRIM_EVERY == 0:
+                    trim_host_memory()
                 yield item
     finally:
         stop.set()
         for thread in threads:
             thread.join()
+        trim_host_memory()
     if error is not None:
         raise error
+
+
+def trim_host_memory() -> None:
+    """Give freed memory of the process back to the system, where its C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Executables:

@@ -387,9 +387,10 @@ class Instance:
 
     def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for."""
-        ids = np.stack([source, target], axis=1).astype(np.int32)  # [tp, 2]
         program = self.executables.get(self.executables.requests.page_copy(self.group, self._extent_pages))
-        self.kv = program(self.kv, jax.device_put(ids, self.group.sharded))
+        ids = jax.device_put(np.stack([source, target], axis=1).astype(np.int32), self.group.sharded)  # [tp, 2]
+        for layer, extents in enumerate(self.kv):
+            self.kv[layer] = program(extents, ids)
 
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""

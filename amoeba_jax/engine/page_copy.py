@@ -1,4 +1,4 @@
-"""Copies of pages in all layers of an instance, for sequences that stop sharing one."""
+"""Copies of a page in a layer of an instance, for sequences that stop sharing it."""
 
 import itertools
 
@@ -11,22 +11,21 @@ from kvcache.page_copy import copy_pages
 from sharding.mesh import TP_AXIS, SubMesh
 
 
-def compile_page_copy(
-    dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...], num_layers: int
-) -> jax.stages.Compiled:
-    """A program `(kv, ids) -> kv` that copies a page on every rank, in every layer.
+def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...]) -> jax.stages.Compiled:
+    """A program `(extents, ids) -> extents` that copies a page on every rank, in one layer.
 
-    `kv[layer]` is the layer's list of extents (donated), `ids` `[tp, 2]` each rank's source and target page.
+    `extents` are the layer's (donated), `ids` `[tp, 2]` each rank's source and target page. It is one layer's: a
+    program of all 30 layers of SmolLM2 takes 7 s to compile and 150 MiB, and that at each degree.
     """
     starts = tuple(itertools.accumulate((pages * group.tp for pages in extent_pages), initial=0))
 
-    def copy(kv: list[list[jax.Array]], ids: jax.Array) -> list[list[jax.Array]]:
-        return [copy_pages(extents, starts, group.tp, ids[0, :1], ids[0, 1:]) for extents in kv]
+    def copy(extents: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+        return copy_pages(extents, starts, group.tp, ids[0, :1], ids[0, 1:])
 
     shapes = [(group.tp * pages, dims.pages.page_elems) for pages in extent_pages]
-    kv = [[jax.ShapeDtypeStruct(shape, jnp.dtype(dims.dtype)) for shape in shapes] for _ in range(num_layers)]
+    extents = [jax.ShapeDtypeStruct(shape, jnp.dtype(dims.dtype)) for shape in shapes]
     mapped = jax.shard_map(
         copy, mesh=group.mesh, in_specs=(P(TP_AXIS), P(TP_AXIS)), out_specs=P(TP_AXIS), check_vma=False
     )
     jitted = jax.jit(mapped, donate_argnums=(0,), in_shardings=group.sharded, out_shardings=group.sharded)
-    return jitted.lower(kv, jax.ShapeDtypeStruct((group.tp, 2), jnp.int32)).compile()
+    return jitted.lower(extents, jax.ShapeDtypeStruct((group.tp, 2), jnp.int32)).compile()

@@ -13,16 +13,16 @@ T = TypeVar("T")
 # Reading the list of mappings takes some 20 ms when it is long, compiling a program 100 and more.
 _CHECK_EVERY = 16
 _DROPPED_SHARE = 0.25
-_FULL_SHARE = 0.75
+_FULL_SHARE = 0.85
 
 
 class ProgramStore(Generic[T]):
     """Programs by key, of which the least recently used are dropped before there are too many.
 
-    XLA maps the code of each kernel of a CPU program by itself: 70 memory mappings a program, or more. Linux allows a
+    XLA maps the code of each kernel of a CPU program by itself: 100 memory mappings a program, or more. Linux allows a
     process 65,530 (`vm.max_map_count`). Where it has no more, allocations fail, and XLA ends the process
-    (measured: at some 900 programs). So, when three quarters are in use, a quarter of the programs goes; those that are
-    wanted again come from the compile cache. Used by one thread.
+    (measured: at some 900 programs). So, when 85% are in use, a quarter of the programs goes; those that are wanted
+    again come from the compile cache. Used by one thread.
 
     Args:
         num_mappings: counts the process's mappings; None where there is no limit to mind.
