@@ -23,6 +23,8 @@ SETTINGS: dict[str, Any] = {
     "segment_layers": 2,
     "progress": False,
 }
+# Of engines that several modules have: equal sizes make equal programs, which the compile cache then has.
+SHARED: dict[str, Any] = {"kv_cache_tokens": 880 * SETTINGS["page_size"], "phase_pages": 16}
 
 
 def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:

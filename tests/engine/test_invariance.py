@@ -18,6 +18,8 @@ from tiny_models import tiny_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TIE = 1e-3
 MAX_TOKENS = 24
 NUM_REQUESTS = 8
@@ -130,7 +132,8 @@ def test_with_preemption(reference: Reference):
         assert preempted == {"greedy", "seeded"}
 
 
-@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
 def test_at_every_degree_on_every_instance(reference: Reference, num_devices: int):
     with LLM(reference.directory, num_devices=num_devices, **reference.settings) as llm:
         for tp in (1, 2, 4)[: num_devices.bit_length()]:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
 from tiny_models import tiny_model
-from transform_cases import SETTINGS, Background, after_each_switch, kv_of, make, requests, tokens, wait_until_decoding
+from transform_cases import (
+    SETTINGS,
+    SHARED,
+    Background,
+    after_each_switch,
+    kv_of,
+    make,
+    requests,
+    tokens,
+    wait_until_decoding,
+)
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.transition import Transition
@@ -27,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache) as llm:
+    with make(directory, compile_cache, **SHARED) as llm:
         yield llm
 
 

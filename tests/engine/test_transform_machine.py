@@ -180,7 +180,7 @@ def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> 
         yield llm
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("examples", [4, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_any_order(llm: LLM, examples: int):
     class ThisMachine(Machine):
         pass

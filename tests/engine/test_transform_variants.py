@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
-from transform_cases import SETTINGS, Background, kv_of, make, requests, tokens, wait_until_decoding
+from transform_cases import SHARED, Background, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.movers import CopyMover, HostMover
 from amoeba_jax.errors import RequestError, TransformError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
-
-TOKENS = 128 * SETTINGS["page_size"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, kv_cache_tokens=TOKENS, device_memory="8MiB") as llm:
+    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm:
         yield llm
 
 
@@ -107,11 +105,12 @@ def test_weights_are_the_same_afterwards(idle: LLM, variant: str):
 def test_without_release(idle: LLM):
     prompts, params = requests(8, max_tokens=32)
     expected = tokens(idle.generate(prompts, params))
+    at_tp1 = idle.instances[0].kv_total_pages
     for variant in ("basic", "host_memory", "restart"):
         running = Background(idle, prompts, params)
         wait_until_decoding(idle, 4)
         idle.transform(4, variant=variant, release_weights=False)
-        assert idle.instances[0].kv_total_pages == 4 * 128
+        assert idle.instances[0].kv_total_pages == 4 * at_tp1
         idle.transform(1, variant=variant)
         assert tokens(running.result()) == expected
 
@@ -134,7 +133,7 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
 
 
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
-    with make(directory, compile_cache) as llm:
+    with make(directory, compile_cache, **SHARED) as llm:
         prompts, params = requests(4)
         expected = tokens(llm.generate(prompts, params))
         running = Background(llm, prompts, params)

@@ -54,7 +54,10 @@ if FINDS_RACES:
     CASES |= CASES_WITH_RACES
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = () if FINDS_RACES else ("prefill, a sliding window",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_interpreted_kernel_computes_attention_without_races(name):
     shape, lengths, config = CASES[name]
     case = make_case(shape, lengths, seed=len(name))

@@ -15,7 +15,7 @@ from serving.cli import app
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SIZES = ["--num-devices", "2", "--device-memory", "8MiB", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+SIZES = ["--num-devices", "2", "--device-memory", "8MiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
 LLAMA_70B = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +63,7 @@ def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cach
     code, out, _ = run("-m", bare, *where, "--check")
     assert (code, f"All {found['total']} programs are in the compile cache" in out) == (0, True)
     model = write_model(config, tmp_path / "whole")
-    settings: dict[str, Any] = {"num_devices": 2, "device_memory": "8MiB", "max_num_seqs": 2}
+    settings: dict[str, Any] = {"num_devices": 2, "device_memory": "8MiB", "max_num_seqs": 1}
     with LLM(model, **settings, max_num_batched_tokens=16, compile_cache=compile_cache, progress=False) as llm:
         assert llm.warmup([1, 2]) == found["total"]
         assert all(info.cached for info in llm.executables())
