@@ -18,7 +18,7 @@ from amoeba_jax import EngineConfig
 from amoeba_jax.checkpoint.resolve import resolve_model
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, reading_only
 from amoeba_jax.engine.catalogue import catalogue
-from amoeba_jax.engine.executables import Executables, compile_programs, executable_info
+from amoeba_jax.engine.executables import Executables, compile_programs
 from amoeba_jax.engine.memory import DeviceTooSmallError
 from amoeba_jax.engine.plan import EnginePlan, segment_layers
 from amoeba_jax.engine.program_requests import ProgramRequest
@@ -78,9 +78,9 @@ def run_warmup(
     missing = None
     with reading_only() if check else nullcontext(), _bar(len(requests), check, not as_json) as advance:
         for executable in compile_programs(requests, compile_jobs(config.compile_jobs)):
-            infos.append(executable_info(executable))
+            infos.append(executable.info)
             advance()
-            if check and not executable.cached:
+            if check and not executable.info.cached:
                 missing = infos[-1].name
                 break
             del executable

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import LayoutError
 
@@ -34,7 +34,7 @@ class SubMesh:
     @cached_property
     def mesh(self) -> Mesh:
         """One-dimensional mesh over the group, axis `tp`."""
-        return Mesh(np.array(self.devices), (TP_AXIS,))
+        return Mesh(np.array(self.devices), (TP_AXIS,), axis_types=(AxisType.Auto,))
 
     @cached_property
     def sharded(self) -> NamedSharding:

@@ -70,19 +70,19 @@ class Cluster:
 
         Those that change layouts have memory set aside for them: see `staging_bytes`.
         """
-        if executable.temp_bytes <= self._activation_bytes or executable.request.kind not in ACTIVATION_KINDS:
+        if executable.info.temp_bytes <= self._activation_bytes or executable.request.kind not in ACTIVATION_KINDS:
             return
         for ledger in self.ledgers:
             try:
-                ledger.reserve("activations", executable.temp_bytes)
+                ledger.reserve("activations", executable.info.temp_bytes)
             except MemoryBudgetError as error:
                 for other in self.ledgers:
                     other.reserve("activations", self._activation_bytes)
                 raise MemoryBudgetError(
-                    f"program {executable.request} needs {format_bytes(executable.temp_bytes)} of temporaries: "
+                    f"program {executable.request} needs {format_bytes(executable.info.temp_bytes)} of temporaries: "
                     f"{error}, or kv_cache_tokens"
                 ) from error
-        self._activation_bytes = executable.temp_bytes
+        self._activation_bytes = executable.info.temp_bytes
 
     def buckets(self, tp: int) -> Buckets:
         """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""

@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -54,26 +54,11 @@ monitoring.register_event_listener(_on_event)
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program, and what it took.
-
-    Attributes:
-        compile_s: seconds to trace, lower and compile it, or to load it.
-        cached: XLA did not compile it: it came from the compile cache, or JAX had it in memory.
-        code_bytes: of its code, where XLA says so.
-        temp_bytes: temporaries on each device while it runs.
-        argument_bytes, output_bytes: on each device.
-        aliased_bytes: arguments that are updated in place.
-    """
+    """A compiled program, and what is known of it."""
 
     request: ProgramRequest
     compiled: jax.stages.Compiled
-    compile_s: float
-    cached: bool
-    code_bytes: int
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    aliased_bytes: int
+    info: ExecutableInfo
 
 
 def compile_program(request: ProgramRequest) -> Executable:
@@ -91,37 +76,19 @@ def compile_program(request: ProgramRequest) -> Executable:
             f"program {request} would copy what it is to update in place: {aliased} of {request.donated_bytes} bytes "
             "are aliased"
         )
-    cached = _compiled.count == before
-    if memory is None:
-        return Executable(request, compiled, seconds, cached, 0, 0, 0, 0, aliased)
-    return Executable(
-        request,
-        compiled,
-        seconds,
-        cached,
-        memory.generated_code_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        aliased,
+    info = ExecutableInfo(
+        kind=request.kind,
+        name=str(request),
+        devices=request.devices,
+        compile_s=seconds,
+        cached=_compiled.count == before,
+        code_bytes=0 if memory is None else memory.generated_code_size_in_bytes,
+        temp_bytes=0 if memory is None else memory.temp_size_in_bytes,
+        argument_bytes=0 if memory is None else memory.argument_size_in_bytes,
+        output_bytes=0 if memory is None else memory.output_size_in_bytes,
+        aliased_bytes=aliased,
     )
-
-
-def executable_info(executable: Executable) -> ExecutableInfo:
-    """What users see of a program."""
-    request = executable.request
-    return ExecutableInfo(
-        request.kind,
-        str(request),
-        request.devices,
-        executable.compile_s,
-        executable.cached,
-        executable.code_bytes,
-        executable.temp_bytes,
-        executable.argument_bytes,
-        executable.output_bytes,
-        executable.aliased_bytes,
-    )
+    return Executable(request, compiled, info)
 
 
 def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[Executable]:
@@ -133,6 +100,8 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
     families: dict[object, list[ProgramRequest]] = {}
     for request in requests:
         families.setdefault(request.family, []).append(request)
+    if not families:
+        return
     waiting: queue.SimpleQueue[list[ProgramRequest]] = queue.SimpleQueue()
     done: queue.SimpleQueue[Executable | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
@@ -198,7 +167,8 @@ class Executables:
 
     Attributes:
         requests: makes the requests that this takes.
-        strict: what is not there when it is `complete` is refused, and not compiled.
+        strict: what was never there when it is `complete` is refused, and not compiled. What was dropped for others
+            (see `ProgramStore`) is loaded again.
         num_late: programs that were compiled, or loaded, since it was `complete`.
     """
 
@@ -207,6 +177,7 @@ class Executables:
         self.strict = strict
         self.num_late = 0
         self._complete = False
+        self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
 
     def __iter__(self) -> Iterator[Executable]:
@@ -244,16 +215,17 @@ class Executables:
         return self._store.get(request.key, lambda: self._make(request))
 
     def _make(self, request: ProgramRequest) -> Executable:
+        dropped = request.key in self._known
         if self._complete:
-            if self.strict:
+            if self.strict and not dropped:
                 raise NotCompiledError(
                     f"program {request} was not compiled before the engine was ready, and with strict_compile none is "
                     "compiled after that"
                 )
             self.num_late += 1
-            logger.warning(
-                "program %s is compiled while requests wait: it was not before the engine was ready", request
-            )
+            why = "it was dropped for others" if dropped else "it was not before the engine was ready"
+            logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
+        self._known.add(request.key)
         return compile_program(request)
 
     def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
@@ -269,5 +241,6 @@ class Executables:
             yield from map(self.executable, missing)
             return
         for executable in compile_programs(missing, jobs):
+            self._known.add(executable.request.key)
             self._store.add(executable.request.key, executable)
             yield executable

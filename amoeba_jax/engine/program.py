@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
@@ -196,7 +196,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
     weight_specs = [P(TP_AXIS) if differs else P() for differs in sharded]
     mapped = jax.shard_map(
         step,
-        mesh=AbstractMesh((tp,), (TP_AXIS,)),
+        mesh=AbstractMesh((tp,), (TP_AXIS,), axis_types=(AxisType.Auto,)),
         in_specs=(weight_specs, P(TP_AXIS), P(), P(TP_AXIS), P()),
         out_specs=(P(TP_AXIS), P(), P()),
         check_vma=False,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.executables import executable_info
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryEntry, MemoryReport
 
@@ -71,4 +70,4 @@ def engine_stats(engine: Engine) -> EngineStats:
 
 def executable_infos(engine: Engine) -> tuple[ExecutableInfo, ...]:
     """All programs that are compiled."""
-    return tuple(executable_info(executable) for executable in engine.cluster.executables)
+    return tuple(executable.info for executable in engine.cluster.executables)

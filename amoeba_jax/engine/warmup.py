@@ -74,7 +74,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     cached = 0
     for executable in executables.prepare(requests, jobs):
         engine.cluster.reserve_temporaries(executable)
-        cached += executable.cached and executable.request.key not in known
+        cached += executable.info.cached and executable.request.key not in known
         on_program()
     compiled = time.perf_counter()
     waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}

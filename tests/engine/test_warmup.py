@@ -15,8 +15,9 @@ from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.catalogue import catalogue
-from amoeba_jax.engine.executables import compile_program, compile_programs
+from amoeba_jax.engine.executables import Executables, compile_program, compile_programs
 from amoeba_jax.engine.program_requests import ProgramKey, ProgramRequest
+from amoeba_jax.engine.program_store import ProgramStore
 from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
 from serving.compile_watch import CompileWatch
 
@@ -128,7 +129,7 @@ def test_registry_lists_every_program(llm: LLM):
         assert info.argument_bytes > 0
         assert info.tensor_parallel_size == len(info.devices)
     for executable in engine.cluster.executables:
-        assert executable.aliased_bytes >= executable.request.donated_bytes
+        assert executable.info.aliased_bytes >= executable.request.donated_bytes
     layers = [e for e in engine.cluster.executables if e.request.plan is not None and e.request.plan.layers]
     assert layers
     assert all(executable.request.donated_bytes > 1 << 20 for executable in layers)
@@ -185,6 +186,21 @@ def test_strict_mode_refuses_a_transformation_alone(llm: LLM):
         llm.transform(2, release_weights=False)
     assert {instance.devices for instance in llm.instances} == before
     assert len(load.result()[0].outputs[0].token_ids) == 40
+
+
+def test_strict_mode_loads_again_what_was_dropped_for_others(llm: LLM):
+    def compile() -> jax.stages.Compiled:
+        return jax.jit(lambda x: x + 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+
+    there, other = (ProgramRequest(ProgramKey("add", (0,), (i,)), compile) for i in range(2))
+    executables = Executables(llm.dims, strict=True)
+    assert len(list(executables.prepare([there]))) == 1
+    executables.set_complete()
+    executables._store = ProgramStore()
+    assert executables.get(there)(jnp.ones(3)).tolist() == [3, 3, 3]
+    assert executables.num_late == 1
+    with pytest.raises(NotCompiledError):
+        executables.get(other)
 
 
 def test_late_programs_are_counted_and_named(directory: Path, compile_cache: str, caplog: pytest.LogCaptureFixture):
