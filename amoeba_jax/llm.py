@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import queue
 import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
@@ -38,15 +37,16 @@ from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
 from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.outputs import RequestMetrics, RequestOutput
+from amoeba_jax.outputs import RequestOutput
 from amoeba_jax.platform import resolve_dtype, serving_devices
+from amoeba_jax.prompts import Prompt, as_prompts, check_tokens, failed_output, one_each
 from amoeba_jax.request import Delivery, OutputThread, Request, wait_for, wait_for_all
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
@@ -54,7 +54,6 @@ from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
 
-Prompt = str | list[int]
 Message = dict[str, Any]
 P = TypeVar("P", bound=Placement)
 _BYTES = (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
@@ -129,9 +128,9 @@ class LLM:
         not numbers. One of several fails alone: its output has the message in `error`, and the others are served.
         `KeyboardInterrupt` ends the requests and leaves the engine usable.
         """
-        prompt_list, alone = _as_prompts(prompts)
-        settings = _one_each("params", params, SamplingParams, len(prompt_list))
-        ids = _one_each("request_ids", request_ids, str, len(prompt_list))
+        prompt_list, alone = as_prompts(prompts)
+        settings = one_each("params", params, SamplingParams, len(prompt_list))
+        ids = one_each("request_ids", request_ids, str, len(prompt_list))
         deliveries: list[queue.SimpleQueue[Delivery] | RequestOutput] = []
         requests = []
         try:
@@ -145,7 +144,7 @@ class LLM:
                 except RequestError as error:
                     if alone:
                         raise
-                    deliveries.append(_failed_output(prompt, request_id, error))
+                    deliveries.append(failed_output(prompt, request_id, error))
             with self._bar("generating", len(prompt_list)) as advance:
                 self._submit(requests)
                 outputs = []
@@ -155,7 +154,7 @@ class LLM:
                     except (RequestError, NotANumberError) as error:  # turned away while it waited, or failed alone
                         if alone:
                             raise
-                        outputs.append(_failed_output(prompt, request_id, error))
+                        outputs.append(failed_output(prompt, request_id, error))
                     advance()
         finally:
             self._end(requests)
@@ -200,13 +199,8 @@ class LLM:
 
         Raises `DeadlineError` if no instance had room for it before `deadline`, a time of `time.monotonic()`.
         """
-        loop = asyncio.get_running_loop()
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-
-        def deliver(delivery: Delivery) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(deliveries.put_nowait, delivery)
-
+        deliver = self._outputs.in_loop(asyncio.get_running_loop(), deliveries.put_nowait)
         request = self._request(prompt, params, deliver, request_id, cache_salt, deadline=deadline)
         try:
             await asyncio.wrap_future(self._submit_soon([request]))
@@ -266,7 +260,7 @@ class LLM:
             decode_from: positions from here on are computed one at a time, as decoding does; by default all are
                 computed as chunks of prefill.
         """
-        tokens = self._check_tokens(token_ids)
+        tokens = check_tokens(token_ids, self.dims.config.vocab_size)
         start = len(tokens) if decode_from is None else decode_from
         if not 0 <= start <= len(tokens):
             raise RequestError(f"decode_from={decode_from} must be between 0 and the {len(tokens)} tokens given")
@@ -412,7 +406,7 @@ class LLM:
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = prompt if text is None else self._need_tokenizer("a text prompt").encode(text)
-        tokens = self._check_tokens(token_ids)
+        tokens = check_tokens(token_ids, self.dims.config.vocab_size)
         self._engine.check_request(len(tokens), params.max_tokens)
         vocabulary = self.dims.config.vocab_size
         params.check_vocabulary(vocabulary)
@@ -472,23 +466,6 @@ class LLM:
             with contextlib.suppress(EngineClosedError):
                 self._dispatcher.call(self._engine.finish, unfinished, "abort")
 
-    def _check_tokens(self, token_ids: Any) -> tuple[int, ...]:
-        vocabulary = self.dims.config.vocab_size
-        if not isinstance(token_ids, list | tuple | np.ndarray) or (
-            isinstance(token_ids, np.ndarray) and token_ids.ndim == 0
-        ):
-            raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
-        if len(token_ids) == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        for position, token in enumerate(token_ids):
-            is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
-            if not is_integer or not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"token id {token!r} at position {position} is outside the vocabulary: it must be an "
-                    f"integer in [0, {vocabulary})"
-                )
-        return tuple(int(token) for token in token_ids)
-
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
@@ -529,31 +506,3 @@ def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
     if directory is None or not (directory / "tokenizer.json").exists():
         return None
     return Tokenizer.from_directory(directory)
-
-
-def _as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """One prompt or many as a list, and whether it was one."""
-    if isinstance(prompts, str):
-        return [prompts], True
-    if not isinstance(prompts, list | tuple):
-        raise RequestError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
-    if prompts and isinstance(prompts[0], int | np.integer):
-        return [list(prompts)], True
-    return list(prompts), len(prompts) == 1
-
-
-def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """A list of `count` values, from one for all or a list with one for each."""
-    if values is None or isinstance(values, kind):
-        return [values] * count
-    if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
-        raise RequestError(f"{name} must be one for each of the {count} prompts, got {values!r}")
-    return list(values)
-
-
-def _failed_output(prompt: Any, request_id: str | None, error: Exception) -> RequestOutput:
-    """What a prompt that cannot be served gets among others that can."""
-    tokens = () if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
-    metrics = RequestMetrics(arrival=time.monotonic())
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(request_id or "", text, tokens, (), metrics, error=str(error))

@@ -1,10 +1,13 @@
 """The caller's side of a request: what the engine reports becomes text, outputs and metrics."""
 
+import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
@@ -20,6 +23,8 @@ from amoeba_jax.tokenizer import Tokenizer
 
 Delivery = RequestOutput | BaseException
 EndEarly = Callable[[Sequence, str | None], None]
+# Updates after which event loops are woken up, even if there are more of them already.
+_MOST_TAKEN = 256
 
 
 @dataclass(eq=False)
@@ -205,12 +210,23 @@ class OutputThread:
 
     def __init__(self, end_early: EndEarly):
         self._updates: queue.SimpleQueue[tuple[Request, Update] | None] = queue.SimpleQueue()
+        self._for_loops: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._thread = threading.Thread(target=self._run, args=(end_early,), name="amoeba-outputs", daemon=True)
         self._thread.start()
 
     def put(self, request: Request, update: Update) -> None:
         """Queue an update; never blocks."""
         self._updates.put((request, update))
+
+    def in_loop(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
+    ) -> Callable[[Delivery], None]:
+        """`deliver` for a `Request`, called in an event loop, which is woken up once for all requests of a step."""
+
+        def deliver_later(delivery: Delivery) -> None:
+            self._for_loops.setdefault(loop, []).append(partial(deliver, delivery))
+
+        return deliver_later
 
     def close(self) -> None:
         """Deliver what is queued and stop."""
@@ -219,10 +235,27 @@ class OutputThread:
             self._thread.join()
 
     def _run(self, end_early: EndEarly) -> None:
+        num_taken = 0
         while (item := self._updates.get()) is not None:
             request, update = item
             request.take(update, end_early)
             item = request = update = None  # what nobody waits for any more must not live on here
+            num_taken += 1
+            if num_taken == _MOST_TAKEN or self._updates.empty():
+                self._wake_loops()
+                num_taken = 0
+        self._wake_loops()
+
+    def _wake_loops(self) -> None:
+        waiting, self._for_loops = self._for_loops, {}
+        for loop, calls in waiting.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def wait_for(deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import (
     DeadlineError,
     LayoutError,

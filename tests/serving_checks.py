@@ -1,8 +1,8 @@
 """What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.llm import Prompt
 from amoeba_jax.outputs import CompletionOutput
+from amoeba_jax.prompts import Prompt
 
 TIMEOUT_S = 300
 """For whatever could wait for ever; a test that gets there has failed."""

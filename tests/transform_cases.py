@@ -12,7 +12,7 @@ from serving_checks import TIMEOUT_S
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 from amoeba_jax.engine.transition import Transition
-from amoeba_jax.llm import Prompt
+from amoeba_jax.prompts import Prompt
 
 SETTINGS: dict[str, Any] = {
     "device_memory": "4MiB",

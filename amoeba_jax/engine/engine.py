@@ -17,7 +17,8 @@ from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.sampling import NO_TOKEN, logprob_entry, unpack_logprobs, unpack_result
 from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.engine.transformation import Transformations, TransformOptions
+from amoeba_jax.engine.transform_job import TransformOptions
+from amoeba_jax.engine.transformation import Transformations
 from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, NotCompiledError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason

@@ -8,11 +8,9 @@ are not weights as an empty cache: the group's requests are computed again from 
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
@@ -20,66 +18,15 @@ from amoeba_jax.engine.instance import Instance, StepPlan
 from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.transform_job import Active, Job, TransformOptions, check_options, next_groups
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
-from amoeba_jax.errors import LayoutError, MemoryBudgetError, NotCompiledError, RequestError, TransformError
-from amoeba_jax.transform import GroupTransform, TransformReport, TransformVariant
-from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError, TransformError
+from amoeba_jax.transform import TransformReport, TransformVariant
+from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
 from sharding.mesh import SubMesh
-
-
-@dataclass(frozen=True)
-class TransformOptions:
-    """See `LLM.transform`."""
-
-    tensor_parallel_size: int
-    devices: tuple[int, ...]
-    variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
-    release_weights: bool = True
-    layers_per_step: int = 1
-
-
-@dataclass(eq=False)
-class _Job:
-    """A call of `LLM.transform`: transitions of groups, one after the other where they depend on each other."""
-
-    options: TransformOptions
-    future: "Future[TransformReport]" = field(default_factory=Future)
-    start: float = field(default_factory=time.perf_counter)
-    prepare_s: float = 0.0
-    groups: list[GroupTransform] = field(default_factory=list)
-    active: int = 0
-    error: BaseException | None = None
-    outcomes: list[str] = field(default_factory=list)
-    """How groups ended that failed."""
-
-    def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
-        """Take note that the transition of a group failed, and of how it ended."""
-        self.error = self.error or error
-        self.outcomes.append(f"devices {list(devices)}: {how}")
-
-
-@dataclass(eq=False)
-class _Active:
-    """A transition under way."""
-
-    job: _Job
-    transition: Transition
-    allocators: list[BuddyAllocator]
-    """Of the view to come, one a device."""
-    old: list[Instance]
-    staging_bytes: int
-    step_s: float | None
-    """Of the instances before; see `GroupTransform`."""
-    start: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    tokens: int = 0
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self.transition.instance.group.device_indices
 
 
 class Transformations:
@@ -99,9 +46,9 @@ class Transformations:
         refuse: Callable[[Instance, StepPlan, Exception], None],
     ):
         self._cluster, self._drain, self._requeue, self._refuse = cluster, drain, requeue, refuse
-        self._jobs: list[_Job] = []
-        self._active: dict[Instance, _Active] = {}
-        self._settling: list[tuple[_Active, Future[Any]]] = []
+        self._jobs: list[Job] = []
+        self._active: dict[Instance, Active] = {}
+        self._settling: list[tuple[Active, Future[Any]]] = []
 
     @property
     def busy(self) -> bool:
@@ -114,50 +61,19 @@ class Transformations:
 
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
-        self._check(options)
-        job = _Job(options)
+        check_options(options, self._cluster, self._jobs)
+        job = Job(options)
         self._jobs.append(job)
         self._proceed(job)
         return job.future
 
-    def _check(self, options: TransformOptions) -> None:
-        tp, devices = options.tensor_parallel_size, options.devices
-        meshes = self._cluster.sub_meshes
-        meshes.check_degree(tp)
-        if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
-            raise LayoutError(
-                f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
-            )
-        for instance in self._cluster.instances:
-            group = set(instance.group.device_indices)
-            if group.isdisjoint(devices):
-                continue
-            if instance.transition is not None:
-                raise RequestError(f"devices {sorted(group)} are being transformed: wait until that has ended")
-            if not group <= set(devices):
-                raise LayoutError(
-                    f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
-                )
-        for start in range(0, len(meshes.devices), tp):
-            named = set(range(start, start + tp)) & set(devices)
-            if named and len(named) < tp:
-                raise LayoutError(
-                    f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
-                    "belong together"
-                )
-        for job in self._jobs:
-            if not set(job.options.devices).isdisjoint(devices):
-                raise RequestError(
-                    f"devices {list(job.options.devices)} are being transformed: wait until they are done"
-                )
-
     # The course of a job
 
-    def _proceed(self, job: _Job) -> None:
+    def _proceed(self, job: Job) -> None:
         """Start whatever transitions of a job can start now; report if there are none left."""
         if job.error is None:
             try:
-                while not job.active and job.error is None and (groups := self._next_groups(job)):
+                while not job.active and job.error is None and (groups := next_groups(job.options, self._cluster)):
                     for old in groups:
                         self._begin(job, old)
             except Exception as error:
@@ -173,38 +89,9 @@ class Transformations:
         if job.active:
             return
         self._jobs.remove(job)
-        if job.error is not None:
-            ended = "; ".join(job.outcomes)
-            failure = TransformError(
-                f"the transformation to TP{job.options.tensor_parallel_size} failed: {job.error} ({ended})"
-            )
-            failure.__cause__ = job.error
-            job.future.set_exception(failure)
-            return
-        options = job.options
-        seconds = time.perf_counter() - job.start
-        job.future.set_result(
-            TransformReport(options.variant, options.tensor_parallel_size, seconds, job.prepare_s, tuple(job.groups))
-        )
+        job.end()
 
-    def _next_groups(self, job: _Job) -> list[list[Instance]]:
-        """Instances that change next: one that falls apart, or several of one degree that merge."""
-        tp, devices = job.options.tensor_parallel_size, set(job.options.devices)
-        mine = [i for i in self._cluster.instances if i.transition is None and i.id in devices]
-        groups = [[instance] for instance in mine if instance.tp > tp]
-        size = tp
-        while size > 1:
-            for start in range(0, len(self._cluster.sub_meshes.devices), size):
-                inside = [i for i in mine if start <= i.id < start + size and i.tp < size]
-                degrees = {instance.tp for instance in inside}
-                if sum(i.tp for i in inside) == size and len(degrees) == 1:
-                    covered = {i for group in groups for i in group}
-                    if not covered.intersection(inside):
-                        groups.append(inside)
-            size //= 2
-        return groups
-
-    def _begin(self, job: _Job, old: list[Instance]) -> None:
+    def _begin(self, job: Job, old: list[Instance]) -> None:
         for instance in old:
             self._drain(instance)
         if job.options.variant is TransformVariant.RESTART:
@@ -215,7 +102,7 @@ class Transformations:
         active.transition.instance.transition = active.transition
         job.active += 1
 
-    def _restart(self, job: _Job, old: list[Instance]) -> None:
+    def _restart(self, job: Job, old: list[Instance]) -> None:
         options = job.options
         try:
             done = restart(self._cluster, self._requeue, old, options.tensor_parallel_size, options.release_weights)
@@ -225,7 +112,7 @@ class Transformations:
         else:
             job.groups.append(done)
 
-    def _begin_up(self, job: _Job, old: list[Instance]) -> _Active:
+    def _begin_up(self, job: Job, old: list[Instance]) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
@@ -256,9 +143,9 @@ class Transformations:
         cluster.replace(old, [new])
         transition = self._transition(job, new, members, programs, mover)
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
-        return _Active(job, transition, allocators, old, extra, max(paces, default=None))
+        return Active(job, transition, allocators, old, extra, max(paces, default=None))
 
-    def _begin_down(self, job: _Job, instance: Instance) -> _Active:
+    def _begin_down(self, job: Job, instance: Instance) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
         group, tp = instance.group, job.options.tensor_parallel_size
         before, after = instance.released, min(instance.released, tp)
@@ -281,11 +168,11 @@ class Transformations:
                 assert sequence.pages is not None, "it runs"
                 members[-1].sequences[sequence] = SequencePages(pool, table[:, pages.columns(sequence.pages)])
         transition = self._transition(job, instance, members, programs, mover)
-        return _Active(job, transition, allocators, [instance], extra, instance.pace.step_s)
+        return Active(job, transition, allocators, [instance], extra, instance.pace.step_s)
 
     def _prepare(
         self,
-        job: _Job,
+        job: Job,
         group: SubMesh,
         lower: int,
         up: bool,
@@ -324,7 +211,7 @@ class Transformations:
             self._cluster.ledgers[device].reserve("staging", max(num_bytes, self._cluster.memory_plan.staging_bytes))
 
     def _transition(
-        self, job: _Job, instance: Instance, members: list[Member], programs: TransitionPrograms, mover: Mover
+        self, job: Job, instance: Instance, members: list[Member], programs: TransitionPrograms, mover: Mover
     ) -> Transition:
         return Transition(
             instance,
@@ -372,7 +259,7 @@ class Transformations:
                 break
         return plan
 
-    def _finish(self, active: _Active) -> None:
+    def _finish(self, active: Active) -> None:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
         if transition.up:
@@ -416,36 +303,15 @@ class Transformations:
         for active in arrived:
             self._settle(active)
 
-    def _settle(self, active: _Active) -> None:
+    def _settle(self, active: Active) -> None:
         self._reserve(active.devices, 0)
-        transition, programs = active.transition, active.transition.programs
-        lower, higher = programs.lower, programs.group.tp
-        itemsize = jnp.dtype(programs.dims.dtype).itemsize
-        restored = sum(
-            chunk.spec.num_elements // chunk.spec.num_chunks * itemsize * higher
-            for switch in transition.switches
-            for chunk in (programs.restored(switch.layer) if not transition.up else ())
-        )
-        active.job.groups.append(
-            GroupTransform(
-                programs.group.device_indices,
-                lower if transition.up else higher,
-                higher if transition.up else lower,
-                time.perf_counter() - active.start,
-                tuple(transition.switches),
-                active.steps,
-                active.tokens,
-                active.staging_bytes,
-                restored,
-                step_s=active.step_s,
-            )
-        )
+        active.job.groups.append(active.report())
         active.job.active -= 1
         self._proceed(active.job)
 
     # Failures
 
-    def _fail(self, active: _Active, error: Exception) -> None:
+    def _fail(self, active: Active, error: Exception) -> None:
         """A step or a switch failed: back to what was, or, after the point of no return, on with an empty cache."""
         if active.transition.started:
             self._recover(active)
@@ -468,7 +334,7 @@ class Transformations:
         self._active.clear()
         self._settling.clear()
 
-    def _abort(self, active: _Active) -> None:
+    def _abort(self, active: Active) -> None:
         """Before the point of no return: nothing has moved, and the view to come is dropped."""
         transition = active.transition
         instance = transition.instance
@@ -488,7 +354,7 @@ class Transformations:
                 old[-1].add(sequence)
         self._cluster.replace([instance], old)
 
-    def _recover(self, active: _Active) -> None:
+    def _recover(self, active: Active) -> None:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance

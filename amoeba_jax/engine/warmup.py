@@ -16,7 +16,7 @@ from amoeba_jax.engine.program import StepKey
 from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.engine.restore import source_place
 from amoeba_jax.engine.sampling import NO_SLOT
-from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.engine.transform_job import TransformOptions
 from kvcache.migration import PADDING
 
 _MAX_JOBS = 8

@@ -1,7 +1,7 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -35,6 +35,23 @@ class Padding:
         return self.stored / self.model
 
 
+@dataclass(frozen=True)
+class _Change:
+    """Chunks of a layer that are released, or come back, together, on the devices of one group.
+
+    Attributes:
+        places: of each, in the order of release.
+        keys: of each, the chunk that it is on each rank.
+        sizes: bytes on each device, by the kind of weights that they are booked as.
+        degrees: by parameter, the highest degree for which any of them is released.
+    """
+
+    places: tuple[int, ...]
+    keys: tuple[tuple[ChunkKey, ...], ...]
+    sizes: dict[str, int]
+    degrees: dict[str, int]
+
+
 class WeightStore:
     """Chunks of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
 
@@ -49,6 +66,7 @@ class WeightStore:
         self._extents: dict[tuple[int, int], dict[tuple[int, int], jax.Array]] = {}
         self._ledgers: list[Ledger] = []
         self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
+        self._changes: dict[tuple[int, int, int, int, int], _Change] = {}
         by_layer = defaultdict(list)
         for layer, spec in self.specs.values():
             if layer is not None and spec.page_elems is not None:
@@ -200,10 +218,10 @@ class WeightStore:
         """Assemble what `release` will hand out, which takes longer than handing it out."""
         views = self._extents.setdefault((group.start, group.tp), {})
         for layer in range(self.dims.config.num_layers):
-            for place, released in self._places_between(layer, before, degree):
+            change = self._change(group, layer, before, degree)
+            for place, keys in zip(change.places, change.keys, strict=True):
                 if (layer, place) not in views:
-                    name = released.spec.name
-                    buffers = [self._chunks[d][(name, self._chunk_on(released, d))] for d in group.device_indices]
+                    buffers = [self._chunks[d][key] for d, key in zip(group.device_indices, keys, strict=True)]
                     views[layer, place] = assemble(group, buffers)
 
     def release(self, group: SubMesh, layer: int, before: int, degree: int) -> list[jax.Array]:
@@ -212,49 +230,57 @@ class WeightStore:
         The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
         held of them is forgotten. `before` is the degree for which chunks of the layer are released already.
         """
-        chunks = self._places_between(layer, before, degree)
+        change = self._change(group, layer, before, degree)
         views, extents = self._extents.setdefault((group.start, group.tp), {}), []
-        for place, released in chunks:
-            name, extent = released.spec.name, views.pop((layer, place), None)
-            buffers = [self._chunks[d].pop((name, self._chunk_on(released, d))) for d in group.device_indices]
+        held = [self._chunks[device] for device in group.device_indices]
+        for place, keys in zip(change.places, change.keys, strict=True):
+            buffers = [chunks.pop(key) for chunks, key in zip(held, keys, strict=True)]
+            extent = views.pop((layer, place), None)
             extents.append(assemble(group, buffers) if extent is None else extent)
-        self._book(group, layer, chunks, released=True)
-        self._forget(group, layer, chunks)
+        for kind, size in change.sizes.items():
+            for device in group.device_indices:
+                self._ledgers[device].transfer(kind, "kv cache", size, layer)
+        self._forget(group, layer, change.places, change.degrees)
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
         """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
-        chunks = self._places_between(layer, degree, before)
-        self._forget(group, layer, chunks)
+        change = self._change(group, layer, degree, before)
+        self._forget(group, layer, change.places, change.degrees)
         views = self._extents.setdefault((group.start, group.tp), {})
-        for (place, released), extent in zip(chunks, extents, strict=True):
+        held = [self._chunks[device] for device in group.device_indices]
+        for place, keys, extent in zip(change.places, change.keys, extents, strict=True):
             views[layer, place] = extent
-            for device, buffer in zip(group.device_indices, disassemble(group, extent), strict=True):
-                self._chunks[device][(released.spec.name, self._chunk_on(released, device))] = buffer
-        self._book(group, layer, chunks, released=False)
-
-    def _places_between(self, layer: int, before: int, degree: int) -> list[tuple[int, ReleasedChunk]]:
-        """Chunks that are released for `degree` and not for `before`, with their places in the order of release."""
-        return list(enumerate(self.released(layer, degree)))[len(self.released(layer, before)) :]
-
-    def _book(self, group: SubMesh, layer: int, chunks: list[tuple[int, ReleasedChunk]], *, released: bool) -> None:
-        sizes: dict[str, int] = defaultdict(int)
-        for _, chunk in chunks:
-            elements = chunk.spec.num_elements // chunk.spec.num_chunks
-            sizes[_kind(chunk.spec.name, layer)] += elements * jnp.dtype(self.dims.dtype).itemsize
-        for kind, size in sizes.items():
-            owners = (kind, "kv cache") if released else ("kv cache", kind)
+            for chunks, key, buffer in zip(held, keys, disassemble(group, extent), strict=True):
+                chunks[key] = buffer
+        for kind, size in change.sizes.items():
             for device in group.device_indices:
-                self._ledgers[device].transfer(*owners, size, layer)
+                self._ledgers[device].transfer("kv cache", kind, size, layer)
 
-    def _forget(self, group: SubMesh, layer: int, chunks: list[tuple[int, ReleasedChunk]]) -> None:
+    def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
+        """Chunks that are released for `degree` and not for `before`. Looked up: it is always the same."""
+        key = (group.start, group.tp, layer, before, degree)
+        if key not in self._changes:
+            released = self.released(layer, degree)
+            num_before = len(self.released(layer, before))
+            sizes: dict[str, int] = defaultdict(int)
+            degrees: dict[str, int] = {}
+            keys = []
+            for chunk in released[num_before:]:
+                name = chunk.spec.name
+                elements = chunk.spec.num_elements // chunk.spec.num_chunks
+                sizes[_kind(name, layer)] += elements * jnp.dtype(self.dims.dtype).itemsize
+                degrees[name] = max(chunk.degree, degrees.get(name, 1))
+                keys.append(tuple((name, self._chunk_on(chunk, device)) for device in group.device_indices))
+            places = tuple(range(num_before, len(released)))
+            self._changes[key] = _Change(places, tuple(keys), dict(sizes), degrees)
+        return self._changes[key]
+
+    def _forget(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
         """Drop what holds buffers of chunks that change their owner on a group's devices.
 
-        Views of the degree for which a chunk is released, and of higher ones, do not have it.
+        Views of the degree for which a parameter's chunks are released, and of higher ones, do not have them.
         """
-        degrees: dict[str, int] = {}
-        for _, chunk in chunks:
-            degrees[chunk.spec.name] = max(chunk.degree, degrees.get(chunk.spec.name, 1))
         for (start, tp), views in self._views.items():
             if start < group.start + group.tp and group.start < start + tp:
                 for name, degree in degrees.items():
@@ -262,7 +288,7 @@ class WeightStore:
                         views.pop(name, None)
         for (start, tp), extents in self._extents.items():
             if start < group.start + group.tp and group.start < start + tp:
-                for place, _ in chunks:
+                for place in places:
                     extents.pop((layer, place), None)
 
     def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
@@ -274,8 +300,8 @@ class WeightStore:
             if start < group.start + group.tp and group.start < start + tp:
                 views.pop(name, None)
         if layer is not None:
-            every = list(enumerate(self.released(layer, self.dims.max_tp)))
-            self._forget(group, layer, [(place, chunk) for place, chunk in every if chunk.spec.name == name])
+            every = enumerate(self.released(layer, self.dims.max_tp))
+            self._forget(group, layer, [place for place, chunk in every if chunk.spec.name == name], {})
 
     def chunk(self, device: int, name: str, index: int) -> jax.Array:
         """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""

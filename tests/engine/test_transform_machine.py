@@ -21,7 +21,7 @@ from transform_cases import make
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transformation import TransformOptions
+from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.request import Request
 from amoeba_jax.transform import TransformReport, TransformVariant

@@ -1,0 +1,57 @@
+"""What callers give as prompts, checked and brought into one form."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.outputs import RequestMetrics, RequestOutput
+
+Prompt = str | list[int]
+
+
+def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """One prompt or many as a list, and whether it was one. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
+    if prompts and isinstance(prompts[0], int | np.integer):
+        return [list(prompts)], True
+    return list(prompts), len(prompts) == 1
+
+
+def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
+    """A list of `count` values, from one for all or a list with one for each. Raises `RequestError` for others."""
+    if values is None or isinstance(values, kind):
+        return [values] * count
+    if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
+        raise RequestError(f"{name} must be one for each of the {count} prompts, got {values!r}")
+    return list(values)
+
+
+def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as a tuple. Raises `RequestError` for the first that is no integer in `[0, vocab_size)`."""
+    if not isinstance(token_ids, list | tuple | np.ndarray) or (
+        isinstance(token_ids, np.ndarray) and token_ids.ndim == 0
+    ):
+        raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
+    if len(token_ids) == 0:
+        raise RequestError("the prompt is empty: give at least one token")
+    for position, token in enumerate(token_ids):
+        is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not is_integer or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token!r} at position {position} is outside the vocabulary: it must be an "
+                f"integer in [0, {vocab_size})"
+            )
+    return tuple(int(token) for token in token_ids)
+
+
+def failed_output(prompt: Any, request_id: str | None, error: Exception) -> RequestOutput:
+    """What a prompt that cannot be served gets among others that can."""
+    tokens = () if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
+    metrics = RequestMetrics(arrival=time.monotonic())
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(request_id or "", text, tokens, (), metrics, error=str(error))
