@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-tokens", type=int, default=768, help="of each device")
     parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--linger-s", type=float, default=60.0)
+    parser.add_argument("--merge-to", type=int, default=1, help="of `amoeba`: the degree that merges go to at least")
     parser.add_argument("--layers-per-step", type=int, default=4)
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of arrivals")
     parser.add_argument("--short-input-len", type=int, default=32)
@@ -85,6 +86,7 @@ def main() -> None:
         "max_num_seqs": 8,
         "max_model_len": 2048,
         "linger_s": options.linger_s,
+        "merge_to": options.merge_to,
         "layers_per_step": options.layers_per_step,
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.policies}

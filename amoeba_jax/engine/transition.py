@@ -15,6 +15,7 @@ layer holds them where its layout says. New tokens get pages in both.
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -134,26 +135,24 @@ class Transition:
     def _switch(self, layer: int, plan: Plan, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.
         self._wait([member.kv[layer] for member in self.members] if self.up else self.instance.kv[layer])
-        times = [time.perf_counter()]
+        start = time.perf_counter()
         self.started = True
         kv = self._all_extents(layer)
-        times.append(time.perf_counter())
+        gathered = time.perf_counter()
         kv = self._mover.move(kv)
         self._wait(kv)
-        times.append(time.perf_counter())
+        moved = time.perf_counter()
         self._wait([*self._hand_over(layer, kv), *self._mover.renew(layer)])
-        times.append(time.perf_counter())
+        weights_s = gathered - start + time.perf_counter() - moved
         self.num_switched += 1
-        gather_s, kv_s, place_s = np.diff(times).tolist()
-        weights_s = gather_s + place_s
         moved_bytes = plan.num_pieces * self.piece_bytes
-        self.switches.append(LayerSwitch(layer, plan_s, kv_s, weights_s, plan.num_phases, moved_bytes))
+        self.switches.append(LayerSwitch(layer, plan_s, moved - gathered, weights_s, plan.num_phases, moved_bytes))
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
             jax.block_until_ready(arrays)
 
-    @property
+    @cached_property
     def piece_bytes(self) -> int:
         """Bytes of a piece: what a rank holds of a page of one layer in the higher layout."""
         dims = self.programs.dims

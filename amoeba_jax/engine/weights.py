@@ -281,13 +281,14 @@ class WeightStore:
 
         Views of the degree for which a parameter's chunks are released, and of higher ones, do not have them.
         """
+        first, stop = group.start, group.start + group.tp
         for (start, tp), views in self._views.items():
-            if start < group.start + group.tp and group.start < start + tp:
+            if start < stop and first < start + tp:
                 for name, degree in degrees.items():
                     if tp < degree:
                         views.pop(name, None)
         for (start, tp), extents in self._extents.items():
-            if start < group.start + group.tp and group.start < start + tp:
+            if start < stop and first < start + tp:
                 for place in places:
                     extents.pop((layer, place), None)
 

@@ -125,10 +125,13 @@ class _Round:
         return actions
 
     def place_short(self, request: WaitingRequest) -> list[Action]:
-        """On the least-loaded instance with room, and where a scale-up needs that room only if there is no other."""
+        """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, and
+        where long requests run, whose prompts take most of each step."""
         if options := self.room.with_room(request):
-            kept = self.reserve.kept_from(self.room, self.room.need(request))
-            instance = min(options, key=lambda i: (not kept.isdisjoint(i.devices), self.room.load(i), i.id))
+            kept, has_long = self.reserve.kept_from(self.room, self.room.need(request)), self.view.has_long
+            instance = min(
+                options, key=lambda i: (not kept.isdisjoint(i.devices), has_long(i), self.room.load(i), i.id)
+            )
             other = kept and kept.isdisjoint(instance.devices)
             why = f"least loaded of {len(options)} with room" + ("; others keep it for a scale-up" if other else "")
             return [self._dispatch(instance, request, why)]
