@@ -50,6 +50,23 @@ def test_short_requests_of_one_tick_spread_over_the_instances():
     assert sorted(dispatched(decide(view)).values()) == list(range(8))
 
 
+def test_short_request_keeps_away_from_long_ones_where_there_is_other_room():
+    merged = instance(0, 4, running("long", TP2_LONG))
+    busier = [filled(device, 0.8) for device in range(4, 8)]
+    assert merged.load < busier[0].load
+    choice = dispatched(decide(cluster(merged, *busier, queue=[waiting("a")])))["a"]
+    assert choice >= 4
+    full = [filled(device, 1.0) for device in range(4, 8)]
+    assert dispatched(decide(cluster(merged, *full, queue=[waiting("a")]))) == {"a": 0}
+
+
+def test_merged_instance_without_long_requests_serves_short_ones_as_others_do():
+    lingering = filled(0, 0.1, degree=4)
+    before = cluster(instance(0, 4, running("long", TP2_LONG)))
+    now = cluster(lingering, *(filled(d, 0.5) for d in range(4, 8)), queue=[waiting("a")], now_s=1)
+    assert dispatched(decide_after(before, now)) == {"a": 0}
+
+
 def test_requests_of_one_tick_share_the_slots_that_are_free():
     one_slot = [instance(d, free_slots=1) for d in range(2)]
     view = cluster(*one_slot, queue=[waiting(f"r{n}") for n in range(5)], num_devices=2)
