@@ -28,6 +28,25 @@ TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", sho
 TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the certificates to trust; turns TLS on.")]
 NumDevices = Annotated[int, typer.Option(help="Devices to use: 1, 2, 4 or 8 (on CPU they are virtual).")]
 
+# Of a server and of `warmup`, which compiles for it. Without a flag, the file's value counts, or the default.
+ServerModel = Annotated[
+    str | None, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")
+]
+ServerDevices = Annotated[int | None, typer.Option(help="Devices to use: 1, 2, 4 or 8.")]
+DeviceMemory = Annotated[str | None, typer.Option(help='Budget per device, such as "2GiB".')]
+DType = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Prompt tokens of one step.")]
+KVCacheTokens = Annotated[
+    int | None, typer.Option(help="Tokens of one device's KV cache.", show_default="what fits the budget")
+]
+SegmentLayers = Annotated[int | None, typer.Option(help="Most layers of one program.", show_default="4 on CPU, else 8")]
+CompileCache = Annotated[
+    str | None, typer.Option(help="Directory of the compile cache.", show_default="the user's cache directory")
+]
+CompileCacheSize = Annotated[str | None, typer.Option(help="The most that it holds.", show_default="8GiB")]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -92,18 +111,20 @@ def generate(
 @app.command()
 def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with settings by the flags' names; flags win.")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Built-in name, model directory, GGUF file, or hub name.")
-    ] = None,
-    num_devices: Annotated[int | None, typer.Option(help="Devices to use: 1, 2, 4 or 8.")] = None,
+    model: ServerModel = None,
+    num_devices: ServerDevices = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option("--tensor-parallel-size", "-tp", help="Degree to start with: 1, 2 or 4.")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(help='Budget per device, such as "2GiB".')] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step.")] = None,
+    device_memory: DeviceMemory = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    kv_cache_tokens: KVCacheTokens = None,
+    segment_layers: SegmentLayers = None,
+    compile_cache: CompileCache = None,
+    compile_cache_size: CompileCacheSize = None,
     strict_compile: Annotated[
         bool | None, typer.Option(help="Refuse what would be compiled while serving.", show_default="no")
     ] = None,
@@ -160,22 +181,20 @@ def serve(
 @app.command()
 def warmup(
     config: Annotated[Path | None, typer.Option(help="The server's YAML file; flags win.")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="As for serve; a directory needs only a config.json.")
-    ] = None,
-    num_devices: Annotated[int | None, typer.Option(help="Devices: 1, 2, 4 or 8.")] = None,
+    model: ServerModel = None,
+    num_devices: ServerDevices = None,
     degrees: Annotated[
         list[int] | None, typer.Option("--degree", help="Of the instances: 1, 2 or 4.", show_default="all")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(help='Budget per device, such as "2GiB".')] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that an instance decodes at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of one step.")] = None,
-    kv_cache_tokens: Annotated[int | None, typer.Option(help="Tokens of one device's KV cache.")] = None,
-    segment_layers: Annotated[int | None, typer.Option(help="Most layers of one program.")] = None,
-    compile_cache: Annotated[str | None, typer.Option(help="Directory of the compile cache.")] = None,
-    compile_cache_size: Annotated[str | None, typer.Option(help="The most that it holds.", show_default="8GiB")] = None,
+    device_memory: DeviceMemory = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    kv_cache_tokens: KVCacheTokens = None,
+    segment_layers: SegmentLayers = None,
+    compile_cache: CompileCache = None,
+    compile_cache_size: CompileCacheSize = None,
     jobs: Annotated[
         int | None, typer.Option(help="Programs to compile at once.", show_default="one a processor, at most 8")
     ] = None,
@@ -186,7 +205,10 @@ def warmup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List programs and the memory plan; any devices.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Compile all programs of a server into the compile cache, with the server's own sizes. Loads no weights."""
+    """Compile all programs of a server into the compile cache, with the server's own sizes.
+
+    Loads no weights: of a model's directory only config.json is needed.
+    """
     flags = {
         "model": model,
         "num_devices": num_devices,
