@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model, write_model
 from transform_cases import (
     SETTINGS,
     SHARED,
@@ -169,6 +169,39 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM):
     running.result()
 
 
+def test_kv_of_tokens_that_come_on_the_way(tmp_path: Path, compile_cache: str):
+    """Pages that sequences get between two switches move with the layers that switch after that.
+
+    What the cache holds after a merge, and after a split, is what computing the same tokens as a prompt gives.
+    """
+    directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 6}, tmp_path)
+    with make(directory, compile_cache, **SHARED | {"device_memory": "16MiB"}) as llm:
+        prompts, _ = requests(6)
+        params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        running = Background(llm, prompts, params, request_ids=list(map(str, range(6))))
+        wait_until_decoding(llm, len(prompts))
+        found, pages = [], [sum(view.kv_used_pages for view in llm.instances)]
+        for degree in (4, 1):
+            assert llm.transform(degree).steps == 6
+            found.append(kv_of(llm))
+            pages.append(sum(view.kv_used_pages for view in llm.instances))
+        assert pages[0] < pages[2], "there were none"
+        outputs = running.result()
+        for index, prompt in enumerate(prompts):
+            length = len(found[1][str(index)][0])
+            forget_prefixes(llm)
+            again = [*prompt, *outputs[index].outputs[0].token_ids][:length]
+            rest = SamplingParams(temperature=0, max_tokens=SETTINGS["max_model_len"] - length, ignore_eos=True)
+            reference = Background(llm, [again], rest, request_ids=["again"])
+            wait_until_decoding(llm, 1)
+            expected = kv_of(llm)["again"]
+            llm.cancel("again")
+            reference.result()
+            for kv in found:
+                for layer, values in zip(expected, kv[str(index)], strict=True):
+                    np.testing.assert_allclose(values, layer[: len(values)], atol=1e-4)
+
+
 @pytest.mark.slow
 def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
     """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
@@ -268,11 +301,14 @@ def test_one_at_a_time(idle: LLM):
 # While it is under way
 
 
-def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
     prompts, _ = requests(6)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
     names = [f"on-the-way-{index}" for index in range(5)]
     running = Background(idle, prompts[:5], params, request_ids=names)
     wait_until_decoding(idle, 5)
@@ -285,7 +321,7 @@ def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.Monke
             late.append(Background(idle, prompts[5:], params))
 
     after_each_switch(monkeypatch, on_switch)
-    idle.transform(4)
+    idle.transform(4 if up else 1)
     outputs = tokens(running.result())
     assert [outputs[i] for i in (0, 1, 3, 4)] == [expected[i] for i in (0, 1, 3, 4)]
     assert running.outputs[2].outputs[0].finish_reason == "abort"
