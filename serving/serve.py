@@ -113,7 +113,8 @@ def _load(config: EngineConfig, warm_up: bool):
     if warm_up:
         _say("loaded; compiling every executable of every layout, or loading it from the compile cache")
         llm.warmup([degree for degree in (1, 2, 4) if degree <= config.max_tp])
-    # What is there now stays: looking through all of it for garbage would take a tenth of a second between two steps.
+    # What is there now stays: looking through half a million objects for garbage takes some tenths of a second, in
+    # which no step is launched.
     gc.collect()
     gc.freeze()
     return llm
