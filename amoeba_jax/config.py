@@ -54,7 +54,7 @@ class EngineConfig:
     transform_attention: bool = False
     """Also store the attention projections as extents that a transformation may release."""
     phase_pages: int | None = None
-    """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 32,
+    """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 16,
     or fewer where that is much of the memory."""
     compile_cache: str | None = None
     """Directory of the persistent compilation cache. Default: JAX's own setting if there is one, else in

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces, trade_pieces
+from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces, swap_pieces
 from kvcache.geometry import PageGeometry
-from kvcache.migration import PADDING
 from sharding.mesh import TP_AXIS, SubMesh
 
 
@@ -21,13 +20,12 @@ def compile_migrate(
     """A program `(extents, send) -> received` for one layer.
 
     `extents` are `[tp * pages, page_elems]` over the group's ranks and stay as they are; `send` is that of a `Phase`
-    with `K = num_pieces`; `received` is `[tp * tp, K, elems of a piece]`, what each rank got from each.
+    with `K = num_pieces`; `received` has an array `[tp * K, elems of a piece]` for each distance but 0.
     """
 
-    def run(extents: list[jax.Array], send: jax.Array) -> jax.Array:
-        send = _without_own(send[0], jax.lax.axis_index(TP_AXIS))
-        pieces = gather_pieces(as_pieces(extents, group.tp), send.reshape(-1))
-        return trade_pieces(pieces.reshape(*send.shape, -1))
+    def run(extents: list[jax.Array], send: jax.Array) -> list[jax.Array]:
+        rows = as_pieces(extents, group.tp)
+        return [swap_pieces(gather_pieces(rows, send[0, i]), i) for i in range(1, group.tp)]
 
     extents, ids = _shapes(geometry, dtype, group, extent_pages, num_pieces)
     return _compile(run, group, (extents, ids))
@@ -46,25 +44,20 @@ def compile_defragment(
     Takes the old extents, what `migrate` returned, and both halves of the `Phase`.
     """
 
-    def run(extents: list[jax.Array], received: jax.Array, send: jax.Array, receive: jax.Array) -> list[jax.Array]:
-        rank = jax.lax.axis_index(TP_AXIS)
-        stays_from, stays_at = send[0, rank], receive[0, rank]
-        fresh = [jnp.zeros((pages * group.tp, received.shape[-1]), dtype) for pages in new_extent_pages]
-        kept = gather_pieces(as_pieces(extents, group.tp), stays_from)
-        fresh = scatter_pieces(fresh, stays_at, kept)
-        places = _without_own(receive[0], rank).reshape(-1)
-        fresh = scatter_pieces(fresh, places, received.reshape(len(places), -1))
+    piece_elems = geometry.page_elems // group.tp
+
+    def run(
+        extents: list[jax.Array], received: list[jax.Array], send: jax.Array, receive: jax.Array
+    ) -> list[jax.Array]:
+        fresh = [jnp.zeros((pages * group.tp, piece_elems), dtype) for pages in new_extent_pages]
+        kept = gather_pieces(as_pieces(extents, group.tp), send[0, 0])
+        for places, pieces in zip(receive[0], [kept, *received], strict=True):
+            fresh = scatter_pieces(fresh, places, pieces)
         return [f.reshape(-1, geometry.page_elems) for f in fresh]
 
     extents, ids = _shapes(geometry, dtype, group, old_extent_pages, num_pieces)
-    piece_elems = geometry.page_elems // group.tp
-    received = jax.ShapeDtypeStruct((group.tp**2, num_pieces, piece_elems), dtype)
+    received = [jax.ShapeDtypeStruct((group.tp * num_pieces, piece_elems), dtype)] * (group.tp - 1)
     return _compile(run, group, (extents, received, ids, ids))
-
-
-def _without_own(ids: jax.Array, rank: jax.Array) -> jax.Array:
-    """The ids of pieces that change their rank."""
-    return jnp.where(jnp.arange(len(ids))[:, None] == rank, PADDING, ids)
 
 
 def _shapes(geometry: PageGeometry, dtype: jnp.dtype, group: SubMesh, extent_pages: tuple[int, ...], num_pieces: int):

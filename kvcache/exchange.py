@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from kvcache.geometry import PageGeometry
+from kvcache.migration import phase_shape
 from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
@@ -17,25 +18,29 @@ def exchange_pieces(
     extents: Sequence[Float[Array, "_ elems"]],
     num_read: int,
     num_written: int,
-    send: Int32[Array, "p K"],
-    receive: Int32[Array, "p K"],
+    send: Int32[Array, "*pieces"],
+    receive: Int32[Array, "*pieces"],
+    distance: int | None = None,
 ) -> list[jax.Array]:
     """One rank's part of a `Phase`, for one layer, inside `shard_map` over `p` ranks.
 
-    In place where the extents are donated. Temporaries are the `p * K` pieces to be sent and, at most, twice as many.
+    In place where the extents are donated. Temporaries are the pieces to be sent and as many received.
 
     Args:
         extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
         num_read: the first so many extents have pieces that are sent.
         num_written: the first so many extents have slots that are received into.
-        send: ids of the pieces for each rank; a negative id sends anything (padding).
-        receive: ids of where the pieces from each rank are put; a negative id puts nothing.
+        send: this rank's ids of the phase, `[p, K]` or `[p * K]`; a negative id sends anything (padding).
+        receive: ids of where the pieces are put that come, likewise; a negative id puts nothing.
+        distance: of the phase.
     """
-    p, num_pieces = send.shape
-    rows = as_pieces(extents, p)
-    sent = gather_pieces(rows[:num_read], send.reshape(-1))
-    received = trade_pieces(sent.reshape(p, num_pieces, -1))
-    rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), received.reshape(p * num_pieces, -1))
+    rows = as_pieces(extents, jax.lax.axis_size(TP_AXIS))
+    if distance is None:
+        # In one array, so that all have been gathered before any is put anywhere.
+        received = jnp.concatenate([swap_pieces(gather_pieces(rows[:num_read], ids), i) for i, ids in enumerate(send)])
+    else:
+        received = swap_pieces(gather_pieces(rows[:num_read], send), distance)
+    rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), received)
     return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
 
 
@@ -49,22 +54,22 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[A
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, _starts(rows), strict=True))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
-        # A branch of its own: XLA would gather from all extents before it selects, and most have nothing to send.
-        pieces = jax.lax.cond(
-            jnp.any(inside),
-            lambda r, pieces, inside, ids: jnp.where(inside[:, None], r[ids], pieces),
-            lambda r, pieces, inside, ids: pieces,
-            *(r, pieces, inside, jnp.where(inside, ids - start, 0)),
-        )
+        # One loop over all extents, once XLA has fused it. What is not wanted of an extent is always its first row.
+        pieces = jnp.where(inside[:, None], r[jnp.where(inside, ids - start, 0)], pieces)
     return pieces
 
 
-def trade_pieces(pieces: Float[Array, "p K elems"]) -> Float[Array, "p K elems"]:
-    """Gives `pieces[r]` to rank `r`; returns what each rank gave."""
-    # As integers, since XLA's CPU backend exchanges bf16 as f32: twice the bytes, and NaNs change.
-    bits = jax.lax.bitcast_convert_type(pieces, jnp.dtype(f"uint{8 * pieces.dtype.itemsize}"))
-    bits = jax.lax.all_to_all(bits, TP_AXIS, split_axis=0, concat_axis=0)
-    return jax.lax.bitcast_convert_type(bits, pieces.dtype)
+def swap_pieces(pieces: Float[Array, "N elems"], distance: int) -> Float[Array, "N elems"]:
+    """Gives all to rank `r ^ distance`, `r` being one's own; returns what that rank gave."""
+    if distance == 0:
+        return pieces
+    pairs = [(rank, rank ^ distance) for rank in range(jax.lax.axis_size(TP_AXIS))]
+    return jax.lax.bitcast_convert_type(jax.lax.ppermute(as_bits(pieces), TP_AXIS, pairs), pieces.dtype)
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """As integers of the same size: XLA's CPU backend sends bf16 as f32, which is twice the bytes and changes NaNs."""
+    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def scatter_pieces(
@@ -91,13 +96,14 @@ def compile_exchange(
     new_extent_pages: tuple[int, ...],
     num_layers: int,
     phase_pieces: int,
+    distance: int | None = None,
 ) -> jax.stages.Compiled:
-    """A program `(kv, send, receive) -> kv` that runs one `Phase` in each of `num_layers` layers.
+    """A program `(kv, send, receive) -> kv` that runs a `Phase` of one kind in each of `num_layers` layers.
 
     `kv[layer]` is the layer's list of extents `[tp * pages, page_elems]` over the group's ranks (donated, all of both
-    views), `send` and `receive` are the phase's, `[tp, tp, phase_pieces]` over the ranks. The group is that of the
-    higher degree in both directions. XLA's CPU backend gathers for all layers and extents before the first exchange, so
-    temporaries are at most `num_layers * len(old_extent_pages) + 1` times `tp * phase_pieces` pieces on each rank.
+    views), `send` and `receive` are the phase's, over the ranks. The group is that of the higher degree in both
+    directions. XLA's CPU backend gathers for all layers before the first exchange, so temporaries are at most
+    `num_layers + 2` times `tp * phase_pieces` pieces on each rank.
 
     Args:
         geometry: of the pages.
@@ -107,6 +113,7 @@ def compile_exchange(
         new_extent_pages: likewise in the new view. One of the two begins with the other.
         num_layers: layers that one run switches.
         phase_pieces: `K` of the phases.
+        distance: of the phases.
     """
     few, many = sorted((old_extent_pages, new_extent_pages), key=len)
     if many[: len(few)] != few or not few:
@@ -117,11 +124,11 @@ def compile_exchange(
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)
 
     def run(kv: list[list[jax.Array]], send: jax.Array, receive: jax.Array) -> list[list[jax.Array]]:
-        return [exchange_pieces(extents, num_old, num_new, send[0], receive[0]) for extents in kv]
+        return [exchange_pieces(extents, num_old, num_new, send[0], receive[0], distance) for extents in kv]
 
     shapes = [(group.tp * pages, geometry.page_elems) for pages in many]
     kv = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(num_layers)]
-    ids = jax.ShapeDtypeStruct((group.tp, group.tp, phase_pieces), jnp.int32)
+    ids = jax.ShapeDtypeStruct((group.tp, *phase_shape(group.tp, phase_pieces, distance)), jnp.int32)
     spec = P(TP_AXIS)
     mapped = jax.shard_map(run, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     jitted = jax.jit(mapped, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)

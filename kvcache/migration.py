@@ -22,23 +22,40 @@ PADDING = -1
 """Id in `Phase.send` and `Phase.receive` where there is no piece."""
 
 
+GENERAL_COST = 1.2
+"""Time of a phase in which each rank trades with all, in that of one in which each trades with one other.
+
+As measured on CPU: it waits for its peers several times."""
+
+
 @dataclass(frozen=True)
 class Phase:
-    """What the ranks exchange at once. `K` is the number of pieces from any rank to any rank, the same in all phases.
+    """What the ranks exchange at once: each with all, or each with one other. Ranks `r` and `r ^ i` are `i` apart.
 
-    Both are padded with `PADDING`, at the same places: `send[s, d, n]` goes to `receive[d, s, n]`.
+    `K` is `phase_pieces`, the same in all phases of a plan. Both arrays are padded with `PADDING`, at the same places.
     """
 
-    send: Int32[np.ndarray, "p p K"]
-    """`send[s, d, n]` is the id of a piece on rank `s` that goes to rank `d` (which may be `s`)."""
-    receive: Int32[np.ndarray, "p p K"]
-    """`receive[d, s, n]` is the id on rank `d` where it is put."""
+    send: Int32[np.ndarray, "p *pieces"]
+    """Ids of pieces. `[p, p, K]`: `send[r, i, n]` on rank `r` goes to `receive[r ^ i, i, n]`, `i = 0` being the rank
+    itself. With a distance `[p, p * K]`: `send[r, n]` goes to `receive[r ^ distance, n]`."""
+    receive: Int32[np.ndarray, "p *pieces"]
+    """Ids of where they are put."""
+    distance: int | None = None
+    """How far those are apart that trade, if each rank trades with one."""
+
+
+def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
+    """Shape of one rank's part of a phase's ids."""
+    return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
 
 def plan_phases(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> list[Phase]:
     """Phases that, run in order, put a copy of the piece at each source to its target.
+
+    Where enough pieces can go between the same pairs of ranks, a phase is theirs alone: it takes more of them, in less
+    time. Phases in which each rank trades with all take what is few, and what waits for one another.
 
     A source may have several targets, and be a target of another piece. Slots that are no target keep their piece.
     Slots that are a source and a target may hold others' pieces between phases; all other slots are written once.
@@ -81,7 +98,7 @@ def plan_phases(
     turns = table.enter_cycles(dict(zip(sources[cyclic].tolist(), targets[cyclic].tolist(), strict=True)), last_copy)
 
     moves = np.stack([sources[tree], targets[tree], np.array(phases, np.int64)[tree]], axis=1)
-    return _phases(np.concatenate([moves, turns]), num_ranks, num_ids, phase_pieces)
+    return _phases(np.concatenate([moves, turns]), num_ranks, num_ids, phase_pieces, table.distances)
 
 
 def single_phase(
@@ -98,8 +115,8 @@ def single_phase(
     num_ids = int(max(source[:, 1].max(initial=0), target[:, 1].max(initial=0))) + 1
     slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
     moves = np.stack([*slots, np.zeros(len(source), np.int64)], axis=1).astype(np.int64)
-    phases = _phases(moves, num_ranks, num_ids, phase_pieces)
-    nothing = np.full((num_ranks, num_ranks, phase_pieces), PADDING, np.int32)
+    phases = _phases(moves, num_ranks, num_ids, phase_pieces, [None] * (int(moves[:, 2].max(initial=-1)) + 1))
+    nothing = np.full((num_ranks, *phase_shape(num_ranks, phase_pieces, None)), PADDING, np.int32)
     return phases[0] if phases else Phase(nothing, nothing.copy())
 
 
@@ -140,13 +157,34 @@ class _Timetable:
         self._num_ranks = num_ranks
         self._num_ids = num_ids
         self._phase_pieces = phase_pieces
+        self.distances: list[int | None] = []  # of each phase
         self._rooms: list[list[int]] = []  # [phase][pair]
         # First phase with room for so many pieces of a pair: (pair, count) -> phase.
         self._first_with_room: dict[tuple[int, int], int] = {}
 
-    def _add_phase(self) -> list[int]:
-        self._rooms.append([self._phase_pieces] * self._num_ranks**2)
-        return self._rooms[-1]
+    def _add_phase(self, distance: int | None = None) -> list[int]:
+        p = self._num_ranks
+        room = [self._phase_pieces] * p**2
+        if distance is not None:
+            room = [0] * p**2
+            for rank in range(p):
+                room[rank * p + (rank ^ distance)] = p * self._phase_pieces
+        self.distances.append(distance)
+        self._rooms.append(room)
+        return room
+
+    def _best_distance(self, queues: list[list[int]]) -> int | None:
+        """The kind of phase that takes most of what could go now, in the time that it takes."""
+        p, most = self._num_ranks, self._phase_pieces
+        # What others wait for would pass through many phases of pairs, and through few in which all take part.
+        best, kind = p * most // 2, None
+        for distance in range(p):
+            count = sum(min(len(queues[rank * p + (rank ^ distance)]), p * most) for rank in range(p))
+            if count > best:
+                best, kind = count, distance
+        if kind is not None and sum(min(len(queue), most) for queue in queues) > GENERAL_COST * best:
+            return None
+        return kind
 
     def enter_trees(
         self,
@@ -167,7 +205,7 @@ class _Timetable:
 
         phases = [0] * len(refills)
         while any(queues):
-            room = self._add_phase()
+            room = self._add_phase(self._best_distance(queues))
             phase = len(self._rooms) - 1
             entered = True
             while entered:  # a move that is entered may let others in, in this same phase
@@ -264,18 +302,25 @@ def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
             yield cycle
 
 
-def _phases(moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int) -> list[Phase]:
+def _phases(
+    moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int, distances: list[int | None]
+) -> list[Phase]:
     """The phases of moves `[source, target, phase]`."""
     from_rank, source = np.divmod(moves[:, 0], num_ids)
     to_rank, target = np.divmod(moves[:, 1], num_ids)
     phase = moves[:, 2]
-    num_phases = int(phase.max(initial=-1)) + 1
     group = (phase * num_ranks + from_rank) * num_ranks + to_rank
     order = np.argsort(group, kind="stable")
     first = np.searchsorted(group[order], group[order])
     place = np.empty_like(order)
     place[order] = np.arange(len(order)) - first
-    send, receive = np.full((2, num_phases, num_ranks, num_ranks, phase_pieces), PADDING, np.int32)
-    send[phase, from_rank, to_rank, place] = source
-    receive[phase, to_rank, from_rank, place] = target
-    return [Phase(*pair) for pair in zip(send, receive, strict=True)]
+    general = np.array([distance is None for distance in distances], bool)[phase]
+    place += np.where(general, (from_rank ^ to_rank) * phase_pieces, 0)
+    send, receive = np.full((2, len(distances), num_ranks, num_ranks * phase_pieces), PADDING, np.int32)
+    send[phase, from_rank, place] = source
+    receive[phase, to_rank, place] = target
+    phases = []
+    for index, distance in enumerate(distances):
+        shape = (num_ranks, *phase_shape(num_ranks, phase_pieces, distance))
+        phases.append(Phase(send[index].reshape(shape), receive[index].reshape(shape), distance))
+    return phases

@@ -63,5 +63,5 @@ def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lowe
             released = (lower, group.tp) if up else (group.tp, lower)
             programs = plan.transition(executables, group, lower, up=up, released=released, rows=rows)
             yield from programs.step_requests()
-            yield programs.exchange_request
+            yield from programs.exchange_requests()
             yield from programs.restore_requests()

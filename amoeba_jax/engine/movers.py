@@ -81,25 +81,25 @@ class InPlaceMover:
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         self._programs, self._weights = programs, weights
-        self._phases: list[tuple[jax.Array, jax.Array]] = []
+        self._phases: list[tuple[jax.stages.Compiled, jax.Array, jax.Array]] = []
 
     def prepare(self, max_pieces: int) -> int:
         programs = self._programs
         compiled = [programs.restore(chunk) for chunk in programs.restored(0)]
         if max_pieces:
-            compiled.append(programs.exchange)
+            compiled += programs.exchanges.values()
         return max((_temporaries(program) for program in compiled), default=0)
 
     def plan(self, old: Tables, new: Tables) -> Plan:
         programs = self._programs
         source, target = moves(old, new)
         phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
-        self._phases = [_put_phase(programs, phase) for phase in phases]
+        self._phases = [(programs.exchanges[phase.distance], *_put_phase(programs, phase)) for phase in phases]
         return Plan(len(source), len(phases))
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        for send, receive in self._phases:
-            (extents,) = self._programs.exchange([extents], send, receive)
+        for exchange, send, receive in self._phases:
+            (extents,) = exchange([extents], send, receive)
         return extents
 
     def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:

@@ -236,15 +236,20 @@ class ProgramRequests:
         return ProgramRequest(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
 
     def exchange(
-        self, group: SubMesh, old_extents: tuple[int, ...], new_extents: tuple[int, ...], phase_pieces: int
+        self,
+        group: SubMesh,
+        old_extents: tuple[int, ...],
+        new_extents: tuple[int, ...],
+        phase_pieces: int,
+        distance: int | None,
     ) -> ProgramRequest:
         """`compile_exchange` for one layer."""
-        key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces))
+        key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, distance))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
         def compile() -> jax.stages.Compiled:
             pages = self.dims.pages
-            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces)
+            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, distance)
 
         return ProgramRequest(key, compile, donated)
 

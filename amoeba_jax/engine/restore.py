@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from kvcache.exchange import as_bits
 from sharding.mesh import TP_AXIS, SubMesh
 from sharding.release import ReleasedChunk, holder
 
@@ -16,26 +17,33 @@ def compile_restore(
 
     Both are `[tp * pages, page_elems]` over the group's ranks. `extent` is donated; `chunk` is the one at
     `source_place`, which every rank has at the group's degree: chunks are dealt so that each rank sends its own to one
-    peer. They go `step_pages` pages at a time, and temporaries are twice as many.
+    peer. What comes from the peer is written to the extent at once, without temporaries.
+
+    XLA's CPU backend sends bf16 and f16 as f32. There they go as integers, `step_pages` pages at a time, and
+    temporaries are twice as many.
     """
     holders = [holder(released.spec, group.tp, released.chunks[device % max_tp])[0] for device in group.device_indices]
     exchange = [(source, rank) for rank, source in enumerate(holders)]
     num_pages = released.num_pages
     size = min(step_pages, num_pages)
 
-    def run(chunk: jax.Array, extent: jax.Array) -> jax.Array:
+    def whole(chunk: jax.Array, extent: jax.Array) -> jax.Array:
+        return lax.ppermute(chunk, TP_AXIS, exchange)
+
+    def in_steps(chunk: jax.Array, extent: jax.Array) -> jax.Array:
         def step(index: jax.Array, extent: jax.Array) -> jax.Array:
             start = jnp.minimum(index * size, num_pages - size)  # the last step goes over pages of the one before
             pages = lax.dynamic_slice_in_dim(chunk, start, size)
-            # As integers: XLA's CPU backend moves bf16 as f32.
-            bits = lax.bitcast_convert_type(pages, jnp.dtype(f"uint{8 * pages.dtype.itemsize}"))
-            pages = lax.bitcast_convert_type(lax.ppermute(bits, TP_AXIS, exchange), pages.dtype)
-            return lax.dynamic_update_slice_in_dim(extent, pages, start, axis=0)
+            received = lax.bitcast_convert_type(lax.ppermute(as_bits(pages), TP_AXIS, exchange), pages.dtype)
+            return lax.dynamic_update_slice_in_dim(extent, received, start, axis=0)
 
         return lax.fori_loop(0, -(-num_pages // size), step, extent)
 
+    as_it_is = group.devices[0].platform != "cpu" or dtype == jnp.float32
     shape = jax.ShapeDtypeStruct((group.tp * num_pages, released.spec.stored_shape[1]), dtype)
-    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=P(TP_AXIS), out_specs=P(TP_AXIS), check_vma=False)
+    mapped = jax.shard_map(
+        whole if as_it_is else in_steps, mesh=group.mesh, in_specs=P(TP_AXIS), out_specs=P(TP_AXIS), check_vma=False
+    )
     jitted = jax.jit(
         mapped, donate_argnums=1, keep_unused=True, in_shardings=group.sharded, out_shardings=group.sharded
     )

@@ -87,11 +87,17 @@ class TransitionPrograms:
         """What makes weights again of the extents that are none afterwards: the same in every layer."""
         return [self._restore_request(chunk) for chunk in self.restored(0)]
 
+    def exchange_requests(self) -> list[ProgramRequest]:
+        """What moves pages: a program for each kind of phase."""
+        return [self._exchange_request(distance) for distance in self._distances]
+
     @property
-    def exchange_request(self) -> ProgramRequest:
-        """What moves pages."""
+    def _distances(self) -> tuple[int | None, ...]:
+        return None, *range(self.group.tp)
+
+    def _exchange_request(self, distance: int | None) -> ProgramRequest:
         requests = self._executables.requests
-        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces)
+        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces, distance)
 
     # Steps
 
@@ -157,9 +163,9 @@ class TransitionPrograms:
     # Pages and weights
 
     @cached_property
-    def exchange(self) -> jax.stages.Compiled:
-        """Runs one phase of a plan in one layer."""
-        return self._executables.get(self.exchange_request)
+    def exchanges(self) -> dict[int | None, jax.stages.Compiled]:
+        """What runs one phase of a plan in one layer, by the phase's distance."""
+        return {distance: self._executables.get(self._exchange_request(distance)) for distance in self._distances}
 
     def migrate(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""

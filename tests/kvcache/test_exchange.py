@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcache.allocator import BuddyAllocator
 from kvcache.exchange import compile_exchange
 from kvcache.geometry import PageGeometry
-from kvcache.migration import PADDING, Phase, plan_phases
+from kvcache.migration import PADDING, Phase, phase_shape, plan_phases
 from kvcache.pages import PagePool
 from kvcache.relayout import moves, place_down, place_up
 from sharding.errors import LayoutError
@@ -46,8 +46,9 @@ def run_on_host(phases: list[Phase], pieces: np.ndarray) -> np.ndarray:
     pieces = pieces.copy()
     for phase in phases:
         before = pieces.copy()
-        for s, d, n in np.argwhere(phase.send != PADDING).tolist():
-            pieces[d, phase.receive[d, s, n]] = before[s, phase.send[s, d, n]]
+        for s, *place in np.argwhere(phase.send != PADDING).tolist():
+            d = s ^ (place[0] if phase.distance is None else phase.distance)
+            pieces[d, phase.receive[d][tuple(place)]] = before[s, phase.send[s][tuple(place)]]
     return pieces
 
 
@@ -55,9 +56,18 @@ def on_devices(group: SubMesh, kv: list[list[np.ndarray]]) -> list[list[jax.Arra
     return [[jax.device_put(jnp.array(e, copy=True), group.sharded) for e in extents] for extents in kv]
 
 
-def run_on_devices(program: jax.stages.Compiled, group: SubMesh, phases: list[Phase], kv: list) -> list:
+Programs = dict[int | None, jax.stages.Compiled]
+
+
+def compile_all(geometry: PageGeometry, dtype: str, group: SubMesh, *arguments) -> Programs:
+    """A program for each kind of phase."""
+    kinds = (None, *range(group.tp))
+    return {kind: compile_exchange(geometry, jnp.dtype(dtype), group, *arguments, kind) for kind in kinds}
+
+
+def run_on_devices(programs: Programs, group: SubMesh, phases: list[Phase], kv: list) -> list:
     for phase in phases:
-        kv = program(kv, *(jax.device_put(ids, group.sharded) for ids in (phase.send, phase.receive)))
+        kv = programs[phase.distance](kv, *(jax.device_put(ids, group.sharded) for ids in (phase.send, phase.receive)))
     return kv
 
 
@@ -82,7 +92,7 @@ def test_phases_do_on_devices_what_they_do_on_the_host(case, seed, full):
     tp, old, new, dtype = case
     group, random = group_of(tp), np.random.default_rng(seed)
     if case not in programs:
-        programs[case] = compile_exchange(GEOMETRY, jnp.dtype(dtype), group, old, new, LAYERS, PHASE_PIECES)
+        programs[case] = compile_all(GEOMETRY, dtype, group, old, new, LAYERS, PHASE_PIECES)
     slots_of = [np.argwhere(np.ones((tp, tp * sum(pages)), bool)) for pages in (old, new)]
     num_moves = min(map(len, slots_of)) if full else int(random.integers(0, min(map(len, slots_of))))
     source, target = (random.permutation(slots)[:num_moves] for slots in slots_of)
@@ -111,19 +121,20 @@ converted = pytest.mark.xfail(BFLOAT16_IS_CONVERTED, reason="XLA converts bf16 e
 def test_donated_extents_are_changed_in_place(tp, old, new, num_layers, dtype):
     geometry = PageGeometry(kv_heads=4, page_size=16, head_dim=32, max_tp=4)
     group, phase_pieces = group_of(tp), 4
-    program = compile_exchange(geometry, jnp.dtype(dtype), group, old, new, num_layers, phase_pieces)
-    memory = program.memory_analysis()
-    assert memory is not None
+    programs = compile_all(geometry, dtype, group, old, new, num_layers, phase_pieces)
     page_bytes = geometry.page_elems * jnp.dtype(dtype).itemsize
     phase_bytes = tp * phase_pieces * page_bytes // tp  # what one rank sends
-    assert memory.alias_size_in_bytes >= num_layers * 256 * page_bytes
-    assert memory.temp_size_in_bytes < 1.05 * (num_layers * len(old) + 1) * phase_bytes < 256 * page_bytes / 4
+    for program in programs.values():
+        memory = program.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes >= num_layers * 256 * page_bytes
+        assert memory.temp_size_in_bytes < 1.05 * (num_layers + 2) * phase_bytes < 256 * page_bytes / 4
     shapes = [(tp * pages, geometry.page_elems) for pages in max(old, new, key=len)]
     kv = on_devices(group, [[np.zeros(shape, jnp.dtype(dtype)) for shape in shapes] for _ in range(num_layers)])
     places = pointers(kv)
-    source = np.argwhere(np.ones((tp, 6), bool))
-    phases = plan_phases(source, source[::-1], tp, phase_pieces)
-    assert pointers(run_on_devices(program, group, phases, kv)) == places
+    nothing = [np.full((tp, *phase_shape(tp, phase_pieces, kind)), PADDING, np.int32) for kind in programs]
+    phases = [Phase(ids, ids, kind) for ids, kind in zip(nothing, programs, strict=True)]
+    assert pointers(run_on_devices(programs, group, phases, kv)) == places
     assert all(e.is_deleted() for extents in kv for e in extents)
 
 
@@ -168,9 +179,7 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b):
 
     high_allocators, _ = view(b, num_pages, extra)
     high_tables = place_up(tables, ones, GEOMETRY, high_allocators)
-    up = compile_exchange(
-        GEOMETRY, jnp.dtype("bfloat16"), group, (num_pages,), (num_pages, extra), LAYERS, PHASE_PIECES
-    )
+    up = compile_all(GEOMETRY, "bfloat16", group, (num_pages,), (num_pages, extra), LAYERS, PHASE_PIECES)
     kv = run_on_devices(up, group, plan_phases(*moves(tables, high_tables), b, PHASE_PIECES), kv)
     for layer, expected in enumerate(contents):
         for table, want in zip(high_tables, expected, strict=True):
@@ -180,9 +189,7 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b):
     high_tables, ones = high_tables[::-1], ones[::-1]
     down_allocators, _ = view(a, num_pages)
     low_tables = place_down(high_tables, ones, GEOMETRY, down_allocators)
-    down = compile_exchange(
-        GEOMETRY, jnp.dtype("bfloat16"), group, (num_pages, extra), (num_pages,), LAYERS, PHASE_PIECES
-    )
+    down = compile_all(GEOMETRY, "bfloat16", group, (num_pages, extra), (num_pages,), LAYERS, PHASE_PIECES)
     kv = run_on_devices(down, group, plan_phases(*moves(high_tables, low_tables), b, PHASE_PIECES), kv)
     for layer, expected in enumerate(contents):
         for i, (table, want) in enumerate(zip(low_tables, expected[::-1], strict=True)):

@@ -75,8 +75,9 @@ class Memory:
     def move(self, old: list[np.ndarray], new: list[np.ndarray], phase_pieces: int) -> None:
         for phase in plan_phases(*moves(old, new), self.b, phase_pieces):
             before = self.slots.copy()
-            for s, d, n in np.argwhere(phase.send != PADDING).tolist():
-                self.slots[d, phase.receive[d, s, n]] = before[s, phase.send[s, d, n]]
+            for s, *place in np.argwhere(phase.send != PADDING).tolist():
+                d = s ^ (place[0] if phase.distance is None else phase.distance)
+                self.slots[d, phase.receive[d][tuple(place)]] = before[s, phase.send[s][tuple(place)]]
 
 
 def change_both(random, pools_of: list, old: list, new: list, names: list, shared: list) -> None:
