@@ -40,6 +40,12 @@ def copy_pages(
         return found
 
     source_ids, target_ids = places(source_ids), places(target_ids)
-    contents = gather_pieces(rows, source_ids)
+    # In a branch, so that XLA has all contents before it writes: else each write would read the extents for itself, and
+    # they would have to be copied.
+    contents = jax.lax.cond(
+        jnp.any(source_ids >= 0),
+        lambda: gather_pieces(rows, source_ids),
+        lambda: jnp.zeros((len(source_ids), rows[0].shape[1]), rows[0].dtype),
+    )
     written = scatter_pieces(rows, jnp.where(source_ids < 0, -1, target_ids), contents)
     return [r.reshape(extent.shape) for r, extent in zip(written, extents, strict=True)]
