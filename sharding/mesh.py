@@ -99,7 +99,10 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
     """View single-device buffers, one per rank and all of one shape, as one array. Copies nothing.
 
     Sharded: global shape `[tp * n, ...]`, rank r holding rows `r*n .. (r+1)*n`. Replicated: global shape `[n, ...]`.
+    The only buffer of a group is its own view: JAX takes its sharding for that of a mesh of one device.
     """
+    if group.tp == 1:
+        return buffers[0]
     shape = buffers[0].shape
     if replicated:
         return jax.make_array_from_single_device_arrays(shape, group.replicated, list(buffers))
