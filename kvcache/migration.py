@@ -95,10 +95,12 @@ def plan_phases(
     for move in np.flatnonzero(tree & (refill >= 0) & cyclic[refill]).tolist():
         slot = int(sources[move])
         last_copy[slot] = max(phases[move], last_copy.get(slot, 0))
+    swaps, swapped = table.enter_swaps(sources, targets, cyclic & ~np.isin(sources, list(last_copy)))
+    cyclic &= ~swapped
     turns = table.enter_cycles(dict(zip(sources[cyclic].tolist(), targets[cyclic].tolist(), strict=True)), last_copy)
 
     moves = np.stack([sources[tree], targets[tree], np.array(phases, np.int64)[tree]], axis=1)
-    return _phases(np.concatenate([moves, turns]), num_ranks, num_ids, phase_pieces, table.distances)
+    return _phases(np.concatenate([moves, swaps, turns]), num_ranks, num_ids, phase_pieces, table.distances)
 
 
 def single_phase(
@@ -222,6 +224,41 @@ class _Timetable:
                             if not waiting[later] and not on_cycle[later]:
                                 heapq.heappush(queues[pairs[later]], later)
         return phases
+
+    def enter_swaps(
+        self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
+    ) -> tuple[Int64[np.ndarray, "N 3"], Bool[np.ndarray, " M"]]:
+        """Enters pairs of pieces that change places, among the moves `which` on cycles.
+
+        A merge and a split in the same places are such swaps for the most part. Those that would not make up phases of
+        their own are left. Returns moves `[source, target, phase]`, and which of all moves they are.
+        """
+        p, entered = self._num_ranks, np.zeros(len(sources), bool)
+        into = np.full(p * self._num_ids, -1)
+        into[targets[which]] = np.flatnonzero(which)
+        back = into[sources]
+        first = np.flatnonzero(which & (back >= 0) & (sources < targets))
+        first = first[sources[back[first]] == targets[first]]
+        # By pair of ranks: the first `room` of each go in its distance's first phase, and so on.
+        ranks, peers = sources // self._num_ids, targets // self._num_ids
+        pairs = (ranks ^ peers)[first] * p + ranks[first]
+        order = np.argsort(pairs, kind="stable")
+        first, pairs = first[order], pairs[order]
+        place = np.arange(len(first)) - np.searchsorted(pairs, pairs)
+        found = []
+        for distance in range(p):
+            mine, places = first[pairs // p == distance], place[pairs // p == distance]
+            room = p * self._phase_pieces // (2 if distance == 0 else 1)
+            full, rest = divmod(int(places.max(initial=-1)) + 1, room)
+            for n in range(full + (rest > self._phase_pieces)):
+                here = mine[places // room == n]
+                both = np.concatenate([here, back[here]])
+                left = self._add_phase(distance)
+                for pair, count in enumerate(np.bincount(ranks[both] * p + peers[both], minlength=p * p).tolist()):
+                    left[pair] -= count
+                found.append(np.stack([sources[both], targets[both], np.full(len(both), len(self._rooms) - 1)], axis=1))
+                entered[both] = True
+        return np.concatenate([np.zeros((0, 3), np.int64), *found]), entered
 
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
         """The moves `[source, target, phase]` that turn the cycles `following` (slot -> slot; emptied here).

@@ -30,8 +30,9 @@ def place_up(
 ) -> list[Int32[np.ndarray, "b _"]]:
     """Places the pages of `k` instances of degree `a` at degree `b`: returns their tables, in the same order.
 
-    Pieces that can stay where they are do. The others are placed by `BuddyAllocator.allocate`: extents that are new
-    are filled last.
+    Pieces that can stay where they are do. Of the others, one that comes from a device gets the slot of one that goes
+    there, so that they change places. What is left is placed by `BuddyAllocator.allocate`: extents that are new are
+    filled last.
 
     Args:
         tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
@@ -52,17 +53,15 @@ def place_up(
         raise OutOfPagesError(f"{num_pages} pages at TP{b} do not fit: the ranks have room for {room} pages")
     new_tables = [np.zeros((b, table.shape[1]), np.int32) for table in tables]
     for device, allocator in enumerate(allocators):
-        piece = _staying_piece(device, a, k)
-        stays_of = None if piece is None else device // a
-        if stays_of is not None:
-            ids = tables[stays_of][device % a] * k + piece
-            _claim(allocator, ids, references[stays_of], geometry, b)
-            new_tables[stays_of][device] = ids
-        for instance, table in enumerate(new_tables):
-            if instance != stays_of:
-                units = allocator.allocate_many(order, table.shape[1])
-                _add_references(allocator, units, references[instance])
-                table[device] = np.array(units, np.int32) // geometry.units_per_page(b)
+        own = tables[device // a][device % a]
+        given = [_given_slots(device, instance, own, a, k)[: table.shape[1]] for instance, table in enumerate(tables)]
+        for table, ids, refs in zip(new_tables, given, references, strict=True):
+            _claim(allocator, ids, refs[: len(ids)], geometry, b)
+            table[device, : len(ids)] = ids
+        for table, ids, refs in zip(new_tables, given, references, strict=True):
+            units = allocator.allocate_many(order, table.shape[1] - len(ids))
+            _add_references(allocator, units, refs[len(ids) :])
+            table[device, len(ids) :] = np.array(units, np.int32) // geometry.units_per_page(b)
     return new_tables
 
 
@@ -258,6 +257,16 @@ def _staying_piece(device: int, a: int, k: int) -> int | None:
     """Which piece of the pages of degree `a` on a device belongs to that device at degree `b` as well, if one does."""
     piece = device - device % a * k
     return piece if 0 <= piece < k else None
+
+
+def _given_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
+    """Slots on a device, whose pages of degree `a` are `own`, for the pieces that come from an instance.
+
+    Those of the pieces that go to the device where they come from: their own, where that is this one. None where
+    nothing goes there.
+    """
+    piece = instance * a + device // k - device % a * k
+    return own * k + piece if 0 <= piece < k else own[:0]
 
 
 def _claim(

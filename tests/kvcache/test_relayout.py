@@ -1,5 +1,7 @@
 """Changing the degree of a group: where pages go, what moves, and that every page is whole afterwards."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -203,15 +205,33 @@ def test_up_and_down_again_while_sequences_come_and_go(degrees, num_pages, fill,
     assert state(down_allocators) == state(make_allocators(geometry, b, num_pages))
 
 
-def test_scale_up_leaves_local_pieces_and_keeps_whole_pages_whole():
+@pytest.mark.parametrize("b", [2, 4])
+def test_merge_of_almost_full_ranks_and_the_split_back_are_swaps(b):
+    """However pages lie: ranks trade in pairs, in as few phases as that takes."""
+    geometry, num_pages, used, phase_pieces = geometry_of(4), 100, 96, 8
+    tables = [np.random.default_rng(r).permutation(num_pages)[None, :used].astype(np.int32) for r in range(b)]
+    ones = [np.ones(used, int)] * b
+    high = place_up(tables, ones, geometry, make_allocators(geometry, b, num_pages, 20))
+    assert all(ids.max() < num_pages * b for ids in high), "extents that are new stay empty"
+    low = place_down(high, ones, geometry, make_allocators(geometry, b, num_pages))
+    for old, new in ((tables, high), (high, low)):
+        phases = plan_phases(*moves(old, new), b, phase_pieces)
+        rooms = used // (b * phase_pieces)
+        assert Counter(phase.distance for phase in phases) == dict.fromkeys(range(1, b), rooms)
+    np.testing.assert_array_equal(np.concatenate(low), np.concatenate(tables))
+
+
+def test_scale_up_swaps_pieces_and_keeps_whole_pages_whole():
     geometry = geometry_of(4)
     tables = [np.array([[2, 0]], np.int32), *(np.array([[1]], np.int32) for _ in range(3))]
     allocators = make_allocators(geometry, 4, 3, 2)
     new = place_up(tables, [np.ones(t.shape[1], int) for t in tables], geometry, allocators)
-    # Rank 0 keeps 8 and 0. What is left of these pages goes next (1 and 9, then 2), so page 4 stays whole.
-    np.testing.assert_array_equal([table[0] for table in new[1:]], [[1], [9], [2]])
-    np.testing.assert_array_equal(new[0], [[8, 0], [4, 6], [7, 4], [6, 4]])
-    assert [new[i][i].tolist() for i in range(1, 4)] == [[5], [6], [7]]
+    # Rank 0 keeps 8 and 0. A page of each other instance changes places with a piece of its page 2. Instance 0's page 0
+    # has nobody to change with: its pieces go to the first page that is free, and the others stay whole.
+    np.testing.assert_array_equal(new[0], [[8, 0], [4, 0], [4, 0], [4, 0]])
+    np.testing.assert_array_equal(new[1], [[9], [5], [5], [5]])
+    np.testing.assert_array_equal(new[2], [[10], [6], [6], [6]])
+    np.testing.assert_array_equal(new[3], [[11], [7], [7], [7]])
     assert all(ids.max() < 12 for ids in np.concatenate(new, axis=1)), "the new extent is filled last"
 
 
