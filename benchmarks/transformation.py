@@ -44,6 +44,8 @@ from sharding.ledger import format_bytes
 NEW_TOKENS = 192
 DEVICES = 4
 STEADY_STEPS = 6
+# Of merges and splits at once by each way: all requests still run after them.
+TURNS = 3
 DEEP = MODELS["Llama-125M"] | {
     "hidden_size": 512,
     "num_hidden_layers": 48,
@@ -140,24 +142,56 @@ def round_trip(
     """One merge and one split while requests decode. With plain steps, the other direction is done at once."""
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
-        marks = [running.start]
         wait_for_steps(llm, found, STEADY_STEPS)
-        result: dict[str, Any] = {"kv_use": kv_use(llm)}
-        for name, degree in (("up", 4), ("down", 1)):
-            marks.append(time.perf_counter())
-            at_once = {"layers_per_step": 1000} if plain_steps and name != direction else {}
-            report = llm.transform(degree, **way | at_once)
-            marks.append(time.perf_counter())
-            # A restart computes its requests again: until all of them decode, they wait.
-            while not running.all_decode(llm):
-                time.sleep(0.002)
-            wait_for_steps(llm, found, STEADY_STEPS)
-            result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
-        result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
-        result["tp4_step_s"] = steady_step_s(found, marks[2], marks[3])
+        at_once = {"layers_per_step": 1000} if plain_steps else {}
+        ways = {name: way | (at_once if name != direction else {}) for name in ("up", "down")}
+        result = merge_and_split(llm, running, found, ways["up"], ways["down"], running.start, STEADY_STEPS)
         running.end(llm)
     result["steps"] = [vars(step) for step in found if step.boundary is not None]
     result["switches"] = switch_costs(found)
+    return result
+
+
+def in_turn(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]], repeats: int) -> list[list[dict[str, Any]]]:
+    """Merges and splits by several ways in turn, while the same requests decode: `repeats` of each way."""
+    trips: list[list[dict[str, Any]]] = [[] for _ in ways]
+    with watched() as found:
+        running = Running(llm, prompts)
+        wait_for_steps(llm, found, STEADY_STEPS)
+        for turn in range(repeats + 1):
+            for way, results in zip(ways, trips, strict=True):
+                start = time.perf_counter()
+                wait_for_steps(llm, found, 2)
+                results.append(merge_and_split(llm, running, found, way, way, start, 2))
+                if turn == 0:  # compiles
+                    results.clear()
+        running.end(llm)
+    return trips
+
+
+def merge_and_split(
+    llm: LLM,
+    running: Running,
+    found: list[Step],
+    up: dict[str, Any],
+    down: dict[str, Any],
+    start: float,
+    steps: int,
+) -> dict[str, Any]:
+    """What it took, with so many steps after each; those since `start` are of the instances before."""
+    marks = [start]
+    result: dict[str, Any] = {"kv_use": kv_use(llm)}
+    for name, degree, way in (("up", 4, up), ("down", 1, down)):
+        marks.append(time.perf_counter())
+        report = llm.transform(degree, **way)
+        marks.append(time.perf_counter())
+        # A restart computes its requests again: until all of them decode, they wait.
+        while not running.all_decode(llm):
+            time.sleep(0.002)
+        wait_for_steps(llm, found, steps)
+        result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
+    result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
+    result["tp4_step_s"] = steady_step_s(found, marks[2], marks[3])
     return result
 
 
@@ -310,17 +344,19 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 for n in (options.layers_per_step if variant in IN_PLACE else [1])
                 if n < layers
             ]
+            ways.append({"variant": "restart"})
             if options.brief:
                 ways = [{"variant": "in_place_overlapped", "layers_per_step": 1}]
-            ways += [{"variant": variant, "layers_per_step": layers} for variant in (*BASELINES, *IN_PLACE)]
-            if not options.brief:
-                ways.append({"variant": "restart"})
             results = []
             for way in ways:
                 round_trip(llm, prompts, way)  # compiles
                 trips = [round_trip(llm, prompts, way) for _ in range(options.repeats)]
                 results.append(way | {"trips": trips})
                 log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
+            ways = [{"variant": variant, "layers_per_step": layers} for variant in (*IN_PLACE, *BASELINES)]
+            for way, trips in zip(ways, in_turn(llm, prompts, ways, TURNS), strict=True):
+                results.append(way | {"trips": trips})
+            log(f"{name}: all layers at once, {TURNS} times by each way in turn")
             switches = []
             # So that requests still run at the end of a way with a plain step or more beside each switch.
             plain = min(3, (NEW_TOKENS - 4 * STEADY_STEPS) // layers - 1)

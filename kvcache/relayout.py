@@ -66,7 +66,11 @@ def place_up(
 
 
 def assign_down(
-    pages: Sequence[Int[np.ndarray, " _"]], room: Sequence[int], *, together: bool = True
+    pages: Sequence[Int[np.ndarray, " _"]],
+    room: Sequence[int],
+    *,
+    together: bool = True,
+    staying: Sequence[Int[np.ndarray, " _"]] | None = None,
 ) -> Int32[np.ndarray, " S"]:
     """The instance that each of `S` sequences of a group goes to when the group falls apart.
 
@@ -80,6 +84,8 @@ def assign_down(
         together: whether sequences that share pages, directly or through others, go to the same instance as long as
             they fit there. It takes least memory, yet sequences that have only a system prompt in common all end up on
             one instance. False lets each go its own way, and keeps them together only where they do not fit otherwise.
+        staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`).
+            Where the free pages of instances differ by no more than the sequence takes, it goes to the one with most.
 
     Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
     few ways.
@@ -95,8 +101,10 @@ def assign_down(
     ]
     if not together:
         attempts[:2] = attempts[1::-1]
+    # Where a sequence comes from matters to the first attempt alone: those after it are for want of room.
     for preference, groups in attempts:
-        assignment = _assign(pages, len(numbers), room, groups, preference)
+        assignment = _assign(pages, len(numbers), room, groups, preference, staying if groups is singles else None)
+        staying = None
         if assignment is not None:
             return assignment
     raise OutOfPagesError(
@@ -115,6 +123,7 @@ def _assign(
     room: Sequence[int],
     groups: list[list[int]],
     preference: _Preference,
+    staying: Sequence[Int[np.ndarray, " _"]] | None,
 ) -> Int32[np.ndarray, " S"] | None:
     """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
     free = list(room)
@@ -127,6 +136,10 @@ def _assign(
         if not fitting:
             return False
         best = min(fitting, key=lambda i: preference(free[i], need[i]))
+        if staying is not None:
+            stays = np.sum([staying[sequence] for sequence in group], axis=0).tolist()
+            near = [i for i in fitting if free[i] + need[i] >= free[best]]
+            best = max(near, key=lambda i: (stays[i], i == best))
         free[best] -= need[best]
         held[best, needed] = True
         assignment[group] = best
@@ -158,6 +171,17 @@ def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
     for sequence in range(len(pages)):
         groups.setdefault(find(sequence), []).append(sequence)
     return list(groups.values())
+
+
+def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
+    """How many of a sequence's pieces lie where they could stay, on each of `k` instances that it might go to."""
+    a = len(table) // k
+    counts = np.zeros(k, np.int64)
+    for device, ids in enumerate(table):
+        piece = _staying_piece(device, a, k)
+        if piece is not None:
+            counts[device // a] += np.count_nonzero(ids % k == piece)
+    return counts
 
 
 def place_down(

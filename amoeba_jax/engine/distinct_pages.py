@@ -6,7 +6,7 @@ import numpy as np
 
 from amoeba_jax.engine.sequence import Sequence
 from kvcache.pages import SequencePages
-from kvcache.relayout import assign_down
+from kvcache.relayout import assign_down, staying_pieces
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ def deal(sequences: list[Sequence], room: list[int]) -> list[list[Sequence]]:
     """The sequences of each of the instances to come, by their room in pages. Raises `OutOfPagesError`."""
     parts: list[list[Sequence]] = [[] for _ in room]
     if sequences:
-        pages = [s.pages.table[0] for s in sequences if s.pages is not None]
-        for sequence, index in zip(sequences, assign_down(pages, room, together=False), strict=True):
+        tables = [s.pages.table for s in sequences if s.pages is not None]
+        staying = [staying_pieces(table, len(room)) for table in tables]
+        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying)
+        for sequence, index in zip(sequences, indices, strict=True):
             parts[index].append(sequence)
     return parts

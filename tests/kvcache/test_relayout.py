@@ -11,7 +11,7 @@ from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.geometry import PageGeometry
 from kvcache.migration import PADDING, plan_phases
 from kvcache.pages import PagePool
-from kvcache.relayout import assign_down, moves, place_down, place_up
+from kvcache.relayout import assign_down, moves, place_down, place_up, staying_pieces
 from sharding.errors import LayoutError
 
 DEGREES = [(1, 2, 2), (1, 2, 4), (1, 4, 4), (2, 4, 4)]  # (a, b, max_tp)
@@ -322,6 +322,21 @@ def test_sharing_sequences_go_together_where_they_fit():
     # A system prompt is no reason to leave instances idle.
     assert assign_down(forks, [20, 20, 20], together=False).tolist() == [0, 1, 2]
     assert assign_down(forks, [10, 3, 3], together=False).tolist() == [0, 0, 0]
+
+
+def test_sequences_return_to_where_they_came_from_unless_that_is_much_fuller():
+    geometry, b = geometry_of(4), 4
+    tables = [np.arange(6, dtype=np.int32)[None] for _ in range(b)]
+    high = place_up(tables, [np.ones(6, int)] * b, geometry, make_allocators(geometry, b, 8))
+    parts = [high[i][:, half] for half in (slice(0, 3), slice(3, 6)) for i in (2, 0, 3, 1)]
+    staying = [staying_pieces(table, b) for table in parts]
+    np.testing.assert_array_equal(staying[:4], 3 * np.eye(4, dtype=int)[[2, 0, 3, 1]])
+    pages = [table[0] for table in parts]
+    assert assign_down(pages, [8] * 4, together=False, staying=staying).tolist() == [2, 0, 3, 1] * 2
+    # All of instance 2: it gets two of them, and then others have much more room.
+    pages, staying = [np.arange(3) + 3 * n for n in range(5)], [np.array([0, 0, 3, 0])] * 5
+    assert assign_down(pages, [9] * 4, together=False, staying=staying).tolist() == [2, 2, 0, 1, 3]
+    assert assign_down(pages[:2], [9, 9, 2, 9], together=False, staying=staying[:2]).tolist() == [0, 1]
 
 
 def test_tight_room_is_found():
