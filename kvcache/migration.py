@@ -21,7 +21,6 @@ from jaxtyping import Bool, Int, Int32, Int64
 PADDING = -1
 """Id in `Phase.send` and `Phase.receive` where there is no piece."""
 
-
 GENERAL_COST = 1.2
 """Time of a phase in which each rank trades with all, in that of one in which each trades with one other.
 

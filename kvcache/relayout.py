@@ -101,10 +101,10 @@ def assign_down(
     ]
     if not together:
         attempts[:2] = attempts[1::-1]
-    # Where a sequence comes from matters to the first attempt alone: those after it are for want of room.
-    for preference, groups in attempts:
-        assignment = _assign(pages, len(numbers), room, groups, preference, staying if groups is singles else None)
-        staying = None
+    # With `staying` once: it may use room less well than what is tried without it.
+    tries = [(attempt, None) for attempt in attempts]
+    for (preference, groups), stays in tries if staying is None else [(attempts[0], staying), *tries]:
+        assignment = _assign(pages, len(numbers), room, groups, preference, stays)
         if assignment is not None:
             return assignment
     raise OutOfPagesError(

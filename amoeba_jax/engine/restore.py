@@ -19,8 +19,8 @@ def compile_restore(
     `source_place`, which every rank has at the group's degree: chunks are dealt so that each rank sends its own to one
     peer. What comes from the peer is written to the extent at once, without temporaries.
 
-    XLA's CPU backend sends bf16 and f16 as f32. There they go as integers, `step_pages` pages at a time, and
-    temporaries are twice as many.
+    XLA's CPU backend sends bf16 as f32. There it goes as integers, `step_pages` pages at a time, and temporaries are
+    twice as many.
     """
     holders = [holder(released.spec, group.tp, released.chunks[device % max_tp])[0] for device in group.device_indices]
     exchange = [(source, rank) for rank, source in enumerate(holders)]
@@ -39,11 +39,9 @@ def compile_restore(
 
         return lax.fori_loop(0, -(-num_pages // size), step, extent)
 
-    as_it_is = group.devices[0].platform != "cpu" or dtype == jnp.float32
+    run = in_steps if group.devices[0].platform == "cpu" and dtype == jnp.bfloat16 else whole
     shape = jax.ShapeDtypeStruct((group.tp * num_pages, released.spec.stored_shape[1]), dtype)
-    mapped = jax.shard_map(
-        whole if as_it_is else in_steps, mesh=group.mesh, in_specs=P(TP_AXIS), out_specs=P(TP_AXIS), check_vma=False
-    )
+    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=P(TP_AXIS), out_specs=P(TP_AXIS), check_vma=False)
     jitted = jax.jit(
         mapped, donate_argnums=1, keep_unused=True, in_shardings=group.sharded, out_shardings=group.sharded
     )
