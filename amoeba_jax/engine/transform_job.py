@@ -113,12 +113,13 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
         raise LayoutError(
             f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
         )
+    for job in jobs:
+        if not set(job.options.devices).isdisjoint(devices):
+            raise RequestError(f"devices {list(job.options.devices)} are being transformed: wait until they are done")
     for instance in cluster.instances:
         group = set(instance.group.device_indices)
         if group.isdisjoint(devices):
             continue
-        if instance.transition is not None:
-            raise RequestError(f"devices {sorted(group)} are being transformed: wait until that has ended")
         if not group <= set(devices):
             raise LayoutError(
                 f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
@@ -130,9 +131,6 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
                 f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
                 "belong together"
             )
-    for job in jobs:
-        if not set(job.options.devices).isdisjoint(devices):
-            raise RequestError(f"devices {list(job.options.devices)} are being transformed: wait until they are done")
 
 
 def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
@@ -22,6 +23,7 @@ from transform_cases import (
 )
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.transform_job import Job, TransformOptions, check_options
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
 
@@ -81,8 +83,10 @@ def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, varian
     how = {"variant": variant, "release_weights": release_weights, "layers_per_step": layers_per_step}
     up = idle.transform(4, **how)
     capacity = idle.instances[0].kv_total_pages
+    kept = idle._dispatcher.call(views_of_weights, idle).result()
     idle.transform(1, **how)
     assert tokens(running.result()) == expected
+    assert not any(view.is_deleted() for view in kept), "views of buffers that have become KV cache"
     plan = idle._engine.cluster.memory_plan
     assert (capacity > 4 * plan.num_pages) == release_weights
     layers = idle.dims.config.num_layers
@@ -223,6 +227,11 @@ def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
         check_idle(llm)
 
 
+def views_of_weights(llm: LLM) -> list[jax.Array]:
+    groups = llm._engine.cluster.weights._views.values()
+    return [view for names in groups for places in names.values() for view in places.values()]
+
+
 # What is refused
 
 
@@ -255,6 +264,15 @@ def test_instances_are_not_cut_in_two(idle: LLM):
     with pytest.raises(LayoutError, match="cut instance"):
         idle.transform(1, devices=[0, 1])
     assert [view.tensor_parallel_size for view in idle.instances] == [4]
+
+
+def test_devices_of_another_call_are_refused(idle: LLM):
+    """Also between its transitions, and before it is said that they cut an instance in two."""
+    cluster, other = idle._engine.cluster, Job(TransformOptions(4, (0, 1, 2, 3)))
+    for devices in ((0, 1), (0, 1, 2, 3)):
+        check_options(TransformOptions(2, devices), cluster, [])
+        with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] are being transformed"):
+            check_options(TransformOptions(2, devices), cluster, [other])
 
 
 def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str):
