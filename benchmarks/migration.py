@@ -19,9 +19,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from amoeba_jax.platform import serving_devices
 from kvcache.allocator import BuddyAllocator
 from kvcache.copying import compile_defragment, compile_migrate
-from kvcache.exchange import compile_exchange
+from kvcache.exchange import compile_exchange, exchange_kinds, join_phases
 from kvcache.geometry import PageGeometry
 from kvcache.migration import plan_phases
 from kvcache.relayout import moves, place_down, place_up
@@ -105,16 +106,15 @@ class InPlace:
         high = place_up(tables, references, GEOMETRY, allocators())
         low = place_down(high, references, GEOMETRY, allocators())
         self.high, self.low = high, low
-        kinds = (None, *range(TP))
         self.programs = {
             kind: compile_exchange(GEOMETRY, F32, group, (num_pages,), (num_pages,), 1, PHASE_PAGES, kind)
-            for kind in kinds
+            for kind in exchange_kinds(TP)
         }
         # Up again from where the split has put the pages.
-        self.phases = [
+        self.exchanges = [
             [
-                (phase.distance, *(jax.device_put(ids, group.sharded) for ids in (phase.send, phase.receive)))
-                for phase in plan_phases(*moves(old, new), TP, PHASE_PAGES)
+                (exchange.kind, *(jax.device_put(ids, group.sharded) for ids in (exchange.send, exchange.receive)))
+                for exchange in join_phases(plan_phases(*moves(old, new), TP, PHASE_PAGES))
             ]
             for old, new in ((low, high), (high, low))
         ]
@@ -124,7 +124,7 @@ class InPlace:
         return pages.reshape(len(pages), -1)
 
     def move(self, pool: jax.Array, up: bool) -> jax.Array:
-        for kind, send, receive in self.phases[0 if up else 1]:
+        for kind, send, receive in self.exchanges[0 if up else 1]:
             ((pool,),) = self.programs[kind]([[pool]], send, receive)
         return pool
 
@@ -170,8 +170,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=832, help="of each device; 90% of them are in use")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", TP)
-    group = SubMesh(0, tuple(jax.devices()[:TP]))
+    group = SubMesh(0, serving_devices(TP))
     random = np.random.default_rng(1)
     used = round(FULL * options.pages)
     pages = np.stack([random.permutation(options.pages)[:used] for _ in range(TP)])

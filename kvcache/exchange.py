@@ -2,16 +2,55 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from kvcache.geometry import PageGeometry
-from kvcache.migration import phase_shape
+from kvcache.migration import Phase, phase_shape
 from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
+
+PHASES_AT_ONCE = 3
+"""Phases of one distance that one program may run, as to launch a program of four devices takes 0.3 ms on CPU."""
+
+
+class ExchangeKind(NamedTuple):
+    """What one program runs: so many phases of this distance, one after the other."""
+
+    distance: int | None
+    num_phases: int
+
+
+class Exchange(NamedTuple):
+    """Phases that one program runs: their ids, `[p, num_phases, *pieces]`."""
+
+    kind: ExchangeKind
+    send: Int32[np.ndarray, "p phases *pieces"]
+    receive: Int32[np.ndarray, "p phases *pieces"]
+
+
+def exchange_kinds(p: int) -> list[ExchangeKind]:
+    """All that `join_phases` makes for `p` ranks. General phases, and those of a rank's own pieces, are few."""
+    single = [ExchangeKind(distance, 1) for distance in (None, *range(p))]
+    return single + [ExchangeKind(distance, PHASES_AT_ONCE) for distance in range(1, p)]
+
+
+def join_phases(phases: Sequence[Phase]) -> list[Exchange]:
+    """A plan's phases in their order, those together that one program can run."""
+    exchanges = []
+    for distance, group in itertools.groupby(phases, key=lambda phase: phase.distance):
+        alike = list(group)
+        while alike:
+            count = PHASES_AT_ONCE if distance and len(alike) >= PHASES_AT_ONCE else 1
+            ids = (np.stack([getattr(phase, name) for phase in alike[:count]], axis=1) for name in ("send", "receive"))
+            exchanges.append(Exchange(ExchangeKind(distance, count), *ids))
+            del alike[:count]
+    return exchanges
 
 
 def exchange_pieces(
@@ -96,13 +135,13 @@ def compile_exchange(
     new_extent_pages: tuple[int, ...],
     num_layers: int,
     phase_pieces: int,
-    distance: int | None = None,
+    kind: ExchangeKind,
 ) -> jax.stages.Compiled:
-    """A program `(kv, send, receive) -> kv` that runs a `Phase` of one kind in each of `num_layers` layers.
+    """A program `(kv, send, receive) -> kv` that runs an `Exchange` in each of `num_layers` layers.
 
     `kv[layer]` is the layer's list of extents `[tp * pages, page_elems]` over the group's ranks (donated, all of both
-    views), `send` and `receive` are the phase's, over the ranks. The group is that of the higher degree in both
-    directions. XLA's CPU backend gathers for all layers before the first exchange, so temporaries are at most
+    views), `send` and `receive` are the exchange's, over the ranks. The group is that of the higher degree in both
+    directions. XLA's CPU backend gathers for all layers before the first phase, so temporaries are at most
     `num_layers + 2` times `tp * phase_pieces` pieces on each rank.
 
     Args:
@@ -113,7 +152,7 @@ def compile_exchange(
         new_extent_pages: likewise in the new view. One of the two begins with the other.
         num_layers: layers that one run switches.
         phase_pieces: `K` of the phases.
-        distance: of the phases.
+        kind: of the exchange.
     """
     few, many = sorted((old_extent_pages, new_extent_pages), key=len)
     if many[: len(few)] != few or not few:
@@ -124,11 +163,14 @@ def compile_exchange(
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)
 
     def run(kv: list[list[jax.Array]], send: jax.Array, receive: jax.Array) -> list[list[jax.Array]]:
-        return [exchange_pieces(extents, num_old, num_new, send[0], receive[0], distance) for extents in kv]
+        for phase in zip(send[0], receive[0], strict=True):
+            kv = [exchange_pieces(extents, num_old, num_new, *phase, kind.distance) for extents in kv]
+        return kv
 
     shapes = [(group.tp * pages, geometry.page_elems) for pages in many]
     kv = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(num_layers)]
-    ids = jax.ShapeDtypeStruct((group.tp, *phase_shape(group.tp, phase_pieces, distance)), jnp.int32)
+    shape = phase_shape(group.tp, phase_pieces, kind.distance)
+    ids = jax.ShapeDtypeStruct((group.tp, kind.num_phases, *shape), jnp.int32)
     spec = P(TP_AXIS)
     mapped = jax.shard_map(run, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     jitted = jax.jit(mapped, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)

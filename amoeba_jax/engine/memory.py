@@ -27,8 +27,8 @@ ACTIVATION_KINDS = (
     "take_column",
     "page_copy",
 )
-# Ids and masks of the pieces in an exchange.
-STAGING_IDS = 4 << 10
+# Ids and masks of the pieces in an exchange, for each page of a phase.
+STAGING_IDS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
     """Temporaries of an exchange of pages: those a rank sends, and those it receives."""
-    return 2 * phase_pages * page_bytes + STAGING_IDS
+    return phase_pages * (2 * page_bytes + STAGING_IDS)
 
 
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:

@@ -12,6 +12,7 @@ from amoeba_jax.engine.restore import source_place
 from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.transform import TransformVariant
+from kvcache.exchange import Exchange, join_phases
 from kvcache.migration import Phase, plan_phases, single_phase
 from kvcache.relayout import moves
 from sharding.mesh import assemble, disassemble
@@ -26,7 +27,7 @@ class Plan:
 
     Attributes:
         num_pieces: pieces that change their place.
-        num_phases: programs that move them.
+        num_phases: phases that move them.
     """
 
     num_pieces: int
@@ -81,7 +82,7 @@ class InPlaceMover:
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         self._programs, self._weights = programs, weights
-        self._phases: list[tuple[jax.stages.Compiled, jax.Array, jax.Array]] = []
+        self._exchanges: list[tuple[jax.stages.Compiled, jax.Array, jax.Array]] = []
 
     def prepare(self, max_pieces: int) -> int:
         programs = self._programs
@@ -94,12 +95,13 @@ class InPlaceMover:
         programs = self._programs
         source, target = moves(old, new)
         phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
-        self._phases = [(programs.exchanges[phase.distance], *_put_phase(programs, phase)) for phase in phases]
+        exchanges = join_phases(phases)
+        self._exchanges = [(programs.exchanges[exchange.kind], *_put_ids(programs, exchange)) for exchange in exchanges]
         return Plan(len(source), len(phases))
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        for exchange, send, receive in self._phases:
-            (extents,) = exchange([extents], send, receive)
+        for program, send, receive in self._exchanges:
+            (extents,) = program([extents], send, receive)
         return extents
 
     def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:
@@ -139,7 +141,7 @@ class CopyMover:
         if not len(source):
             self._phase = None
             return Plan(0, 0)
-        self._phase = _put_phase(programs, single_phase(source, target, programs.group.tp, self._max_pieces))
+        self._phase = _put_ids(programs, single_phase(source, target, programs.group.tp, self._max_pieces))
         return Plan(len(changed), 1)
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
@@ -231,9 +233,9 @@ class HostMover:
         return self._weights.replace(self._programs.group, layer, through_host)
 
 
-def _put_phase(programs: TransitionPrograms, phase: Phase) -> tuple[jax.Array, jax.Array]:
+def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax.Array, jax.Array]:
     sharding = programs.group.sharded
-    return jax.device_put(phase.send, sharding), jax.device_put(phase.receive, sharding)
+    return jax.device_put(moved.send, sharding), jax.device_put(moved.receive, sharding)
 
 
 def _source(programs: TransitionPrograms, weights: WeightStore, released: ReleasedChunk) -> jax.Array:

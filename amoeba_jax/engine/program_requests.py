@@ -20,7 +20,7 @@ from amoeba_jax.engine.restore import compile_restore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.models.dims import ModelDims
 from kvcache.copying import compile_defragment, compile_migrate
-from kvcache.exchange import compile_exchange
+from kvcache.exchange import ExchangeKind, compile_exchange
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
 
@@ -241,15 +241,15 @@ class ProgramRequests:
         old_extents: tuple[int, ...],
         new_extents: tuple[int, ...],
         phase_pieces: int,
-        distance: int | None,
+        kind: ExchangeKind,
     ) -> ProgramRequest:
         """`compile_exchange` for one layer."""
-        key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, distance))
+        key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
         def compile() -> jax.stages.Compiled:
             pages = self.dims.pages
-            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, distance)
+            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, kind)
 
         return ProgramRequest(key, compile, donated)
 

@@ -11,6 +11,7 @@ from amoeba_jax.engine.program import StepKey, segment_keys
 from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan, SegmentShape
+from kvcache.exchange import ExchangeKind, exchange_kinds
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
 
@@ -88,16 +89,12 @@ class TransitionPrograms:
         return [self._restore_request(chunk) for chunk in self.restored(0)]
 
     def exchange_requests(self) -> list[ProgramRequest]:
-        """What moves pages: a program for each kind of phase."""
-        return [self._exchange_request(distance) for distance in self._distances]
+        """What moves pages: a program for each kind of exchange."""
+        return [self._exchange_request(kind) for kind in exchange_kinds(self.group.tp)]
 
-    @property
-    def _distances(self) -> tuple[int | None, ...]:
-        return None, *range(self.group.tp)
-
-    def _exchange_request(self, distance: int | None) -> ProgramRequest:
+    def _exchange_request(self, kind: ExchangeKind) -> ProgramRequest:
         requests = self._executables.requests
-        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces, distance)
+        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces, kind)
 
     # Steps
 
@@ -163,9 +160,10 @@ class TransitionPrograms:
     # Pages and weights
 
     @cached_property
-    def exchanges(self) -> dict[int | None, jax.stages.Compiled]:
-        """What runs one phase of a plan in one layer, by the phase's distance."""
-        return {distance: self._executables.get(self._exchange_request(distance)) for distance in self._distances}
+    def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
+        """What runs phases of a plan in one layer, by their kind."""
+        kinds = exchange_kinds(self.group.tp)
+        return {kind: self._executables.get(self._exchange_request(kind)) for kind in kinds}
 
     def migrate(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.allocator import BuddyAllocator
-from kvcache.exchange import compile_exchange
+from kvcache.exchange import ExchangeKind, compile_exchange, exchange_kinds, join_phases
 from kvcache.geometry import PageGeometry
 from kvcache.migration import PADDING, Phase, phase_shape, plan_phases
 from kvcache.pages import PagePool
@@ -56,18 +56,18 @@ def on_devices(group: SubMesh, kv: list[list[np.ndarray]]) -> list[list[jax.Arra
     return [[jax.device_put(jnp.array(e, copy=True), group.sharded) for e in extents] for extents in kv]
 
 
-Programs = dict[int | None, jax.stages.Compiled]
+Programs = dict[ExchangeKind, jax.stages.Compiled]
 
 
 def compile_all(geometry: PageGeometry, dtype: str, group: SubMesh, *arguments) -> Programs:
-    """A program for each kind of phase."""
-    kinds = (None, *range(group.tp))
+    """A program for each kind of exchange."""
+    kinds = exchange_kinds(group.tp)
     return {kind: compile_exchange(geometry, jnp.dtype(dtype), group, *arguments, kind) for kind in kinds}
 
 
 def run_on_devices(programs: Programs, group: SubMesh, phases: list[Phase], kv: list) -> list:
-    for phase in phases:
-        kv = programs[phase.distance](kv, *(jax.device_put(ids, group.sharded) for ids in (phase.send, phase.receive)))
+    for kind, *ids in join_phases(phases):
+        kv = programs[kind](kv, *(jax.device_put(array, group.sharded) for array in ids))
     return kv
 
 
@@ -104,6 +104,27 @@ def test_phases_do_on_devices_what_they_do_on_the_host(case, seed, full):
         np.testing.assert_array_equal(pieces_of(extents, tp), run_on_host(phases, pieces_of(expected, tp)))
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+@pytest.mark.parametrize("kinds", [(1,), (0, 2), (None, 3, None)], ids=str)
+def test_joined_phases_are_the_same_in_order(count, kinds):
+    """Only kinds that are compiled, and of a distance at once as many as there are programs for."""
+    random = np.random.default_rng(0)
+    phases = [
+        Phase(*random.integers(0, 9, (2, 4, *phase_shape(4, 2, distance)), np.int32), distance)
+        for distance in kinds
+        for _ in range(count)
+    ]
+    exchanges = join_phases(phases)
+    assert {exchange.kind for exchange in exchanges} <= set(exchange_kinds(4))
+    ids = [(e.kind.distance, e.send[:, n], e.receive[:, n]) for e in exchanges for n in range(e.kind.num_phases)]
+    for phase, (distance, send, receive) in zip(phases, ids, strict=True):
+        assert distance == phase.distance
+        np.testing.assert_array_equal(send, phase.send)
+        np.testing.assert_array_equal(receive, phase.receive)
+    pairs = sum(1 for distance in kinds if distance)
+    assert len(exchanges) == pairs * sum(divmod(count, 3)) + (len(kinds) - pairs) * count
+
+
 converted = pytest.mark.xfail(BFLOAT16_IS_CONVERTED, reason="XLA converts bf16 extents to f32", strict=False)
 
 
@@ -132,8 +153,10 @@ def test_donated_extents_are_changed_in_place(tp, old, new, num_layers, dtype):
     shapes = [(tp * pages, geometry.page_elems) for pages in max(old, new, key=len)]
     kv = on_devices(group, [[np.zeros(shape, jnp.dtype(dtype)) for shape in shapes] for _ in range(num_layers)])
     places = pointers(kv)
-    nothing = [np.full((tp, *phase_shape(tp, phase_pieces, kind)), PADDING, np.int32) for kind in programs]
-    phases = [Phase(ids, ids, kind) for ids, kind in zip(nothing, programs, strict=True)]
+    phases = []
+    for distance, count in programs:
+        nothing = np.full((tp, *phase_shape(tp, phase_pieces, distance)), PADDING, np.int32)
+        phases += [Phase(nothing, nothing, distance)] * count
     assert pointers(run_on_devices(programs, group, phases, kv)) == places
     assert all(e.is_deleted() for extents in kv for e in extents)
 
@@ -203,4 +226,4 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def test_views_must_begin_alike():
     with pytest.raises(LayoutError, match=r"extents of \(2, 3\) pages in the old view and \(3,\) in the new one"):
-        compile_exchange(GEOMETRY, jnp.dtype("float32"), group_of(2), (2, 3), (3,), 1, 2)
+        compile_exchange(GEOMETRY, jnp.dtype("float32"), group_of(2), (2, 3), (3,), 1, 2, ExchangeKind(None, 1))
