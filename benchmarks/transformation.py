@@ -154,18 +154,18 @@ def round_trip(
 
 def in_turn(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]], repeats: int) -> list[list[dict[str, Any]]]:
     """Merges and splits by several ways in turn, while the same requests decode: `repeats` of each way."""
-    trips: list[list[dict[str, Any]]] = [[] for _ in ways]
+    trips: list[list[dict[str, Any]]] = []
     with watched() as found:
-        running = Running(llm, prompts)
-        wait_for_steps(llm, found, STEADY_STEPS)
-        for turn in range(repeats + 1):
-            for way, results in zip(ways, trips, strict=True):
-                start = time.perf_counter()
-                wait_for_steps(llm, found, 2)
-                results.append(merge_and_split(llm, running, found, way, way, start, 2))
-                if turn == 0:  # compiles
-                    results.clear()
-        running.end(llm)
+        for turns in (1, repeats):  # the first turn compiles
+            trips = [[] for _ in ways]
+            running = Running(llm, prompts)
+            wait_for_steps(llm, found, STEADY_STEPS)
+            for _ in range(turns):
+                for way, results in zip(ways, trips, strict=True):
+                    start = time.perf_counter()
+                    wait_for_steps(llm, found, 2)
+                    results.append(merge_and_split(llm, running, found, way, way, start, 2))
+            running.end(llm)
     return trips
 
 
