@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
+from sharding.errors import LayoutError
+
 ReadTensor = Callable[[str], np.ndarray]
 
 
@@ -20,8 +22,13 @@ def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray
 
 
 def deal_rows(total: int, num_chunks: int, chunk_rows: int) -> Int32[np.ndarray, "chunks rows"]:
-    """Deal `total` rows evenly over chunks of `chunk_rows`; the rest of each chunk is zero padding (-1)."""
+    """Deal `total` rows evenly over chunks of `chunk_rows`; the rest of each chunk is zero padding (-1).
+
+    Raises `LayoutError` where they do not fit.
+    """
     share = -(-total // num_chunks)
+    if share > chunk_rows:
+        raise LayoutError(f"{total} rows do not fit {num_chunks} chunks of {chunk_rows}")
     rows = np.arange(num_chunks)[:, None] * share + np.arange(chunk_rows)[None, :]
     valid = (np.arange(chunk_rows)[None, :] < share) & (rows < total)
     return np.where(valid, rows, -1).astype(np.int32)

@@ -76,6 +76,9 @@ class ModelConfig:
         for field, value in (("hidden_act", "silu"), ("mlp_bias", False)):
             if hf.get(field, value) != value:
                 raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
+        if quantization := hf.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise CheckpointError(f"quantization_config: {method!r} is not supported: weights must not be quantized")
         heads = _positive(hf, "num_attention_heads")
         kv_heads = _positive(hf, "num_key_value_heads") if hf.get("num_key_value_heads") else heads
         if heads % kv_heads:
@@ -145,6 +148,8 @@ def _rope(hf: dict[str, Any]) -> RopeConfig:
     rope = dict(hf.get("rope_parameters") or {}) | dict(hf.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if (rotated := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"partial_rotary_factor={rotated!r} is not supported: it must be 1.0")
     if rope_type == "default":
         return RopeConfig(theta)
     if rope_type == "linear":

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
+from sharding.errors import LayoutError
 from sharding.params import ParamSpec, Source, deal_rows, expand_rows, round_up_to_pages
 
 LAYER = "model.layers.0"
@@ -281,6 +282,11 @@ def test_deal_rows_deals_every_row_once_and_in_order(total, num_chunks, spare):
         assert (chunk[used:] == -1).all(), "padding comes last"
     counts = (rows >= 0).sum(axis=1)
     assert counts.max() == -(-total // num_chunks), "no chunk has more than its even share"
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(LayoutError, match="9 rows do not fit 4 chunks of 2"):
+        deal_rows(9, 4, 2)
 
 
 @given(
