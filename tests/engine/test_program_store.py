@@ -48,7 +48,7 @@ def test_dropped_programs_give_their_mappings_back():
 
     count = program_store._num_mappings
     before = count()
-    store = ProgramStore[jax.stages.Compiled](max_mappings=4 * (before + 1000) // 3)
+    store = ProgramStore[jax.stages.Compiled](max_mappings=int((before + 1000) / program_store._FULL_SHARE) + 1)
     most = 0
     for number in range(400):
         store.add(number, compiled(number))
