@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache.exchange import ExchangeKind, compile_exchange
+from kvcache.geometry import PageGeometry
+from sharding.mesh import SubMesh, assemble, disassemble
+
 _BYTES = 512 << 20
 
 
@@ -42,3 +46,53 @@ def flop_rate(repeats: int = 5, size: int = 2048) -> float:
     matrix = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)
     return 2 * size**3 / seconds(lambda: product(matrix, matrix).block_until_ready(), repeats)
+
+
+def local_copy_seconds(
+    group: SubMesh, geometry: PageGeometry, dtype: jnp.dtype, num_pages: int, phase_pages: int, repeats: int = 5
+) -> float:
+    """Seconds for a byte of pages to be gathered and scattered where it is, by phases like those of an exchange.
+
+    Nothing is sent and nothing planned, so moving pages between devices takes at least that long.
+
+    Args:
+        group: devices that do it at the same time.
+        geometry: of the pages.
+        dtype: of the pages.
+        num_pages: of each of eight layers, on each device.
+        phase_pages: pieces from one rank to another in a phase.
+    """
+    pages, count, num_layers = (num_pages,), group.tp * phase_pages, 8
+    program = compile_exchange(geometry, dtype, group, pages, pages, 1, phase_pages, ExchangeKind(0, 1))
+    shape = (group.tp * num_pages, geometry.page_elems)
+    kv = [[jnp.zeros(shape, dtype, device=group.sharded)] for _ in range(num_layers)]
+    random = np.random.default_rng(0)
+    phases = []
+    for _ in range(max(1, num_pages * group.tp // (2 * count))):
+        ids = np.stack([random.permutation(num_pages * group.tp)[: 2 * count] for _ in group.devices])
+        send, receive = np.split(ids.astype(np.int32)[:, None], 2, axis=2)  # [tp, 1, count] each
+        phases.append((jax.device_put(send, group.sharded), jax.device_put(receive, group.sharded)))
+
+    def copy() -> None:
+        for layer in range(num_layers):
+            for send, receive in phases:
+                (kv[layer],) = program([kv[layer]], send, receive)
+        jax.block_until_ready(kv)
+
+    copied = num_layers * len(phases) * group.tp * count * geometry.page_elems // group.tp * dtype.itemsize
+    return seconds(copy, repeats) / copied
+
+
+def array_seconds(group: SubMesh, count: int) -> dict[str, float]:
+    """Host seconds in which JAX makes `count` arrays of the devices' buffers ("join"), and takes them apart ("part").
+
+    No change of views can do with less.
+    """
+    buffers = [[jnp.zeros((1, 1), device=device) for device in group.devices] for _ in range(count)]
+    assemble(group, buffers[0])  # the first of a kind is checked
+    jax.block_until_ready(buffers)
+    start = time.perf_counter()
+    arrays = [assemble(group, shards) for shards in buffers]
+    joined = time.perf_counter()
+    buffers = [disassemble(group, array) for array in arrays]
+    return {"join": joined - start, "part": time.perf_counter() - joined}

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from decode import MODELS
-from machine import seconds
+from machine import array_seconds, local_copy_seconds, seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +40,7 @@ from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.layers import matmul
 from amoeba_jax.transform import TransformReport
 from sharding.ledger import format_bytes
+from sharding.mesh import SubMesh
 
 NEW_TOKENS = 192
 DEVICES = 4
@@ -255,24 +256,32 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
         return extents
 
     times: dict[str, list[float]] = defaultdict(list)
+    devices = tuple(jax.devices()[:DEVICES])
     WeightStore.release = timed_release
     try:
-        for _ in range(repeats + 1):
-            for weights in (True, False):
+        # One after the other: right after other work, the processor's caches hold nothing of this.
+        for weights in (True, False):
+            for _ in range(repeats + 1):
                 spent[0] = 0.0
                 for degree in (4, 1):
-                    (group,) = llm.transform(degree, layers_per_step=1000, release_weights=weights).groups
-                    times[f"{'restore' if weights else 'switch'}_{degree}"].append(group.seconds)
+                    report = llm.transform(degree, layers_per_step=1000, release_weights=weights)
+                    times[f"{'restore' if weights else 'switch'}_{degree}"].append(report.seconds)
                 if weights:
                     times["release"].append(spent[0])
+        for _ in range(repeats + 1):
+            for name, spent_s in array_seconds(SubMesh(0, devices), llm.dims.config.num_layers).items():
+                times[name].append(spent_s)
     finally:
         WeightStore.release = release
-    return {
-        "release_s": median(times["release"][1:]),
-        "restore_s": median(times["restore_1"][1:]),
-        "switch_up_s": median(times["switch_4"][1:]),
-        "switch_down_s": median(times["switch_1"][1:]),
-    }
+    names = {"restore_1": "restore_s", "switch_4": "switch_up_s", "switch_1": "switch_down_s"}
+    return {names.get(name, f"{name}_s"): median(values[1:]) for name, values in times.items() if name != "restore_4"}
+
+
+def local_copy(llm: LLM) -> float:
+    """Seconds for a byte of the model's pages: see `local_copy_seconds`."""
+    plan, group = llm._engine.cluster.memory_plan, SubMesh(0, tuple(jax.devices()[:DEVICES]))
+    dtype = jnp.dtype(llm.dims.dtype)
+    return local_copy_seconds(group, llm.dims.pages, dtype, plan.num_pages, plan.phase_pages)
 
 
 def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
@@ -374,7 +383,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 "staging_bytes": cluster.memory_plan.staging_bytes,
                 "ways": results,
                 "switches": switches,
-                "idle": idle_times(llm, 2 * options.repeats),
+                "idle": idle_times(llm, 4 * options.repeats),
+                "local_copy_s": local_copy(llm),
                 "ffn": {n: ffn_times(llm, n, 9) for n in (1, 8)},
             }
 
@@ -450,10 +460,16 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     for way in ("up", "down"):
         kv = [of(v, layers, lambda t, way=way: t[way]["kv_s"]) for v in ("in_place", "basic", "host_memory")]
         extra = [of(v, layers, lambda t, way=way: t[way]["extra_bytes"]) for v in ("in_place", "basic")]
+        moved = of("in_place", layers, lambda t, way=way: t[way]["moved_bytes"])
+        local = moved * result["local_copy_s"]
         yield (
             f"{way}: KV in place {kv[0] * 1e3:.1f} ms, basic {kv[1] * 1e3:.1f} ms, host {kv[2] * 1e3:.1f} ms: "
             f"{kv[0] / kv[1]:.2f}x of basic, {kv[0] / kv[2]:.2f}x of host; extra memory {extra[0] / extra[1]:.3f}x of "
             "basic"
+        )
+        yield (
+            f"{way}: of {format_bytes(int(moved))} a gather and a scatter on the spot take {local * 1e3:.1f} ms: "
+            f"{local / kv[1]:.2f}x of basic, and {kv[0] / local:.2f} times as long in place"
         )
         waits = {
             v: of(v, n, lambda t, way=way: t[way]["gap_s"])
@@ -468,6 +484,12 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
         f"({median(switched) * 1e3:.1f} / {median(plain) * 1e3:.1f} ms, {len(plain)} pairs); "
         f"hybrid steps {median(plain) / tp1:.2f}x of a TP1 step, with the switch {median(switched) / tp1:.2f}x"
     )
+    bytes_of_layer = of("in_place", layers, lambda t: t["up"]["moved_bytes"] + t["down"]["moved_bytes"]) / 2 / layers
+    spot = bytes_of_layer * result["local_copy_s"]
+    yield (
+        f"a layer's {format_bytes(int(bytes_of_layer))} gathered and scattered on the spot take {spot * 1e3:.2f} ms: "
+        f"with nothing else, a step with a switch were {1 + spot / median(plain):.3f}"
+    )
     delay = sum(switched - plain) / len(switched) * layers
     whole = of("host_memory", layers, lambda t: t["up"]["gap_s"] + t["down"]["gap_s"]) / 2
     yield (
@@ -479,7 +501,8 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"nothing running: release of all weights {idle['release_s'] * 1e3:.2f} ms, restore "
         f"{idle['restore_s'] * 1e3:.1f} ms; switch of views {idle['switch_up_s'] * 1e3:.2f} ms up, "
-        f"{idle['switch_down_s'] * 1e3:.2f} ms down"
+        f"{idle['switch_down_s'] * 1e3:.2f} ms down, where JAX takes {idle['join_s'] * 1e3:.2f} ms to make an array a "
+        f"layer and {idle['part_s'] * 1e3:.2f} ms to take it apart"
     )
     for tokens, ffn in result["ffn"].items():
         yield (

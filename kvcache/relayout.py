@@ -52,6 +52,8 @@ def place_up(
     if num_pages > min(room):
         raise OutOfPagesError(f"{num_pages} pages at TP{b} do not fit: the ranks have room for {room} pages")
     new_tables = [np.zeros((b, table.shape[1]), np.int32) for table in tables]
+    if not num_pages:
+        return new_tables
     for device, allocator in enumerate(allocators):
         own = tables[device // a][device % a]
         given = [_given_slots(device, instance, own, a, k)[: table.shape[1]] for instance, table in enumerate(tables)]
@@ -214,6 +216,8 @@ def place_down(
     if any(n > free for n, free in zip(num_pages, room, strict=True)):
         raise OutOfPagesError(f"{num_pages} pages at TP{a} do not fit: the instances have room for {room} pages")
     new_tables = [np.zeros((a, n), np.int32) for n in num_pages]
+    if not any(num_pages):
+        return new_tables
     for device, allocator in enumerate(allocators):
         instance = device // a
         free = _free_blocks(allocator, geometry.units_per_page(a))
@@ -252,8 +256,10 @@ def moves(
     num_pages = [[table.shape[1] for table in tables] for tables in (old_tables, new_tables)]
     if num_pages[0] != num_pages[1]:
         raise LayoutError(f"the instances have {num_pages[0]} pages in the old view, {num_pages[1]} in the new one")
-    degree = max(len(table) for table in [*old_tables, *new_tables])
     empty = np.zeros((0, 2), np.int64)
+    if not any(num_pages[0]):
+        return empty, empty
+    degree = max(len(table) for table in [*old_tables, *new_tables])
     source, target = (
         np.concatenate([empty, *(_pieces(table, i, degree) for i, table in enumerate(tables))])
         for tables in (old_tables, new_tables)

@@ -70,13 +70,14 @@ class Ledger:
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
         """Book a buffer under another owner. Raises `MemoryBudgetError` if the first has not as much."""
-        if num_bytes > self.entries[(layer, what)]:
+        entries, owner = self.entries, (layer, what)
+        held = entries[owner]
+        if num_bytes > held:
             raise MemoryBudgetError(
-                f"{format_bytes(num_bytes)} of {what} cannot become {to}: there are "
-                f"{format_bytes(self.entries[(layer, what)])}"
+                f"{format_bytes(num_bytes)} of {what} cannot become {to}: there are {format_bytes(held)}"
             )
-        self.entries[(layer, what)] -= num_bytes
-        self.entries[(layer, to)] += num_bytes
+        entries[owner] = held - num_bytes
+        entries[(layer, to)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
         """Set aside bytes for programs' temporaries, in place of what was set aside under that name before.

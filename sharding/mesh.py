@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,13 +21,14 @@ class SubMesh:
 
     start: int
     devices: tuple[jax.Device, ...]
+    _avals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tp(self) -> int:
         """Tensor-parallel degree: the number of devices."""
         return len(self.devices)
 
-    @property
+    @cached_property
     def device_indices(self) -> tuple[int, ...]:
         """Places of the group's devices in the pool."""
         return tuple(range(self.start, self.start + self.tp))
@@ -100,18 +102,31 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
     Sharded: global shape `[tp * n, ...]`, rank r holding rows `r*n .. (r+1)*n`. Replicated: global shape `[n, ...]`.
     The only buffer of a group is its own view: JAX takes its sharding for that of a mesh of one device.
+
+    JAX checks the first view of a kind. That takes four times as long as making one, so others are made by what it
+    found: a model changes its views all at once, and as many as it has layers.
     """
-    if group.tp == 1:
+    tp = len(group.devices)
+    if tp == 1:
         return buffers[0]
-    shape = buffers[0].shape
-    if replicated:
-        return jax.make_array_from_single_device_arrays(shape, group.replicated, list(buffers))
-    return jax.make_array_from_single_device_arrays((shape[0] * group.tp, *shape[1:]), group.sharded, list(buffers))
+    first = buffers[0]
+    shape, sharding = first.shape, group.replicated if replicated else group.sharded
+    kind = (replicated, shape, first.dtype)
+    aval = group._avals.get(kind)
+    if aval is not None:
+        make: Any = type(first)
+        return make(aval, sharding, list(buffers), committed=True, _skip_checks=True)
+    whole = shape if replicated else (shape[0] * tp, *shape[1:])
+    view = jax.make_array_from_single_device_arrays(whole, sharding, list(buffers))
+    group._avals[kind] = view.aval
+    return view
 
 
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
     """The single-device buffers behind an assembled array, in rank order. Copies nothing."""
-    if group.tp == 1 or not array.is_fully_replicated:
+    if group.tp == 1:
+        return [array]
+    if not array.is_fully_replicated:
         # In the order of the mesh's devices; a tenth of the time that making `addressable_shards` takes.
         return [array.addressable_data(rank) for rank in range(group.tp)]
     by_device = {shard.device: shard.data for shard in array.addressable_shards}

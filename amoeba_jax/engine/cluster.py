@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
@@ -53,6 +54,7 @@ class Cluster:
         self._sampling_states = [
             SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]
+        self._no_tokens: dict[SubMesh, jax.Array] = {}
         for ledger in self.ledgers:
             ledger.add("sampling", self.memory_plan.sampling_bytes)
         self.executables = Executables(dims, strict=config.strict_compile)
@@ -111,10 +113,20 @@ class Cluster:
             self.weights,
             self.executables,
             self._sampling_states[group.start],
+            self._tokens_of_none(group),
             lambda: self.on_result(),
             buckets=self.buckets(group.tp),
             released=released,
         )
+
+    def _tokens_of_none(self, group: SubMesh) -> jax.Array:
+        """The last tokens `[num_slots]` of an instance whose slots nothing has been sampled for, on every rank.
+
+        Made once for a group: programs do not change them in place.
+        """
+        if group not in self._no_tokens:
+            self._no_tokens[group] = jax.device_put(np.zeros(self.plan.num_slots, np.int32), group.replicated)
+        return self._no_tokens[group]
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """An instance with allocators and extents of its own, all made anew."""
@@ -163,4 +175,5 @@ class Cluster:
             instance.close()
         self.instances = ()
         self._sampling_states.clear()
+        self._no_tokens.clear()
         self.weights.release_all()

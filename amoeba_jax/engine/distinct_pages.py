@@ -28,7 +28,9 @@ class DistinctPages:
 
 def distinct_pages(sequences: list[Sequence], tp: int) -> DistinctPages:
     """Those of sequences on one instance of degree `tp`."""
-    tables = [np.zeros((tp, 0), np.int32), *(s.pages.table for s in sequences if s.pages is not None)]
+    tables = [s.pages.table for s in sequences if s.pages is not None]
+    if not tables:
+        return DistinctPages(np.zeros((tp, 0), np.int32), np.zeros(0, np.int64))
     table = np.concatenate(tables, axis=1)
     # By their ids on rank 0, which tell pages apart.
     _, first, counts = np.unique(table[0], return_index=True, return_counts=True)

@@ -130,6 +130,7 @@ class Instance:
         weights: WeightStore,
         executables: Executables,
         state: SamplingState,
+        last_tokens: jax.Array,
         on_result: Callable[[], None],
         *,
         buckets: Buckets,
@@ -143,7 +144,7 @@ class Instance:
         self.plans = plans
         self.executables = executables
         self.state = state
-        self.num_slots = num_slots = state.flags.shape[0]
+        self.num_slots = state.flags.shape[0]
         self.running: list[Sequence] = []
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
@@ -152,8 +153,8 @@ class Instance:
         self.transition: Transition | None = None
         self.pace = Pace()
         self._store = weights
-        self._free_slots = list(range(num_slots))[::-1]
-        self.last_tokens = jax.device_put(np.zeros(num_slots, np.int32), group.replicated)
+        self._free_slots = list(range(self.num_slots))[::-1]
+        self.last_tokens = last_tokens
         self._on_result = on_result
         # Waiting for the device happens here, in a thread that launches nothing.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{group.start}")

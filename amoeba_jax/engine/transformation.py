@@ -120,7 +120,8 @@ class Transformations:
         rows = max(len(instance.running) for instance in old)
         distinct = [distinct_pages(instance.running, instance.tp) for instance in old]
         programs, mover, extra = self._prepare(job, group, old[0].tp, True, (before, after), rows, distinct)
-        cluster.weights.prepare_release(group, before, after)
+        if programs.changes_weights:
+            cluster.weights.prepare_release(group, before, after)
         for instance in old:
             instance.cache.clear()
         allocators = [cluster.new_allocator(after) for _ in group.devices]

@@ -165,7 +165,8 @@ class Transition:
         buffers = self._low_buffers(layer)
         group = self.instance.group
         self.instance.kv[layer] = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
-        self.instance.kv[layer] += self._weights.release(group, layer, *self.programs.released)
+        if self.programs.changes_weights:
+            self.instance.kv[layer] += self._weights.release(group, layer, *self.programs.released)
         return self.instance.kv[layer]
 
     def _low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
@@ -221,8 +222,11 @@ class Transition:
         high, low = [], []
         for member in self.members:
             views = [(s.pages.table, pages.table) for s, pages in member.sequences.items() if s.pages is not None]
-            empty = (np.zeros((group.tp, 0), np.int32), np.zeros((lower, 0), np.int32))
-            high_table, low_table = (np.concatenate(tables, axis=1) for tables in zip(empty, *views, strict=True))
+            if not views:
+                high.append(np.zeros((group.tp, 0), np.int32))
+                low.append(np.zeros((lower, 0), np.int32))
+                continue
+            high_table, low_table = (np.concatenate(tables, axis=1) for tables in zip(*views, strict=True))
             # Shared pages once: a page has the same columns wherever it occurs.
             _, first = np.unique(low_table[0], return_index=True)
             high.append(high_table[:, first])

@@ -66,9 +66,16 @@ class TransitionPrograms:
     def num_layers(self) -> int:
         return self.dims.config.num_layers
 
+    @property
+    def changes_weights(self) -> bool:
+        """Whether chunks of weights become extents, or extents weights."""
+        return self.released[0] != self.released[1]
+
     def restored(self, layer: int) -> tuple[ReleasedChunk, ...]:
         """Extents of a layer that become weights again; none on the way up."""
         before, after = self.released
+        if before <= after:
+            return ()
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
     def step_requests(self) -> list[ProgramRequest]:

@@ -41,7 +41,7 @@ class _Change:
 
     Attributes:
         places: of each, in the order of release.
-        keys: of each, the chunk that it is on each rank.
+        keys: of each rank, the chunks that they are there, in the same order.
         sizes: bytes on each device, by the kind of weights that they are booked as.
         degrees: by parameter, the highest degree for which any of them is released.
     """
@@ -61,9 +61,9 @@ class WeightStore:
         self.specs = model_specs(dims)
         self._chunks: list[dict[ChunkKey, jax.Array]] = [{} for _ in devices]
         # Arrays over a group `(start, tp)`: of parameters by name, then place and whether ranks differ; and of chunks
-        # that may be released, by layer and place in the order of release.
+        # that may be released, by layer, then place in the order of release.
         self._views: dict[tuple[int, int], dict[str, dict[tuple[int, bool], jax.Array]]] = {}
-        self._extents: dict[tuple[int, int], dict[tuple[int, int], jax.Array]] = {}
+        self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
         self._ledgers: list[Ledger] = []
         self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
         self._changes: dict[tuple[int, int, int, int, int], _Change] = {}
@@ -216,13 +216,11 @@ class WeightStore:
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
         """Assemble what `release` will hand out, which takes longer than handing it out."""
-        views = self._extents.setdefault((group.start, group.tp), {})
         for layer in range(self.dims.config.num_layers):
-            change = self._change(group, layer, before, degree)
-            for place, keys in zip(change.places, change.keys, strict=True):
-                if (layer, place) not in views:
-                    buffers = [self._chunks[d][key] for d, key in zip(group.device_indices, keys, strict=True)]
-                    views[layer, place] = assemble(group, buffers)
+            change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
+            for index, place in enumerate(change.places):
+                if place not in views:
+                    views[place] = assemble(group, self._held(group, change, index))
 
     def release(self, group: SubMesh, layer: int, before: int, degree: int) -> list[jax.Array]:
         """Give up the chunks that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
@@ -230,16 +228,17 @@ class WeightStore:
         The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
         held of them is forgotten. `before` is the degree for which chunks of the layer are released already.
         """
-        change = self._change(group, layer, before, degree)
-        views, extents = self._extents.setdefault((group.start, group.tp), {}), []
-        held = [self._chunks[device] for device in group.device_indices]
-        for place, keys in zip(change.places, change.keys, strict=True):
-            buffers = [chunks.pop(key) for chunks, key in zip(held, keys, strict=True)]
-            extent = views.pop((layer, place), None)
-            extents.append(assemble(group, buffers) if extent is None else extent)
-        for kind, size in change.sizes.items():
-            for device in group.device_indices:
-                self._ledgers[device].transfer(kind, "kv cache", size, layer)
+        change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
+        extents = [
+            views[place] if place in views else assemble(group, self._held(group, change, index))
+            for index, place in enumerate(change.places)
+        ]
+        for device, keys in zip(group.device_indices, change.keys, strict=True):
+            chunks, ledger = self._chunks[device], self._ledgers[device]
+            for key in keys:
+                del chunks[key]
+            for kind, size in change.sizes.items():
+                ledger.transfer(kind, "kv cache", size, layer)
         self._forget(group, layer, change.places, change.degrees)
         return extents
 
@@ -247,15 +246,21 @@ class WeightStore:
         """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
         change = self._change(group, layer, degree, before)
         self._forget(group, layer, change.places, change.degrees)
-        views = self._extents.setdefault((group.start, group.tp), {})
-        held = [self._chunks[device] for device in group.device_indices]
-        for place, keys, extent in zip(change.places, change.keys, extents, strict=True):
-            views[layer, place] = extent
-            for chunks, key, buffer in zip(held, keys, disassemble(group, extent), strict=True):
-                chunks[key] = buffer
-        for kind, size in change.sizes.items():
-            for device in group.device_indices:
+        self._extents_of(group, layer).update(zip(change.places, extents, strict=True))
+        buffers = zip(*(disassemble(group, extent) for extent in extents), strict=True)
+        for device, keys, own in zip(group.device_indices, change.keys, buffers, strict=True):
+            self._chunks[device].update(zip(keys, own, strict=True))
+            for kind, size in change.sizes.items():
                 self._ledgers[device].transfer("kv cache", kind, size, layer)
+
+    def _extents_of(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
+        return self._extents[group.start, group.tp][layer]
+
+    def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
+        """The buffers of one of the chunks that change, by rank."""
+        return [
+            self._chunks[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
+        ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
         """Chunks that are released for `degree` and not for `before`. Looked up: it is always the same."""
@@ -265,15 +270,16 @@ class WeightStore:
             num_before = len(self.released(layer, before))
             sizes: dict[str, int] = defaultdict(int)
             degrees: dict[str, int] = {}
-            keys = []
             for chunk in released[num_before:]:
                 name = chunk.spec.name
                 elements = chunk.spec.num_elements // chunk.spec.num_chunks
                 sizes[_kind(name, layer)] += elements * jnp.dtype(self.dims.dtype).itemsize
                 degrees[name] = max(chunk.degree, degrees.get(name, 1))
-                keys.append(tuple((name, self._chunk_on(chunk, device)) for device in group.device_indices))
-            places = tuple(range(num_before, len(released)))
-            self._changes[key] = _Change(places, tuple(keys), dict(sizes), degrees)
+            keys = tuple(
+                tuple((chunk.spec.name, self._chunk_on(chunk, device)) for chunk in released[num_before:])
+                for device in group.device_indices
+            )
+            self._changes[key] = _Change(tuple(range(num_before, len(released))), keys, dict(sizes), degrees)
         return self._changes[key]
 
     def _forget(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
@@ -287,10 +293,10 @@ class WeightStore:
                 for name, degree in degrees.items():
                     if tp < degree:
                         views.pop(name, None)
-        for (start, tp), extents in self._extents.items():
-            if start < stop and first < start + tp:
+        for (start, tp), layers in self._extents.items():
+            if start < stop and first < start + tp and (extents := layers.get(layer)):
                 for place in places:
-                    extents.pop((layer, place), None)
+                    extents.pop(place, None)
 
     def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
         return released.chunks[device % self.dims.max_tp]
