@@ -244,6 +244,14 @@ def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
     return costs
 
 
+def hybrid_step_s(trip: dict[str, Any], way: int) -> float:
+    """Median time of the steps of a merge (0) or the split behind it (1)."""
+    steps = [step for step in trip["steps"] if step["device"] == 0]
+    split = next(i for i in range(1, len(steps)) if steps[i]["boundary"] > steps[i - 1]["boundary"])
+    part = (steps[:split], steps[split:])[way]
+    return float(median(np.diff([step["arrived"] for step in part])))
+
+
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
     """Host seconds of a merge and a split with nothing running: weights released and restored, or views switched."""
 
@@ -343,6 +351,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             **settings,
         )
         with llm:
+            idle = idle_times(llm, 4 + 4 * options.repeats)
             random = np.random.default_rng(0)
             size = (options.requests, options.prompt)
             prompts = random.integers(0, llm.dims.config.vocab_size, size).tolist()
@@ -383,7 +392,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 "staging_bytes": cluster.memory_plan.staging_bytes,
                 "ways": results,
                 "switches": switches,
-                "idle": idle_times(llm, 4 * options.repeats),
+                "idle": idle,
                 "local_copy_s": local_copy(llm),
                 "ffn": {n: ffn_times(llm, n, 9) for n in (1, 8)},
             }
@@ -478,11 +487,9 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
         }
         yield f"{way}: longest wait for a token: " + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in waits.items())
     switched, plain = (np.array(values) for values in zip(*result["switches"], strict=True))
-    tp1 = of("in_place_overlapped", 1, lambda t: t["tp1_step_s"])
     yield (
         f"step with a layer's switch / plain step of the same hybrid work: median {median(switched / plain):.3f} "
-        f"({median(switched) * 1e3:.1f} / {median(plain) * 1e3:.1f} ms, {len(plain)} pairs); "
-        f"hybrid steps {median(plain) / tp1:.2f}x of a TP1 step, with the switch {median(switched) / tp1:.2f}x"
+        f"({median(switched) * 1e3:.1f} / {median(plain) * 1e3:.1f} ms, {len(plain)} pairs)"
     )
     bytes_of_layer = of("in_place", layers, lambda t: t["up"]["moved_bytes"] + t["down"]["moved_bytes"]) / 2 / layers
     spot = bytes_of_layer * result["local_copy_s"]
@@ -490,6 +497,10 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
         f"a layer's {format_bytes(int(bytes_of_layer))} gathered and scattered on the spot take {spot * 1e3:.2f} ms: "
         f"with nothing else, a step with a switch were {1 + spot / median(plain):.3f}"
     )
+    hybrid = [
+        of("in_place_overlapped", 1, lambda t, way=way: hybrid_step_s(t, way) / t["tp1_step_s"]) for way in (0, 1)
+    ]
+    yield f"steps on the way, each with a switch: {hybrid[0]:.2f}x of the TP1 steps before up, {hybrid[1]:.2f}x down"
     delay = sum(switched - plain) / len(switched) * layers
     whole = of("host_memory", layers, lambda t: t["up"]["gap_s"] + t["down"]["gap_s"]) / 2
     yield (

@@ -41,7 +41,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def add_all(self, units: range) -> None:
-        """Adds blocks in rising order. O(n), where adding each takes O(n log n) and ten times as long."""
+        """Adds blocks in rising order, in half the time of adding one after the other."""
         self._free.update(units)
         queued = [unit for unit in units if unit not in self._queued] if self._queued else units
         self._queued.update(queued)
