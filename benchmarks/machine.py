@@ -59,9 +59,10 @@ def local_copy_seconds(
         group: devices that do it at the same time.
         geometry: of the pages.
         dtype: of the pages.
-        num_pages: of each of eight layers, on each device.
+        num_pages: of each of eight layers, on each device; at least two.
         phase_pages: pieces from one rank to another in a phase.
     """
+    phase_pages = min(phase_pages, num_pages // 2)
     pages, count, num_layers = (num_pages,), group.tp * phase_pages, 8
     program = compile_exchange(geometry, dtype, group, pages, pages, 1, phase_pages, ExchangeKind(0, 1))
     shape = (group.tp * num_pages, geometry.page_elems)

@@ -500,7 +500,10 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     hybrid = [
         of("in_place_overlapped", 1, lambda t, way=way: hybrid_step_s(t, way) / t["tp1_step_s"]) for way in (0, 1)
     ]
-    yield f"steps on the way, each with a switch: {hybrid[0]:.2f}x of the TP1 steps before up, {hybrid[1]:.2f}x down"
+    yield (
+        f"steps on the way, each with a switch, against the TP1 steps before the merge: {hybrid[0]:.2f}x up, "
+        f"{hybrid[1]:.2f}x down"
+    )
     delay = sum(switched - plain) / len(switched) * layers
     whole = of("host_memory", layers, lambda t: t["up"]["gap_s"] + t["down"]["gap_s"]) / 2
     yield (

@@ -54,7 +54,6 @@ class Cluster:
         self._sampling_states = [
             SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]
-        self._no_tokens: dict[SubMesh, jax.Array] = {}
         for ledger in self.ledgers:
             ledger.add("sampling", self.memory_plan.sampling_bytes)
         self.executables = Executables(dims, strict=config.strict_compile)
@@ -101,9 +100,24 @@ class Cluster:
             allocator.add_extent(num_pages)
         return allocator
 
-    def new_instance(self, group: SubMesh, allocators: list[BuddyAllocator], kv: KvBuffers, released: int) -> Instance:
-        """An instance over extents and the allocators of their pages, one a rank."""
+    def new_instance(
+        self,
+        group: SubMesh,
+        allocators: list[BuddyAllocator],
+        kv: KvBuffers,
+        released: int,
+        tokens: list[jax.Array] | None = None,
+    ) -> Instance:
+        """An instance over extents and the allocators of their pages, one a rank.
+
+        `tokens` are the ranks' `[num_slots]` last tokens of the instances before, of which only the memory is used: a
+        slot is read after something was sampled for it. Without them they are made anew.
+        """
         pool = PagePool(self.dims.pages, allocators, group.tp)
+        if tokens is None:
+            last_tokens = jax.device_put(np.zeros(self.plan.num_slots, np.int32), group.replicated)
+        else:
+            last_tokens = assemble(group, tokens, replicated=True)
         return Instance(
             group,
             pool,
@@ -113,20 +127,11 @@ class Cluster:
             self.weights,
             self.executables,
             self._sampling_states[group.start],
-            self._tokens_of_none(group),
+            last_tokens,
             lambda: self.on_result(),
             buckets=self.buckets(group.tp),
             released=released,
         )
-
-    def _tokens_of_none(self, group: SubMesh) -> jax.Array:
-        """The last tokens `[num_slots]` of an instance whose slots nothing has been sampled for, on every rank.
-
-        Made once for a group: programs do not change them in place.
-        """
-        if group not in self._no_tokens:
-            self._no_tokens[group] = jax.device_put(np.zeros(self.plan.num_slots, np.int32), group.replicated)
-        return self._no_tokens[group]
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """An instance with allocators and extents of its own, all made anew."""
@@ -175,5 +180,4 @@ class Cluster:
             instance.close()
         self.instances = ()
         self._sampling_states.clear()
-        self._no_tokens.clear()
         self.weights.release_all()

@@ -26,7 +26,7 @@ from amoeba_jax.transform import TransformReport, TransformVariant
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
-from sharding.mesh import SubMesh
+from sharding.mesh import SubMesh, disassemble
 
 
 class Transformations:
@@ -130,7 +130,8 @@ class Transformations:
             if instance.released < before:
                 for layer, extents in enumerate(instance.kv):
                     extents += cluster.weights.release(instance.group, layer, instance.released, before)
-        new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after)
+        tokens = [buffer for instance in old for buffer in disassemble(instance.group, instance.last_tokens)]
+        new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after, tokens)
         new.cache.enabled = False
         members = []
         for instance, pages, table in zip(old, distinct, tables, strict=True):
@@ -269,10 +270,12 @@ class Transformations:
         else:
             self._drain(instance)
             instance.running.clear()
-            new = []
+            new, released = [], transition.programs.released[1]
+            tokens = disassemble(instance.group, instance.last_tokens)
             for index, member in enumerate(transition.members):
-                allocators = active.allocators[index * member.group.tp : (index + 1) * member.group.tp]
-                new.append(cluster.new_instance(member.group, allocators, member.kv, transition.programs.released[1]))
+                ranks = slice(index * member.group.tp, (index + 1) * member.group.tp)
+                parts = active.allocators[ranks], member.kv, released, tokens[ranks]
+                new.append(cluster.new_instance(member.group, *parts))
                 for sequence, pages in member.sequences.items():
                     sequence.pages = pages
                     new[-1].add(sequence)

@@ -200,6 +200,9 @@ class Transition:
     def undo(self) -> list[list[jax.Array]]:
         """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are made anew."""
         group, programs = self.instance.group, self.programs
+        for member in self.members:
+            for extents in member.kv:
+                extents[:] = _made_anew(extents, member.group)
         for layer in range(programs.num_layers):
             if self.instance.kv[layer]:
                 continue
@@ -210,7 +213,7 @@ class Transition:
             kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
             self.instance.kv[layer] = kv + self._weights.release(group, layer, *programs.released[::-1])
         for extents in self.instance.kv:
-            extents[:] = [jnp.zeros(e.shape, e.dtype, device=group.sharded) if e.is_deleted() else e for e in extents]
+            extents[:] = _made_anew(extents, group)
         return self.instance.kv
 
     def _plan_moves(self) -> Plan:
@@ -297,3 +300,10 @@ class Transition:
         batch.set("positions", positions)
         batch.set("num_pages", num_pages)
         return batch
+
+
+def _made_anew(extents: list[jax.Array], group: SubMesh) -> list[jax.Array]:
+    """Extents of a group, those zeros that were lost. Asked before they are viewed with others: JAX then tells of the
+    first rank's alone.
+    """
+    return [jnp.zeros(e.shape, e.dtype, device=group.sharded) if e.is_deleted() else e for e in extents]

@@ -383,6 +383,38 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     assert tokens(idle.generate(prompts, params)) == expected
 
 
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
+    """A program that fails may have taken the extents of one device with it, whichever that is."""
+    prompts, params = requests(10, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 6)
+    run = Transition.run
+    failures = [RuntimeError("injected")]
+
+    def fails(transition: Transition, *arguments: Any) -> Any:
+        if failures and transition.num_switched == 1:
+            lost = transition.members[rank].kv[0 if up else -1]
+            assert lost, "a layer in the lower layout"
+            for extent in lost:
+                extent.delete()
+            raise failures.pop()
+        return run(transition, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transition, "run", fails)
+        with pytest.raises(TransformError, match="injected"):
+            idle.transform(4 if up else 1)
+    assert {view.tensor_parallel_size for view in idle.instances} == {4}
+    assert tokens(running.result()) == expected
+    idle.transform(1)
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
 def test_budget_that_is_exceeded_refuses(idle: LLM):
     """Temporaries that the budget has no room for: refused, and the requests go on."""
     prompts, params = requests(6)
