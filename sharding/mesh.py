@@ -21,6 +21,7 @@ class SubMesh:
 
     start: int
     devices: tuple[jax.Device, ...]
+    # Of the kinds of views that `assemble` has made.
     _avals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -104,7 +105,8 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
     The only buffer of a group is its own view: JAX takes its sharding for that of a mesh of one device.
 
     JAX checks the first view of a kind. That takes four times as long as making one, so others are made by what it
-    found: a model changes its views all at once, and as many as it has layers.
+    found, with an argument that JAX keeps to itself: a model changes its views all at once, as many as it has layers.
+    Buffers of any other shapes or dtypes than the first one's are not found out then.
     """
     tp = len(group.devices)
     if tp == 1:
