@@ -267,22 +267,26 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
     devices = tuple(jax.devices()[:DEVICES])
     WeightStore.release = timed_release
     try:
-        # One after the other: right after other work, the processor's caches hold nothing of this.
-        for weights in (True, False):
+        for weights, name in ((True, "restore"), (False, "switch")):
             for _ in range(repeats + 1):
                 spent[0] = 0.0
                 for degree in (4, 1):
                     report = llm.transform(degree, layers_per_step=1000, release_weights=weights)
-                    times[f"{'restore' if weights else 'switch'}_{degree}"].append(report.seconds)
-                if weights:
-                    times["release"].append(spent[0])
+                    times[f"{name}_{degree}"].append(report.seconds)
+                if not weights:
+                    continue
+                times["release"].append(spent[0])
+                # Right after programs on the same cores, whose caches then hold nothing of this.
+                for degree in (4, 1):
+                    report = llm.transform(degree, layers_per_step=1000, release_weights=False)
+                    times[f"after_{degree}"].append(report.seconds)
         for _ in range(repeats + 1):
             for name, spent_s in array_seconds(SubMesh(0, devices), llm.dims.config.num_layers).items():
                 times[name].append(spent_s)
     finally:
         WeightStore.release = release
-    names = {"restore_1": "restore_s", "switch_4": "switch_up_s", "switch_1": "switch_down_s"}
-    return {names.get(name, f"{name}_s"): median(values[1:]) for name, values in times.items() if name != "restore_4"}
+    del times["restore_4"]
+    return {name: median(values[1:]) for name, values in times.items()}
 
 
 def local_copy(llm: LLM) -> float:
@@ -511,12 +515,12 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
         f"host_memory stops requests for {whole * 1e3:.0f} ms: {delay / whole:.2f}x in all, "
         f"{delay / layers / whole:.3f}x a step"
     )
-    idle = result["idle"]
+    idle = {name: value * 1e3 for name, value in result["idle"].items()}
     yield (
-        f"nothing running: release of all weights {idle['release_s'] * 1e3:.2f} ms, restore "
-        f"{idle['restore_s'] * 1e3:.1f} ms; switch of views {idle['switch_up_s'] * 1e3:.2f} ms up, "
-        f"{idle['switch_down_s'] * 1e3:.2f} ms down, where JAX takes {idle['join_s'] * 1e3:.2f} ms to make an array a "
-        f"layer and {idle['part_s'] * 1e3:.2f} ms to take it apart"
+        f"nothing running: release of all weights {idle['release']:.2f} ms, restore {idle['restore_1']:.1f} ms; switch "
+        f"of views {idle['switch_4']:.2f} ms up, {idle['switch_1']:.2f} ms down ({idle['after_4']:.2f} and "
+        f"{idle['after_1']:.2f} right after programs), where JAX takes {idle['join']:.2f} ms to make an array a layer "
+        f"and {idle['part']:.2f} ms to take it apart"
     )
     for tokens, ffn in result["ffn"].items():
         yield (

@@ -248,6 +248,7 @@ class Transformations:
                 self._finish(active)
         except Exception as error:
             self._fail(active, error)
+        transition.drop_spent()
         return plan
 
     def _launch(self, transition: Transition) -> StepPlan | None:

@@ -86,6 +86,7 @@ class Transition:
         self.switches: list[LayerSwitch] = []
         self._mover, self._weights = mover, weights
         self._layers_per_step, self._overlapped = layers_per_step, overlapped
+        self._spent: list[Any] = []
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
 
@@ -132,6 +133,13 @@ class Transition:
             self._switch(self.boundary - 1, plan, plan_s)
             plan_s = 0.0
 
+    def drop_spent(self) -> None:
+        """Drop the arrays whose buffers have others by now, which takes as long as a switch without pages.
+
+        To be called when what waits for the switch has been launched.
+        """
+        self._spent.clear()
+
     def _switch(self, layer: int, plan: Plan, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.
         self._wait([member.kv[layer] for member in self.members] if self.up else self.instance.kv[layer])
@@ -143,6 +151,8 @@ class Transition:
         self._wait(kv)
         moved = time.perf_counter()
         self._wait([*self._hand_over(layer, kv), *self._mover.renew(layer)])
+        if not self._overlapped:
+            self.drop_spent()  # where extents were not written in place, these are all that holds the old ones
         weights_s = gathered - start + time.perf_counter() - moved
         self.num_switched += 1
         moved_bytes = plan.num_pieces * self.piece_bytes
@@ -166,7 +176,7 @@ class Transition:
         group = self.instance.group
         self.instance.kv[layer] = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
         if self.programs.changes_weights:
-            self.instance.kv[layer] += self._weights.release(group, layer, *self.programs.released)
+            self.instance.kv[layer] += self._weights.release(group, layer, *self.programs.released, self._spent)
         return self.instance.kv[layer]
 
     def _low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
@@ -174,6 +184,7 @@ class Transition:
         buffers: list[tuple[jax.Array, ...]] = []
         for member in self.members:
             buffers += zip(*(disassemble(member.group, extent) for extent in member.kv[layer]), strict=True)
+            self._spent.append(member.kv[layer])
             member.kv[layer] = []
         return buffers
 
@@ -191,6 +202,7 @@ class Transition:
             self._weights.put_back(group, layer, *programs.released, given_back)
             self.restored = given_back
         self.instance.kv[layer] = []
+        self._spent.append(kept)
         buffers = [disassemble(group, extent) for extent in kept]
         for index, member in enumerate(self.members):
             ranks = slice(index * programs.lower, (index + 1) * programs.lower)
@@ -200,6 +212,7 @@ class Transition:
     def undo(self) -> list[list[jax.Array]]:
         """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are made anew."""
         group, programs = self.instance.group, self.programs
+        before, after = programs.released
         for member in self.members:
             for extents in member.kv:
                 extents[:] = _made_anew(extents, member.group)
@@ -211,7 +224,7 @@ class Transition:
                 continue
             buffers = self._low_buffers(layer)
             kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
-            self.instance.kv[layer] = kv + self._weights.release(group, layer, *programs.released[::-1])
+            self.instance.kv[layer] = kv + self._weights.release(group, layer, after, before)
         for extents in self.instance.kv:
             extents[:] = _made_anew(extents, group)
         return self.instance.kv

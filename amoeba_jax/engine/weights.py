@@ -4,12 +4,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.checkpoint.base import Checkpoint
+from amoeba_jax.engine.device_chunks import ChunkKey, DeviceChunks, ReleaseKey
 from amoeba_jax.engine.loading import FillChunks, Parameters, WeightReader, put, read_ahead, staging_bytes
 from amoeba_jax.engine.program import is_sharded, leaf_variables
 from amoeba_jax.errors import CheckpointError
@@ -19,8 +21,6 @@ from sharding.ledger import Ledger
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.params import ParamSpec
 from sharding.release import ReleasedChunk, released_chunks
-
-ChunkKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class _Change:
     Attributes:
         places: of each, in the order of release.
         keys: of each rank, the chunks that they are there, in the same order.
+        releases: what they are released with, on every device.
         sizes: bytes on each device, by the kind of weights that they are booked as.
         degrees: by parameter, the highest degree for which any of them is released.
     """
 
     places: tuple[int, ...]
     keys: tuple[tuple[ChunkKey, ...], ...]
+    releases: tuple[ReleaseKey, ...]
     sizes: dict[str, int]
     degrees: dict[str, int]
 
@@ -59,7 +61,6 @@ class WeightStore:
         self.dims = dims
         self.devices = devices
         self.specs = model_specs(dims)
-        self._chunks: list[dict[ChunkKey, jax.Array]] = [{} for _ in devices]
         # Arrays over a group `(start, tp)`: of parameters by name, then place and whether ranks differ; and of chunks
         # that may be released, by layer, then place in the order of release.
         self._views: dict[tuple[int, int], dict[str, dict[tuple[int, bool], jax.Array]]] = {}
@@ -72,6 +73,7 @@ class WeightStore:
             if layer is not None and spec.page_elems is not None:
                 by_layer[layer].append(spec)
         self._released = [released_chunks(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
+        self._chunks = [DeviceChunks(self._releases(device)) for device in range(len(devices))]
 
     @property
     def num_bytes(self) -> int:
@@ -222,21 +224,25 @@ class WeightStore:
                 if place not in views:
                     views[place] = assemble(group, self._held(group, change, index))
 
-    def release(self, group: SubMesh, layer: int, before: int, degree: int) -> list[jax.Array]:
+    def release(
+        self, group: SubMesh, layer: int, before: int, degree: int, spent: list[Any] | None = None
+    ) -> list[jax.Array]:
         """Give up the chunks that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
 
         The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
-        held of them is forgotten. `before` is the degree for which chunks of the layer are released already.
+        held of them is forgotten. `before` is the degree for which chunks of the layer are released already. The
+        chunks' own arrays are put into `spent`, if given: dropping them takes as long as all the rest.
         """
         change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
         extents = [
             views[place] if place in views else assemble(group, self._held(group, change, index))
             for index, place in enumerate(change.places)
         ]
-        for device, keys in zip(group.device_indices, change.keys, strict=True):
+        for device in group.device_indices:
             chunks, ledger = self._chunks[device], self._ledgers[device]
-            for key in keys:
-                del chunks[key]
+            taken = [chunks.take(release) for release in change.releases]
+            if spent is not None:
+                spent += taken
             for kind, size in change.sizes.items():
                 ledger.transfer(kind, "kv cache", size, layer)
         self._forget(group, layer, change.places, change.degrees)
@@ -249,7 +255,8 @@ class WeightStore:
         self._extents_of(group, layer).update(zip(change.places, extents, strict=True))
         buffers = zip(*(disassemble(group, extent) for extent in extents), strict=True)
         for device, keys, own in zip(group.device_indices, change.keys, buffers, strict=True):
-            self._chunks[device].update(zip(keys, own, strict=True))
+            for key, chunk in zip(keys, own, strict=True):
+                self._chunks[device][key] = chunk
             for kind, size in change.sizes.items():
                 self._ledgers[device].transfer("kv cache", kind, size, layer)
 
@@ -279,7 +286,9 @@ class WeightStore:
                 tuple((chunk.spec.name, self._chunk_on(chunk, device)) for chunk in released[num_before:])
                 for device in group.device_indices
             )
-            self._changes[key] = _Change(tuple(range(num_before, len(released))), keys, dict(sizes), degrees)
+            releases = tuple({(layer, chunk.degree): None for chunk in released[num_before:]})
+            places = tuple(range(num_before, len(released)))
+            self._changes[key] = _Change(places, keys, releases, dict(sizes), degrees)
         return self._changes[key]
 
     def _forget(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
@@ -297,6 +306,14 @@ class WeightStore:
             if start < stop and first < start + tp and (extents := layers.get(layer)):
                 for place in places:
                     extents.pop(place, None)
+
+    def _releases(self, device: int) -> dict[ChunkKey, ReleaseKey]:
+        """Which chunks of a device are released, and with which others."""
+        return {
+            (chunk.spec.name, self._chunk_on(chunk, device)): (layer, chunk.degree)
+            for layer, released in enumerate(self._released)
+            for chunk in released
+        }
 
     def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
         return released.chunks[device % self.dims.max_tp]
