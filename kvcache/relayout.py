@@ -11,8 +11,7 @@ of its own. The functions here fill the allocators of the view to come. Pages ar
 `kvcache.pages`; a list of tables has one for each instance of degree `a`, with the distinct pages of that instance.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64
@@ -67,114 +66,6 @@ def place_up(
     return new_tables
 
 
-def assign_down(
-    pages: Sequence[Int[np.ndarray, " _"]],
-    room: Sequence[int],
-    *,
-    together: bool = True,
-    staying: Sequence[Int[np.ndarray, " _"]] | None = None,
-) -> Int32[np.ndarray, " S"]:
-    """The instance that each of `S` sequences of a group goes to when the group falls apart.
-
-    Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
-    needed once on each instance that gets one of them. Cached pages that no sequence uses are not listed, and dropped.
-
-    Args:
-        pages: for each sequence the numbers of its distinct pages, such as their ids on rank 0. Equal numbers are the
-            same page.
-        room: pages at the lower degree that each instance has room for.
-        together: whether sequences that share pages, directly or through others, go to the same instance as long as
-            they fit there. It takes least memory, yet sequences that have only a system prompt in common all end up on
-            one instance. False lets each go its own way, and keeps them together only where they do not fit otherwise.
-        staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`).
-            Where the free pages of instances differ by no more than the sequence takes, it goes to the one with most.
-
-    Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
-    few ways.
-    """
-    numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
-    ends = list(itertools.accumulate(len(p) for p in pages))
-    pages = np.split(index, ends)[: len(pages)]
-    singles = [[sequence] for sequence in range(len(pages))]
-    attempts: list[tuple[_Preference, list[list[int]]]] = [
-        (lambda free, need: (need, -free), _sharing(pages)),
-        (lambda free, need: (-free, need), singles),
-        (lambda free, need: (free - need, need), singles),
-    ]
-    if not together:
-        attempts[:2] = attempts[1::-1]
-    # With `staying` once: it may use room less well than what is tried without it.
-    tries = [(attempt, None) for attempt in attempts]
-    for (preference, groups), stays in tries if staying is None else [(attempts[0], staying), *tries]:
-        assignment = _assign(pages, len(numbers), room, groups, preference, stays)
-        if assignment is not None:
-            return assignment
-    raise OutOfPagesError(
-        f"{len(pages)} sequences with {len(numbers)} pages together, {max(len(p) for p in pages)} the longest, "
-        f"do not fit into {len(room)} instances with room for {list(room)} pages"
-    )
-
-
-_Preference = Callable[[int, int], tuple[int, int]]
-"""Of the pages free on an instance and the new ones it needs for a group: the least is best."""
-
-
-def _assign(
-    pages: Sequence[Int[np.ndarray, " _"]],
-    num_pages: int,
-    room: Sequence[int],
-    groups: list[list[int]],
-    preference: _Preference,
-    staying: Sequence[Int[np.ndarray, " _"]] | None,
-) -> Int32[np.ndarray, " S"] | None:
-    """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
-    free = list(room)
-    held = np.zeros((len(room), num_pages), bool)
-    assignment = np.zeros(len(pages), np.int32)
-
-    def assign(group: list[int], needed: Int[np.ndarray, " _"]) -> bool:
-        need = (~held[:, needed]).sum(axis=1).tolist()
-        fitting = [i for i in range(len(room)) if need[i] <= free[i]]
-        if not fitting:
-            return False
-        best = min(fitting, key=lambda i: preference(free[i], need[i]))
-        if staying is not None:
-            stays = np.sum([staying[sequence] for sequence in group], axis=0).tolist()
-            near = [i for i in fitting if free[i] + need[i] >= free[best]]
-            best = max(near, key=lambda i: (stays[i], i == best))
-        free[best] -= need[best]
-        held[best, needed] = True
-        assignment[group] = best
-        return True
-
-    needs = [np.unique(np.concatenate([pages[sequence] for sequence in group])) for group in groups]
-    for group, needed in sorted(zip(groups, needs, strict=True), key=lambda item: -len(item[1])):
-        if not assign(group, needed):
-            one_by_one = sorted(group, key=lambda sequence: -len(pages[sequence]))
-            if len(group) == 1 or not all(assign([sequence], pages[sequence]) for sequence in one_by_one):
-                return None
-    return assignment
-
-
-def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
-    """Sequences grouped so that no page is shared across groups."""
-    leader = list(range(len(pages)))
-
-    def find(sequence: int) -> int:
-        while leader[sequence] != sequence:
-            leader[sequence] = sequence = leader[leader[sequence]]
-        return sequence
-
-    first_user: dict[int, int] = {}
-    for sequence, own in enumerate(pages):
-        for page in own.tolist():
-            leader[find(sequence)] = find(first_user.setdefault(page, sequence))
-    groups: dict[int, list[int]] = {}
-    for sequence in range(len(pages)):
-        groups.setdefault(find(sequence), []).append(sequence)
-    return list(groups.values())
-
-
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
     """How many of a sequence's pieces lie where they could stay, on each of `k` instances that it might go to."""
     a = len(table) // k
@@ -198,8 +89,8 @@ def place_down(
     Otherwise it gets the free block that holds fewest pieces in the old view, so that few moves wait for others.
 
     Args:
-        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`assign_down`). A page may go
-            to several instances.
+        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets, see `kvcache.assignment`. A
+            page may go to several instances.
         references: `[P_i]` references that each page gets.
         geometry: of the pages.
         allocators: of the view to come, one a device (`b` of them). Its extents are the first ones of the old view.

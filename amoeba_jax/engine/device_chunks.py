@@ -14,8 +14,8 @@ ReleaseKey = tuple[int, int]
 class DeviceChunks(Mapping[ChunkKey, jax.Array]):
     """Chunks of one device, each a buffer of its own.
 
-    Those that are released together are kept together: to take one array after the other out of a single mapping is
-    most of what a release costs the host.
+    Those that are released together are kept together: taking one array after the other out of a single mapping costs
+    the host more than all else in a release.
 
     Args:
         releases: of each chunk that can be released, with which others it is.

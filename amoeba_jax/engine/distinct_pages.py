@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from amoeba_jax.engine.sequence import Sequence
+from kvcache.assignment import assign_down
 from kvcache.pages import SequencePages
-from kvcache.relayout import assign_down, staying_pieces
+from kvcache.relayout import staying_pieces
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,16 @@ def distinct_pages(sequences: list[Sequence], tp: int) -> DistinctPages:
     return DistinctPages(table[:, first], counts)
 
 
-def deal(sequences: list[Sequence], room: list[int]) -> list[list[Sequence]]:
-    """The sequences of each of the instances to come, by their room in pages. Raises `OutOfPagesError`."""
+def deal(sequences: list[Sequence], room: list[int], limit: int) -> list[list[Sequence]]:
+    """The sequences of each of the instances to come, by their room in pages, and at most so many.
+
+    Raises `OutOfPagesError`.
+    """
     parts: list[list[Sequence]] = [[] for _ in room]
     if sequences:
         tables = [s.pages.table for s in sequences if s.pages is not None]
         staying = [staying_pieces(table, len(room)) for table in tables]
-        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying)
+        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limit)
         for sequence, index in zip(sequences, indices, strict=True):
             parts[index].append(sequence)
     return parts

@@ -153,11 +153,10 @@ class Transformations:
         before, after = instance.released, min(instance.released, tp)
         check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
-        parts = deal(instance.running, [a.num_free(geometry.order(tp)) for a in allocators[::tp]])
-        slots, rows = cluster.buckets(tp).max_num_seqs, max(len(part) for part in parts)
-        if rows > slots:
-            raise RequestError(f"{rows} requests would come to one TP{tp} instance, which decodes {slots} at once")
+        room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
+        parts = deal(instance.running, room, cluster.buckets(tp).max_num_seqs)
         distinct = [distinct_pages(part, instance.tp) for part in parts]
+        rows = max(len(part) for part in parts)
         programs, mover, extra = self._prepare(job, group, tp, False, (before, after), rows, distinct)
         instance.cache.clear()
         instance.cache.enabled = False

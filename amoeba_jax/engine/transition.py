@@ -134,9 +134,9 @@ class Transition:
             plan_s = 0.0
 
     def drop_spent(self) -> None:
-        """Drop the arrays whose buffers have others by now, which takes as long as a switch without pages.
+        """Drop the arrays whose buffers others have by now, hundreds in a switch of all layers.
 
-        To be called when what waits for the switch has been launched.
+        To be called when the step behind the switch has been launched: it need not wait for that.
         """
         self._spent.clear()
 

@@ -231,7 +231,7 @@ class WeightStore:
 
         The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
         held of them is forgotten. `before` is the degree for which chunks of the layer are released already. The
-        chunks' own arrays are put into `spent`, if given: dropping them takes as long as all the rest.
+        chunks' own arrays are put into `spent`, if given, for the caller to drop when it has time.
         """
         change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
         extents = [

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.assignment import assign_down
 from kvcache.geometry import PageGeometry
 from kvcache.migration import PADDING, plan_phases
 from kvcache.pages import PagePool
-from kvcache.relayout import assign_down, moves, place_down, place_up, staying_pieces
+from kvcache.relayout import moves, place_down, place_up, staying_pieces
 from sharding.errors import LayoutError
 
 DEGREES = [(1, 2, 2), (1, 2, 4), (1, 4, 4), (2, 4, 4)]  # (a, b, max_tp)
@@ -289,19 +290,24 @@ def alone(*lengths: int) -> list[np.ndarray]:
     room=st.lists(st.integers(0, 40), min_size=2, max_size=4),
     universe=st.integers(12, 60),
     together=st.booleans(),
+    stay=st.booleans(),
+    limit=st.none() | st.integers(1, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_assignment_fits(lengths, room, universe, together, seed):
+def test_assignment_fits(lengths, room, universe, together, stay, limit, seed):
     random = np.random.default_rng(seed)
     pages = [random.permutation(universe)[:length] for length in lengths]
+    staying = [random.integers(0, 4, len(room)) for _ in lengths] if stay else None
     try:
-        assignment = assign_down(pages, room, together=together)
+        assignment = assign_down(pages, room, together=together, staying=staying, limit=limit)
     except OutOfPagesError:
         # Never where everything fits on one instance.
-        assert len(np.unique(np.concatenate(pages))) > max(room)
+        fits = len(np.unique(np.concatenate(pages))) <= max(room)
+        assert not fits or (limit is not None and len(pages) > limit)
         return
     assert assignment.dtype == np.int32
     assert assignment.shape == (len(lengths),)
+    assert limit is None or max(Counter(assignment.tolist()).values(), default=0) <= limit
     assert all(n <= free for n, free in zip(used(pages, assignment, len(room)), room, strict=True))
 
 
@@ -333,10 +339,28 @@ def test_sequences_return_to_where_they_came_from_unless_that_is_much_fuller():
     np.testing.assert_array_equal(staying[:4], 3 * np.eye(4, dtype=int)[[2, 0, 3, 1]])
     pages = [table[0] for table in parts]
     assert assign_down(pages, [8] * 4, together=False, staying=staying).tolist() == [2, 0, 3, 1] * 2
-    # All of instance 2: it gets two of them, and then others have much more room.
-    pages, staying = [np.arange(3) + 3 * n for n in range(5)], [np.array([0, 0, 3, 0])] * 5
-    assert assign_down(pages, [9] * 4, together=False, staying=staying).tolist() == [2, 2, 0, 1, 3]
+    # However many of one instance come first.
+    homes = [i for i in range(4) for _ in range(4)]
+    pages, staying = alone(*[3] * 16), [3 * np.eye(4, dtype=int)[i] for i in homes]
+    assert assign_down(pages, [12] * 4, together=False, staying=staying).tolist() == homes
+    # All of instance 2: it keeps two of them, for others have much more room.
+    pages, staying = alone(*[3] * 5), [np.array([0, 0, 3, 0])] * 5
+    assert sorted(assign_down(pages, [9] * 4, together=False, staying=staying).tolist()) == [0, 1, 2, 2, 3]
     assert assign_down(pages[:2], [9, 9, 2, 9], together=False, staying=staying[:2]).tolist() == [0, 1]
+    # Those go on that lose least by it.
+    staying = [np.array(stays) for stays in ([3, 0], [3, 2], [3, 0], [3, 1])]
+    assert assign_down(alone(3, 3, 3, 3), [12, 12], together=False, staying=staying).tolist() == [0, 1, 0, 1]
+
+
+def test_no_instance_gets_more_sequences_than_it_takes():
+    pages, staying = alone(*[2] * 8), [np.array([2, 0, 0, 0])] * 8
+    assignment = assign_down(pages, [40] * 4, together=False, staying=staying, limit=2)
+    assert Counter(assignment.tolist()) == {0: 2, 1: 2, 2: 2, 3: 2}
+    # Many short ones beside a long one, which would even out the pages.
+    pages = alone(20, *[1] * 7)
+    assert max(Counter(assign_down(pages, [40] * 2, together=False, limit=4).tolist()).values()) == 4
+    with pytest.raises(OutOfPagesError, match="and for 3 sequences each"):
+        assign_down(pages, [40] * 2, together=False, limit=3)
 
 
 def test_tight_room_is_found():

@@ -1,0 +1,211 @@
+"""Which instance each sequence goes to when a group of devices falls apart."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+from kvcache.allocator import OutOfPagesError
+
+
+def assign_down(
+    pages: Sequence[Int[np.ndarray, " _"]],
+    room: Sequence[int],
+    *,
+    together: bool = True,
+    staying: Sequence[Int[np.ndarray, " _"]] | None = None,
+    limit: int | None = None,
+) -> Int32[np.ndarray, " S"]:
+    """The instance that each of `S` sequences of a group goes to when the group falls apart.
+
+    Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
+    needed once on each instance that gets one of them. Cached pages that no sequence uses are not listed, and dropped.
+
+    Args:
+        pages: for each sequence the numbers of its distinct pages, such as their ids on rank 0. Equal numbers are the
+            same page.
+        room: pages at the lower degree that each instance has room for.
+        together: whether sequences that share pages, directly or through others, go to the same instance as long as
+            they fit there. It takes least memory, yet sequences that have only a system prompt in common all end up on
+            one instance. False lets each go its own way, and keeps them together only where they do not fit otherwise.
+        staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`). It
+            goes to the one with most, but for those that are moved on until the free pages of instances differ by no
+            more than the longest sequence.
+        limit: sequences that an instance takes at most; as many as fit if None.
+
+    Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
+    few ways.
+    """
+    numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
+    ends = list(itertools.accumulate(len(p) for p in pages))
+    pages = np.split(index, ends)[: len(pages)]
+    most = len(pages) if limit is None else limit
+    if staying is not None:
+        assignment = _assign_staying(pages, len(numbers), room, staying, most)
+        if assignment is not None:
+            return assignment
+    singles = [[sequence] for sequence in range(len(pages))]
+    attempts: list[tuple[_Preference, list[list[int]]]] = [
+        (lambda free, need: (need, -free), _sharing(pages)),
+        (lambda free, need: (-free, need), singles),
+        (lambda free, need: (free - need, need), singles),
+    ]
+    if not together:
+        attempts[:2] = attempts[1::-1]
+    for preference, groups in attempts:
+        assignment = _assign(pages, len(numbers), room, groups, preference, most)
+        if assignment is not None:
+            return assignment
+    raise OutOfPagesError(
+        f"{len(pages)} sequences with {len(numbers)} pages together, {max(len(p) for p in pages)} the longest, "
+        f"do not fit into {len(room)} instances with room for {list(room)} pages"
+        + (f" and for {limit} sequences each" if limit is not None else "")
+    )
+
+
+_Preference = Callable[[int, int], tuple[int, int]]
+"""Of the pages free on an instance and the new ones it needs for a group: the least is best."""
+
+
+def _assign(
+    pages: Sequence[Int[np.ndarray, " _"]],
+    num_pages: int,
+    room: Sequence[int],
+    groups: list[list[int]],
+    preference: _Preference,
+    limit: int,
+) -> Int32[np.ndarray, " S"] | None:
+    """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
+    free, left = list(room), [limit] * len(room)
+    held = np.zeros((len(room), num_pages), bool)
+    assignment = np.zeros(len(pages), np.int32)
+
+    def assign(group: list[int], needed: Int[np.ndarray, " _"]) -> bool:
+        need = (~held[:, needed]).sum(axis=1).tolist()
+        fitting = [i for i in range(len(room)) if need[i] <= free[i] and len(group) <= left[i]]
+        if not fitting:
+            return False
+        best = min(fitting, key=lambda i: preference(free[i], need[i]))
+        free[best] -= need[best]
+        left[best] -= len(group)
+        held[best, needed] = True
+        assignment[group] = best
+        return True
+
+    needs = [np.unique(np.concatenate([pages[sequence] for sequence in group])) for group in groups]
+    for group, needed in sorted(zip(groups, needs, strict=True), key=lambda item: -len(item[1])):
+        if not assign(group, needed):
+            one_by_one = sorted(group, key=lambda sequence: -len(pages[sequence]))
+            if len(group) == 1 or not all(assign([sequence], pages[sequence]) for sequence in one_by_one):
+                return None
+    return assignment
+
+
+def _assign_staying(
+    pages: Sequence[Int[np.ndarray, " _"]],
+    num_pages: int,
+    room: Sequence[int],
+    staying: Sequence[Int[np.ndarray, " _"]],
+    limit: int,
+) -> Int32[np.ndarray, " S"] | None:
+    """Each sequence where most of its pieces can stay, and some on from there; None if that finds no room for all."""
+    if not pages:
+        return np.zeros(0, np.int32)
+    state = _Staying(pages, num_pages, np.asarray(room), np.stack(staying), limit)
+    while (move := state.next_move()) is not None:
+        state.move(*move)
+    return state.assignment if state.fits else None
+
+
+class _Staying:
+    """Sequences on the instances where most of their pieces can stay, and which of them has to go on.
+
+    Each goes on to the emptiest instance, and leaves the two of them less unequal. That ends: the fuller one of the two
+    then has more free pages than before, and the other one still more than that had. It also ends where an instance
+    has too many sequences, since no other gets too many.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Int[np.ndarray, " _"]],
+        num_pages: int,
+        room: Int[np.ndarray, " k"],
+        staying: Int[np.ndarray, "S k"],
+        limit: int,
+    ) -> None:
+        self.assignment = np.argmax(staying, axis=1).astype(np.int32)
+        self._pages, self._room, self._staying, self._limit = pages, room, staying, limit
+        self._lengths = np.array([len(own) for own in pages])
+        self._all = np.concatenate(pages)
+        self._ends = np.cumsum(self._lengths)
+        # Sequences on each instance that have each page.
+        self._users = np.zeros((len(room), num_pages), np.int64)
+        for own, instance in zip(pages, self.assignment, strict=True):
+            self._users[instance, own] += 1
+
+    @property
+    def _free(self) -> Int64[np.ndarray, " k"]:
+        return self._room - np.count_nonzero(self._users, axis=1)
+
+    @property
+    def _counts(self) -> Int64[np.ndarray, " k"]:
+        return np.bincount(self.assignment, minlength=len(self._room))
+
+    @property
+    def fits(self) -> bool:
+        return bool((self._free >= 0).all() and (self._counts <= self._limit).all())
+
+    def move(self, sequence: int, instance: int) -> None:
+        own = self._pages[sequence]
+        self._users[self.assignment[sequence], own] -= 1
+        self._users[instance, own] += 1
+        self.assignment[sequence] = instance
+
+    def next_move(self) -> tuple[int, int] | None:
+        """A sequence that has to go on, and the instance that it goes to."""
+        free, counts = self._free, self._counts
+        open_to = np.flatnonzero(counts < self._limit)
+        if not len(open_to):
+            return None
+        to = int(open_to[np.argmax(free[open_to])])
+        # Those with too many sequences first, and of the others the fullest.
+        for instance in np.lexsort((free, counts <= self._limit)).tolist():
+            own = np.flatnonzero(self.assignment == instance)
+            if instance == to or not len(own):
+                continue
+            crowded, difference = counts[instance] > self._limit, free[to] - free[instance]
+            if not crowded and free[instance] >= 0 and difference <= self._lengths[own].max():
+                continue
+            gain = self._per_sequence(self._users[instance] == 1)[own]
+            need = self._per_sequence(self._users[to] == 0)[own]
+            lost = self._staying[own, instance] - self._staying[own, to]
+            candidates = np.flatnonzero(crowded | ((gain > 0) & (need < difference)))
+            if len(candidates):
+                after = np.abs(difference - need - gain)
+                return int(own[candidates[np.lexsort((lost[candidates], after[candidates]))[0]]]), to
+        return None
+
+    def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " S"]:
+        """How many of each sequence's pages are flagged."""
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
+        return sums[self._ends] - sums[self._ends - self._lengths]
+
+
+def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
+    """Sequences grouped so that no page is shared across groups."""
+    leader = list(range(len(pages)))
+
+    def find(sequence: int) -> int:
+        while leader[sequence] != sequence:
+            leader[sequence] = sequence = leader[leader[sequence]]
+        return sequence
+
+    first_user: dict[int, int] = {}
+    for sequence, own in enumerate(pages):
+        for page in own.tolist():
+            leader[find(sequence)] = find(first_user.setdefault(page, sequence))
+    groups: dict[int, list[int]] = {}
+    for sequence in range(len(pages)):
+        groups.setdefault(find(sequence), []).append(sequence)
+    return list(groups.values())
