@@ -28,12 +28,12 @@ class Buckets:
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
-        """B of steps that only decode."""
+        """B of steps that only decode, those between two layouts included."""
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Rows of steps that compute prompts too, and of those between two layouts."""
+        """Rows of steps that compute prompts too."""
         return _by_quarters(self.max_num_seqs, _MIN_MIXED_ROWS)
 
     @cached_property

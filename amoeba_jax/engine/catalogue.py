@@ -58,7 +58,7 @@ def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Ite
 
 
 def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lower: int) -> Iterator[ProgramRequest]:
-    for rows in plan.buckets(lower).mixed_rows:
+    for rows in plan.buckets(lower).decode_sizes:
         for up in (True, False):
             released = (lower, group.tp) if up else (group.tp, lower)
             programs = plan.transition(executables, group, lower, up=up, released=released, rows=rows)

@@ -73,8 +73,8 @@ class EnginePlan:
     ) -> TransitionPrograms:
         """The programs of a group that goes from instances of degree `lower` to its own, or back.
 
-        Each of the lower instances decodes up to `rows` sequences, one of `mixed_rows`. `released` are the degrees for
-        which weights are released before and after.
+        Each of the lower instances decodes up to `rows` sequences, one of `decode_sizes`. `released` are the degrees
+        for which weights are released before and after.
         """
         members = [self.sub_meshes.group(first, lower) for first in range(group.start, group.start + group.tp, lower)]
         return TransitionPrograms(

@@ -10,10 +10,14 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Reading the list of mappings takes some 20 ms when it is long, compiling a program 100 and more.
-_CHECK_EVERY = 16
+# What is left of the rest is for programs that are being compiled at the same time, eight at most.
+_FULL_SHARE = 0.92
 _DROPPED_SHARE = 0.25
-_FULL_SHARE = 0.85
+# More than any program takes: 453 with segments of 3 layers. Reading the list of mappings takes some 20 ms when it is
+# long, compiling a program 100 and more: so it is not read before so many programs as would fill it have come.
+_MOST_OF_A_PROGRAM = 2000
+# Where it is not these programs that fill it, dropping more of them for each that comes would not help.
+_ADDED_AFTER_DROP = 16
 
 
 class ProgramStore(Generic[T]):
@@ -21,7 +25,7 @@ class ProgramStore(Generic[T]):
 
     XLA maps the code of each kernel of a CPU program by itself: 100 memory mappings a program, or more. Linux allows a
     process 65,530 (`vm.max_map_count`). Where it has no more, allocations fail, and XLA ends the process
-    (measured: at some 900 programs). So, when 85% are in use, a quarter of the programs goes; those that are wanted
+    (measured: at some 900 programs). So, when 92% are in use, a quarter of the programs goes; those that are wanted
     again come from the compile cache. Used by one thread.
 
     Args:
@@ -33,6 +37,7 @@ class ProgramStore(Generic[T]):
         self._programs: OrderedDict[Hashable, T] = OrderedDict()
         self._max_mappings = _max_mappings() if max_mappings is None else max_mappings
         self._num_mappings = num_mappings or _num_mappings
+        self._unchecked = 0  # programs that may still come before the mappings are counted
         self.num_added = 0
         """Programs that were taken so far, those counted that are not there any more."""
 
@@ -54,12 +59,17 @@ class ProgramStore(Generic[T]):
         """Take a program, possibly in place of others that were not used for longest."""
         self._programs[key] = program
         self.num_added += 1
-        if self.num_added % _CHECK_EVERY == 0:
-            self._drop_if_full()
+        self._unchecked -= 1
+        if self._max_mappings is not None and self._unchecked < 0:
+            self._drop_if_full(self._max_mappings)
 
-    def _drop_if_full(self) -> None:
-        if self._max_mappings is None or (used := self._num_mappings()) < _FULL_SHARE * self._max_mappings:
+    def _drop_if_full(self, max_mappings: int) -> None:
+        used = self._num_mappings()
+        room = int(_FULL_SHARE * max_mappings) - used
+        if room > 0:
+            self._unchecked = room // _MOST_OF_A_PROGRAM
             return
+        self._unchecked = _ADDED_AFTER_DROP
         count = int(_DROPPED_SHARE * len(self._programs))
         for _ in range(count):
             self._programs.popitem(last=False)
@@ -70,7 +80,7 @@ class ProgramStore(Generic[T]):
             "or serve with fewer layouts or batch sizes.",
             count + len(self._programs),
             used,
-            self._max_mappings,
+            max_mappings,
             count,
         )
 

@@ -188,7 +188,7 @@ class Transformations:
         cluster = self._cluster
         start = time.perf_counter()
         num_layers = cluster.dims.config.num_layers
-        bucket = next(size for size in cluster.buckets(lower).mixed_rows if size >= rows)
+        bucket = cluster.buckets(lower).step(rows).num_rows
         programs = cluster.plan.transition(cluster.executables, group, lower, up=up, released=released, rows=bucket)
         max_pieces = 0
         if rows:

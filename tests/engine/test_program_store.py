@@ -20,20 +20,39 @@ def test_programs_are_made_once():
 
 
 def test_least_recently_used_go_first(caplog: pytest.LogCaptureFixture):
-    """Ten mappings a program, and room for a thousand: of 96 programs a quarter goes, of 80 none."""
+    """Ten mappings a program, and room for a thousand: of 92 programs a quarter goes, of 91 none."""
     store = ProgramStore[int](lambda: 10 * len(store), 1000)
     with caplog.at_level(logging.WARNING):
-        for number in range(95):
+        for number in range(91):
             store.add(number, number)
             store.get(0, lambda: -1)
         assert not caplog.records
-        store.add(95, 95)
-    assert len(store) == 72
+        store.add(91, 91)
+    assert len(store) == 69
     assert 0 in store, "it is used all the time"
-    assert [number in store for number in (1, 24, 25)] == [False, False, True]
-    assert "96 programs took 960 of the 1000 memory mappings" in caplog.text
+    assert [number in store for number in (1, 23, 24)] == [False, False, True]
+    assert "92 programs took 920 of the 1000 memory mappings" in caplog.text
     assert store.get(5, lambda: 555) == 555
-    assert store.num_added == 97
+    assert store.num_added == 93
+
+
+@pytest.mark.parametrize("of_a_program", [80, 450, 1900])
+def test_mappings_are_counted_as_rarely_as_is_safe(of_a_program: int):
+    """Whatever a program takes, they are noticed within one of it; and few of many small ones have them counted."""
+    counted = 0
+
+    def count() -> int:
+        nonlocal counted
+        counted += 1
+        return of_a_program * len(store)
+
+    store, most = ProgramStore[int](count, 65530), 0
+    while len(store) == store.num_added:
+        most = of_a_program * len(store)
+        store.add(store.num_added, 0)
+    assert 0 <= int(program_store._FULL_SHARE * 65530) - most <= of_a_program
+    if of_a_program == 80:
+        assert counted < store.num_added / 5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are counted on Linux")
@@ -55,12 +74,19 @@ def test_dropped_programs_give_their_mappings_back():
         most = max(most, count())
         if len(store) < store.num_added:
             break
-    assert most >= before + 1000, "programs take mappings"
+    assert most > before + 800, "programs take mappings"
     assert count() < most - (most - before) / 8
     assert len(store) == store.num_added - store.num_added // 4
     store = None  # type: ignore[assignment]
     gc.collect()
     assert count() < before + (most - before) / 2
+
+
+def test_mappings_of_others_do_not_empty_it():
+    store = ProgramStore[int](lambda: 990, 1000)
+    for number in range(100):
+        store.add(number, number)
+    assert len(store) > 30, "dropping more of them makes no room"
 
 
 def test_without_a_limit_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):

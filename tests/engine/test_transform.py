@@ -23,6 +23,9 @@ from transform_cases import (
 )
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.batch import StepBatch
+from amoeba_jax.engine.instance import StepPlan
+from amoeba_jax.engine.program import HeadOutput
 from amoeba_jax.engine.transform_job import Job, TransformOptions, check_options
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
@@ -204,6 +207,28 @@ def test_kv_of_tokens_that_come_on_the_way(tmp_path: Path, compile_cache: str):
             for kv in found:
                 for layer, values in zip(expected, kv[str(index)], strict=True):
                     np.testing.assert_allclose(values, layer[: len(values)], atol=1e-4)
+
+
+@pytest.mark.parametrize("running", [1, 3], ids=lambda count: f"{count}-a-device")
+def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatch: pytest.MonkeyPatch, running: int):
+    """Those of the decodes of each instance, up to the next power of two: not those of steps with prompts."""
+    rows = {1: 1, 3: 4}[running]
+    assert idle._engine.instances[0].buckets.mixed_rows == (8,)
+    shapes = []
+    run = Transition.run
+
+    def watched(transition: Transition, plan: StepPlan, batch: StepBatch) -> HeadOutput:
+        shapes.append((transition.programs.low_shape.groups, plan.shape.groups))
+        return run(transition, plan, batch)
+
+    monkeypatch.setattr(Transition, "run", watched)
+    prompts = np.random.default_rng(0).integers(3, 200, (4 * running, 5)).tolist()
+    load = Background(idle, prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    wait_until_decoding(idle, len(prompts))
+    for degree in (4, 1):
+        idle.transform(degree)
+    load.result()
+    assert set(shapes) == {(((rows, 1),), ((4 * rows, 1),))}
 
 
 @pytest.mark.slow
