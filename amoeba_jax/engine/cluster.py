@@ -100,6 +100,16 @@ class Cluster:
             allocator.add_extent(num_pages)
         return allocator
 
+    def release_more(self, instance: Instance, degree: int) -> None:
+        """Give an instance the weights as cache that are released at a higher degree than its present one."""
+        for layer, extents in enumerate(instance.kv):
+            extents += self.weights.release(instance.group, layer, instance.released, degree)
+        new = self.plan.extent_pages(degree)[len(self.plan.extent_pages(instance.released)) :]
+        for device in instance.group.device_indices:
+            for num_pages in new:
+                self.allocators[device].add_extent(num_pages)
+        instance.released = degree
+
     def new_instance(
         self,
         group: SubMesh,

@@ -233,10 +233,12 @@ class Executables:
 
         Raises `NotCompiledError` as `get` does.
         """
-        wanted = {request.key: request for request in requests}
-        present = {key: executable for key in wanted if (executable := self._store.find(key)) is not None}
-        yield from present.values()
-        missing = [request for key, request in wanted.items() if key not in present]
+        missing = []
+        for key, request in {request.key: request for request in requests}.items():
+            if (executable := self._store.find(key)) is not None:
+                yield executable
+            else:
+                missing.append(request)
         if self._complete:
             yield from map(self.executable, missing)
             return

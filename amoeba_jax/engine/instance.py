@@ -393,11 +393,15 @@ class Instance:
         for layer, extents in enumerate(self.kv):
             self.kv[layer] = program(extents, ids)
 
+    def forget_weights(self) -> None:
+        """Let go of its views of weights, so that those that are replaced are freed. The next step takes them again."""
+        self.__dict__.pop("_weights", None)
+
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
         self.transition = None
         self._reader.shutdown(wait=True)
-        self.__dict__.pop("_weights", None)
+        self.forget_weights()
         del self.state, self.last_tokens
 
     def close(self) -> None:

@@ -10,14 +10,15 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What is left of the rest is for programs that are being compiled at the same time, eight at most.
+# What is left is for programs that are being compiled at the same time: 8 at most by default (`compile_jobs`).
 _FULL_SHARE = 0.92
 _DROPPED_SHARE = 0.25
-# More than any program takes: 453 with segments of 3 layers. Reading the list of mappings takes some 20 ms when it is
-# long, compiling a program 100 and more: so it is not read before so many programs as would fill it have come.
-_MOST_OF_A_PROGRAM = 2000
+# Reading the list of mappings takes some 20 ms when it is long, compiling a program 100 and more. So it is not read
+# before programs have come that could fill it if each took so many times what they take on average: the largest takes
+# five times that, with SmolLM2.
+_MOST_OF_AVERAGE = 8
 # Where it is not these programs that fill it, dropping more of them for each that comes would not help.
-_ADDED_AFTER_DROP = 16
+_ADDED_WHEN_FULL = 16
 
 
 class ProgramStore(Generic[T]):
@@ -52,7 +53,9 @@ class ProgramStore(Generic[T]):
         return program
 
     def find(self, key: Hashable) -> T | None:
-        """The program of `key`, if it is there."""
+        """The program of `key`, if it is there: that it is asked for counts as use."""
+        if key in self._programs:
+            self._programs.move_to_end(key)
         return self._programs.get(key)
 
     def add(self, key: Hashable, program: T) -> None:
@@ -61,15 +64,17 @@ class ProgramStore(Generic[T]):
         self.num_added += 1
         self._unchecked -= 1
         if self._max_mappings is not None and self._unchecked < 0:
-            self._drop_if_full(self._max_mappings)
+            used, full = self._num_mappings(), _FULL_SHARE * self._max_mappings
+            if used >= full:
+                self._drop(used, self._max_mappings)
+                used = self._num_mappings()
+            self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
-    def _drop_if_full(self, max_mappings: int) -> None:
-        used = self._num_mappings()
-        room = int(_FULL_SHARE * max_mappings) - used
-        if room > 0:
-            self._unchecked = room // _MOST_OF_A_PROGRAM
-            return
-        self._unchecked = _ADDED_AFTER_DROP
+    def _safe_to_add(self, room: float, used: int) -> int:
+        """Programs that surely have room, and no more than there are: the first ones say little of those to come."""
+        return min(int(room * len(self._programs) / (_MOST_OF_AVERAGE * max(used, 1))), len(self._programs))
+
+    def _drop(self, used: int, max_mappings: int) -> None:
         count = int(_DROPPED_SHARE * len(self._programs))
         for _ in range(count):
             self._programs.popitem(last=False)

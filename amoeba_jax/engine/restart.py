@@ -52,6 +52,7 @@ def restart(
             recomputed += 1
         instance.cache.clear()
         instance.kv.clear()
+        instance.forget_weights()
     try:
         with cluster.open_weights() as reader:
             cluster.weights.reload(reader, group, have)

@@ -128,20 +128,19 @@ class Transformations:
         tables = place_up([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
         for instance in old:
             if instance.released < before:
-                for layer, extents in enumerate(instance.kv):
-                    extents += cluster.weights.release(instance.group, layer, instance.released, before)
+                cluster.release_more(instance, before)
         tokens = [buffer for instance in old for buffer in disassemble(instance.group, instance.last_tokens)]
         new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after, tokens)
         new.cache.enabled = False
-        members = []
+        members, views = [], []
         for instance, pages, table in zip(old, distinct, tables, strict=True):
             members.append(Member(instance.group, instance.pages, instance.kv))
             for sequence in instance.running:
                 assert sequence.pages is not None, "it runs"
                 members[-1].sequences[sequence] = sequence.pages
-                sequence.pages = SequencePages(new.pages, table[:, pages.columns(sequence.pages)])
-                new.add(sequence)
-            instance.running.clear()
+                view = SequencePages(new.pages, table[:, pages.columns(sequence.pages)])
+                views.append((new, sequence, view))
+        self._hand_over(old, views)
         cluster.replace(old, [new])
         transition = self._transition(job, new, members, programs, mover)
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
@@ -160,6 +159,7 @@ class Transformations:
         programs, mover, extra = self._prepare(job, group, tp, False, (before, after), rows, distinct)
         instance.cache.clear()
         instance.cache.enabled = False
+        instance.forget_weights()
         tables = place_down([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
         members = []
         for index, (part, pages, table) in enumerate(zip(parts, distinct, tables, strict=True)):
@@ -224,6 +224,26 @@ class Transformations:
             overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
         )
 
+    def _hand_over(self, old: list[Instance], views: list[tuple[Instance, Sequence, SequencePages]]) -> None:
+        """Have new instances run the sequences of old ones, with other pages. Where that fails, the old ones do.
+
+        Then sequences with a state on the device, which others have written over, are computed again.
+        """
+        before = [(sequence, sequence.pages, sequence.slot) for _, sequence, _ in views]
+        try:
+            for instance, sequence, pages in views:
+                sequence.pages = pages
+                instance.add(sequence)
+        except BaseException:
+            for sequence, pages, slot in before:
+                sequence.pages, sequence.slot = pages, slot
+            for instance in old:
+                for sequence in [s for s in instance.running if s.sampling.uses_state]:
+                    self._requeue(instance, sequence)
+            raise
+        for instance in old:
+            instance.running.clear()
+
     # The course of a transition
 
     def advance(self, instance: Instance, reserve: Callable[[Instance], None]) -> StepPlan | None:
@@ -264,21 +284,22 @@ class Transformations:
     def _finish(self, active: Active) -> None:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
+        if not transition.up:
+            self._drain(instance)
+        if active.steps and not instance.pending:  # nobody else will tell when the last switch is over
+            jax.block_until_ready([instance.kv, *(member.kv for member in transition.members)])
         if transition.up:
             instance.transition = None
             instance.cache.enabled = cluster.config.prefix_caching
         else:
-            self._drain(instance)
-            instance.running.clear()
-            new, released = [], transition.programs.released[1]
+            new, views, released = [], [], transition.programs.released[1]
             tokens = disassemble(instance.group, instance.last_tokens)
             for index, member in enumerate(transition.members):
                 ranks = slice(index * member.group.tp, (index + 1) * member.group.tp)
                 parts = active.allocators[ranks], member.kv, released, tokens[ranks]
                 new.append(cluster.new_instance(member.group, *parts))
-                for sequence, pages in member.sequences.items():
-                    sequence.pages = pages
-                    new[-1].add(sequence)
+                views += [(new[-1], sequence, pages) for sequence, pages in member.sequences.items()]
+            self._hand_over([instance], views)
             cluster.replace([instance], new)
         for device, allocator in zip(instance.group.device_indices, active.allocators, strict=True):
             cluster.allocators[device] = allocator
@@ -286,11 +307,9 @@ class Transformations:
         if transition.up and instance.pending:
             self._settling.append((active, instance.pending[-1].result))
             return
-        present = [instance for instance in cluster.instances if instance.id in active.devices]
-        if active.steps:
-            jax.block_until_ready([instance.kv for instance in present])
         if transition.restored:
-            self._settling.append((active, present[0].when_ready(transition.restored)))
+            home = next(i for i in cluster.instances if i.id == instance.id)
+            self._settling.append((active, home.when_ready(transition.restored)))
             return
         self._settle(active)
 
@@ -302,9 +321,10 @@ class Transformations:
 
     def collect(self) -> None:
         """End the transitions whose last step has run."""
-        arrived = [active for active, result in self._settling if result.done()]
-        self._settling = [(active, result) for active, result in self._settling if not result.done()]
-        for active in arrived:
+        arrived = [settling for settling in self._settling if settling[1].done()]
+        self._settling = [settling for settling in self._settling if settling not in arrived]
+        for active, result in arrived:
+            result.result()  # a failure of what the layers were left with is the engine's
             self._settle(active)
 
     def _settle(self, active: Active) -> None:
@@ -363,9 +383,11 @@ class Transformations:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
         del self._active[instance]
+        # Tokens that never come, of sequences that were preempted a moment ago too.
+        for row in (row for step in instance.pending for row in step.sampled):
+            row.sequence.num_in_flight = 0
         instance.pending.clear()
         for sequence in list(instance.running):
-            sequence.num_in_flight = 0
             self._requeue(instance, sequence)
         kv = transition.undo()
         released = max(transition.programs.released)

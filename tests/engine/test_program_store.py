@@ -36,9 +36,11 @@ def test_least_recently_used_go_first(caplog: pytest.LogCaptureFixture):
     assert store.num_added == 93
 
 
-@pytest.mark.parametrize("of_a_program", [80, 450, 1900])
+@pytest.mark.parametrize("of_a_program", [80, 450, 9600])
 def test_mappings_are_counted_as_rarely_as_is_safe(of_a_program: int):
-    """Whatever a program takes, they are noticed within one of it; and few of many small ones have them counted."""
+    """Whatever a program takes, they are noticed within one of it, drop after drop; and few of many small ones have
+    them counted.
+    """
     counted = 0
 
     def count() -> int:
@@ -46,13 +48,26 @@ def test_mappings_are_counted_as_rarely_as_is_safe(of_a_program: int):
         counted += 1
         return of_a_program * len(store)
 
-    store, most = ProgramStore[int](count, 65530), 0
-    while len(store) == store.num_added:
-        most = of_a_program * len(store)
-        store.add(store.num_added, 0)
-    assert 0 <= int(program_store._FULL_SHARE * 65530) - most <= of_a_program
+    store, full = ProgramStore[int](count, 65530), program_store._FULL_SHARE * 65530
+    for _ in range(5):
+        present = -1
+        while len(store) > present:
+            present = len(store)
+            assert of_a_program * present < full
+            store.add(store.num_added, 0)
+        assert of_a_program * (present + 1) >= full, "there was room"
     if of_a_program == 80:
-        assert counted < store.num_added / 5
+        assert counted < store.num_added / 8
+
+
+def test_mappings_of_unlike_programs():
+    """Small ones first, and then only those that take five times the average."""
+    store = ProgramStore[int](lambda: sum(store), 65530)
+    sizes = [*[60] * 600, *[460] * 200]
+    for number, size in enumerate(sizes):
+        store.add(number, size)
+        assert sum(store) < 0.93 * 65530
+    assert len(store) < len(sizes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are counted on Linux")

@@ -24,8 +24,9 @@ from transform_cases import (
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import StepPlan
+from amoeba_jax.engine.instance import Instance, StepPlan
 from amoeba_jax.engine.program import HeadOutput
+from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transform_job import Job, TransformOptions, check_options
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
@@ -376,21 +377,27 @@ def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 @pytest.mark.parametrize("layers_done", [0, 1])
-@pytest.mark.parametrize("where", ["plan", "exchange", "step"])
+@pytest.mark.parametrize("where", ["plan", "extents", "exchange", "step"])
 def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
-    """Before the first layer: as it was. After it: at the higher degree, and requests are computed again."""
+    """Before the first layer: as it was. After it: at the higher degree, and requests are computed again.
+
+    An exchange fails when it has taken the extents.
+    """
     prompts, params = requests(10, max_tokens=40)
     expected = tokens(idle.generate(prompts, params))
     if not up:
         idle.transform(4)
     running = Background(idle, prompts, params)
     wait_until_decoding(idle, 6)
-    name = {"plan": "_plan_moves", "exchange": "_all_extents", "step": "run"}[where]
+    name = {"plan": "_plan_moves", "extents": "_all_extents", "exchange": "_hand_over", "step": "run"}[where]
     method = getattr(Transition, name)
     failures = [RuntimeError("injected")]
 
     def fails(transition: Any, *arguments: Any) -> Any:
         if failures and transition.num_switched == layers_done + (where == "step"):
+            if where == "exchange":
+                layer, _ = arguments
+                assert all(extent.is_deleted() for extent in transition.instance.kv[layer]), "those before it"
             raise failures.pop()
         return method(transition, *arguments)
 
@@ -435,6 +442,83 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
         with pytest.raises(TransformError, match="injected"):
             idle.transform(4 if up else 1)
     assert {view.tensor_parallel_size for view in idle.instances} == {4}
+    assert tokens(running.result()) == expected
+    idle.transform(1)
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
+    """The token never comes: the request is not to wait for it."""
+    prompts, params = requests(10, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 6)
+    switch = Transition.switch_layers
+    preempted = []
+
+    def fails(transition: Transition) -> None:
+        if transition.num_switched == 1 and not preempted:
+            preempted.extend(s for s in transition.instance.running if s.num_in_flight)
+            idle._engine._preempt(transition.instance, preempted[0])
+            raise RuntimeError("injected")
+        switch(transition)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transition, "switch_layers", fails)
+        with pytest.raises(TransformError, match="injected"):
+            idle.transform(4 if up else 1)
+    assert tokens(running.result()) == expected
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
+    """Some have the pages, the slot and the device's state of the new one by then."""
+    prompts, params = requests(10, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    if not up:
+        idle.transform(4)
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 10)
+    add, adding = Instance.add, []
+
+    def fails(instance: Instance, sequence: Sequence) -> None:
+        adding.append(sequence)
+        add(instance, sequence)
+        if len(adding) == 8:
+            raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Instance, "add", fails)
+        with pytest.raises(RuntimeError, match="injected"):
+            idle.transform(4 if up else 1)
+    assert any(sequence.sampling.uses_state for sequence in adding[:8])
+    assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}
+    assert tokens(running.result()) == expected
+
+
+def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """What the one has released for the merge by then is cache of its own."""
+    prompts, params = requests(10, max_tokens=40)
+    expected = tokens(idle.generate(prompts, params))
+    idle.transform(2, devices=[0, 1], release_weights=False)
+    idle.transform(2, devices=[2, 3])
+    running = Background(idle, prompts, params)
+    wait_until_decoding(idle, 6)
+    pages = [view.kv_total_pages for view in idle.instances]
+
+    def fails(transition: Transition) -> Any:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transition, "_plan_moves", fails)
+        with pytest.raises(TransformError, match=r"injected.*as they were"):
+            idle.transform(4)
+    assert pages[0] < pages[1]
+    assert [view.kv_total_pages for view in idle.instances] == [pages[1]] * 2
+    idle.transform(4)
     assert tokens(running.result()) == expected
     idle.transform(1)
     assert tokens(idle.generate(prompts, params)) == expected

@@ -1,18 +1,20 @@
 """Transformations by other means than in place: slower, larger, and with the same tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
 from transform_cases import SHARED, Background, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine import weights
 from amoeba_jax.engine.movers import CopyMover, HostMover
+from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import RequestError, TransformError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -78,28 +80,41 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_s
 
 
 @pytest.mark.parametrize("variant", ["basic", "host_memory", "restart"])
-def test_weights_are_the_same_afterwards(idle: LLM, variant: str):
-    """In other buffers, of which there are as many."""
+def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
+    """In other buffers, of which there are as many; and while they are replaced, hardly more."""
 
     def chunks() -> dict[Any, np.ndarray]:
         store = idle._engine.cluster.weights
         return {(d, *key): np.array(c) for d, held in enumerate(store._chunks) for key, c in held.items()}
 
-    def num_bytes() -> int:
-        return sum(array.nbytes for array in jax.live_arrays() if len(array.devices()) == 1 and array.ndim == 2)
+    replace, put = WeightStore.replace, weights.put
 
+    def watched(method: Callable[..., Any], *arguments: Any) -> Any:
+        result = method(*arguments)
+        live.append(total_live_bytes())
+        return result
+
+    monkeypatch.setattr(WeightStore, "replace", lambda *arguments: watched(replace, *arguments))
+    monkeypatch.setattr(weights, "put", lambda *arguments: watched(put, *arguments))
     prompts, params = requests(4, max_tokens=64)
     before = chunks()
+    num_bytes, weight_bytes = total_live_bytes(), sum(chunk.nbytes for chunk in before.values())
     for _ in range(2):
         running = Background(idle, prompts, params)
         wait_until_decoding(idle, 2)
         for tp in (4, 1):
+            live: list[int] = []
             idle.transform(tp, variant=variant)
+            if variant == "restart":
+                assert max(live) < 1.5 * weight_bytes, "with no cache meanwhile"
+            else:
+                assert live[-1] - live[0] < 0.05 * weight_bytes, "what the first layers had before is still there"
         running.result()
         after = chunks()
         assert before.keys() == after.keys()
         for key, chunk in before.items():
             np.testing.assert_array_equal(after[key], chunk)
+        assert total_live_bytes() <= num_bytes
 
 
 def test_without_release(idle: LLM):
