@@ -475,8 +475,9 @@ def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monk
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """Some have the pages, the slot and the device's state of the new one by then."""
-    prompts, params = requests(10, max_tokens=40)
+    """Some have the pages and the slot of the new one by then, and the device's state of others is written over."""
+    prompts, _ = requests(10)
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True)
     expected = tokens(idle.generate(prompts, params))
     if not up:
         idle.transform(4)
@@ -494,7 +495,6 @@ def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: p
         patch.setattr(Instance, "add", fails)
         with pytest.raises(RuntimeError, match="injected"):
             idle.transform(4 if up else 1)
-    assert any(sequence.sampling.uses_state for sequence in adding[:8])
     assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}
     assert tokens(running.result()) == expected
 
