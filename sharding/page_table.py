@@ -137,13 +137,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("configs", nargs="*", type=Path, metavar="config.json", help="models; default: four known ones")
+    parser.add_argument(
+        "configs",
+        nargs="*",
+        type=Path,
+        metavar="config.json",
+        help="models, also as the directories that have it; default: four known ones",
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--page-bytes", default="2MiB", help="size of a page (default: %(default)s)")
     size.add_argument("--page-size", type=int, help="tokens of a KV page, instead of a number of bytes")
     options = parser.parse_args(arguments)
     try:
-        models = [FfnShape.from_hf(path.parent.name, json.loads(path.read_text())) for path in options.configs]
+        paths = [path / "config.json" if path.is_dir() else path for path in options.configs]
+        models = [FfnShape.from_hf(path.resolve().parent.name, json.loads(path.read_text())) for path in paths]
         if options.page_size is None:
             title = f"pages of {options.page_bytes}"
             table = [row for model in models or MODELS for row in rows(model, parse_bytes(options.page_bytes))]
