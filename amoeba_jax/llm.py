@@ -297,7 +297,8 @@ class LLM:
     ) -> TransformReport:
         """Merge or split instances while requests run; returns when it is done.
 
-        Running requests go on: nothing of them is lost, or computed again unless the variant is `restart`. They
+        Running requests go on: nothing of them is lost, or computed again unless the variant is `restart` or a device
+        runs out of pages, as it may at any time. They
         generate a token in every step of the transformation, those whose prompt is computed; others, and new ones, wait
         on the devices that change until it has ended.
 
@@ -315,6 +316,7 @@ class LLM:
             LayoutError: if such instances cannot be made of these devices.
             RequestError: if running or waiting requests would not fit, or the devices are being transformed already.
                 Nothing has changed then.
+            NotCompiledError: the same, for programs that were not compiled, with `strict_compile`.
             TransformError: if it failed on its way; the message says how it ended.
         """
         try:

@@ -51,13 +51,13 @@ class GroupTransform:
     """A group of devices that went from one degree to another.
 
     Attributes:
-        seconds: from its start to its last layer's switch, steps in between included.
+        seconds: from its start until its last layer's switch has run, steps in between included.
         layers: in the order in which they switched.
         steps: that ran while it was under way.
-        tokens: that these steps generated.
+        tokens: that these steps computed, one of each sequence that was running when the step was launched.
         staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
         restored_bytes: of weights that came back from peers, on all ranks together.
-        recomputed: requests that are computed again.
+        recomputed: how often a sequence lost its pages, to be computed again: at a restart, or where pages ran out.
         step_s: duration of a decode step before it, of the slowest instance: the median of the latest 16. None if
             nothing had been decoded, or the variant is `restart`.
     """

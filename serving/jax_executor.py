@@ -198,7 +198,7 @@ def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
     return WaitingRequest(
         name,
         prompt_tokens=sequence.num_known,
-        max_total_tokens=len(sequence.prompt) + sequence.params.max_tokens,
+        max_total_tokens=sequence.most_tokens,
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
@@ -210,7 +210,7 @@ def _running_request(name: str, sequence: Sequence) -> RunningRequest:
     return RunningRequest(
         name,
         num_tokens=sequence.num_tokens,
-        max_total_tokens=len(sequence.prompt) + sequence.params.max_tokens,
+        max_total_tokens=sequence.most_tokens,
         uncomputed_tokens=max(len(sequence.prompt) - sequence.num_computed, 0),
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,

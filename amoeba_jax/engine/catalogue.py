@@ -38,11 +38,22 @@ def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterat
     buckets = plan.buckets(group.tp)
     prompts = [buckets.step(0, 1, chunk) for chunk in prompt_logits_chunks(buckets)]
     steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
-    extents = plan.extent_pages(group.tp)
     for shape, logits_of in steps:
-        keys = segment_keys(group, plan.plans, shape, extents, plan.num_slots, logits_of)
-        for key, segment in zip(keys, plan.plans, strict=True):
-            yield executables.requests.step(key, segment, group)
+        yield from step_requests(plan, executables, group, shape, group.tp, logits_of)
+
+
+def step_requests(
+    plan: EnginePlan,
+    executables: Executables,
+    group: SubMesh,
+    shape: BatchShape,
+    released: int,
+    logits_of: LogitsOf = "last",
+) -> Iterator[ProgramRequest]:
+    """Programs of a step of an instance with weights released for a degree, one for each segment."""
+    keys = segment_keys(group, plan.plans, shape, plan.extent_pages(released), plan.num_slots, logits_of)
+    for key, segment in zip(keys, plan.plans, strict=True):
+        yield executables.requests.step(key, segment, group)
 
 
 def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:

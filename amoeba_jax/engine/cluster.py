@@ -8,6 +8,7 @@ import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
+from amoeba_jax.engine.catalogue import step_requests
 from amoeba_jax.engine.executables import Executable, Executables
 from amoeba_jax.engine.instance import Instance, SamplingState
 from amoeba_jax.engine.loading import OpenWeights
@@ -92,6 +93,13 @@ class Cluster:
     def capacity_tokens(self, tp: int, released: int) -> int:
         """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
         return self.plan.capacity_tokens(tp, released)
+
+    def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
+        """Raise `NotCompiledError` if instances of degree `tp` over a group could not serve with `strict_compile`."""
+        shape = self.buckets(tp).step(1)
+        for start in range(group.start, group.start + group.tp, tp):
+            part = self.sub_meshes.group(start, tp)
+            self.executables.check(step_requests(self.plan, self.executables, part, shape, released))
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """An empty allocator over the base extent and those that are released for a degree."""

@@ -24,7 +24,6 @@ from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform import TransformReport
-from kvcache.allocator import OutOfPagesError
 from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
@@ -88,16 +87,13 @@ class Engine:
 
     def _check_waiting(self, options: TransformOptions) -> None:
         """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
-        degree = options.tensor_parallel_size
-        limit = self.capacity_tokens(degree)
-        others = [i for i in self.instances if i.id not in options.devices]
-        if not any(instance.capacity_tokens >= limit for instance in others):
-            for sequence in self.waiting:
-                if (total := len(sequence.prompt) + sequence.params.max_tokens) > limit:
-                    raise RequestError(
-                        f"the transformation is refused: request {sequence.request_id!r}, which waits, needs {total} "
-                        f"tokens, and a TP{degree} instance holds {limit}"
-                    )
+        limit, degree = max(self.transformations.capacity_to_come(i, options) for i in self.instances)
+        for sequence in self.waiting:
+            if sequence.most_tokens > limit:
+                raise RequestError(
+                    f"the transformation is refused: request {sequence.request_id!r}, which waits, needs "
+                    f"{sequence.most_tokens} tokens, and a TP{degree} instance would hold {limit}"
+                )
 
     def end_transformations(self) -> None:
         """Go on, and wait, until no transformation is under way."""
@@ -142,12 +138,12 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `RequestError` for a request that no instance of the present layout can hold, or, with a `placement`
-        that may change it, none of any layout."""
+        """Raise `RequestError` for a request that no instance can hold when the transformations under way are through,
+        or, with a `placement` that may change the layout, none of any layout. May be called by any thread."""
         total = num_prompt_tokens + max_tokens
-        if not self.instances:
+        if not (instances := self.instances):
             return  # closed: whatever is asked next says so
-        capacity, tp = max((instance.capacity_tokens, instance.tp) for instance in self.instances)
+        capacity, tp = max(map(self.transformations.capacity_to_come, instances))
         if self.placement is not None:
             degrees = self.cluster.sub_meshes.degrees()
             capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
@@ -261,14 +257,22 @@ class Engine:
             if instance is not None:
                 self.waiting.pop(0)
                 self._place(instance, sequence)
+            elif self._fits_nowhere(sequence):
+                capacity = max(instance.capacity_tokens for instance in self.instances)
+                message = f"it needs {sequence.most_tokens} tokens, and no instance holds more than {capacity} any more"
+                self.reject(sequence, RequestError(message))
             elif not self._preempt_lower_priority(sequence):
                 return
+
+    def _fits_nowhere(self, sequence: Sequence) -> bool:
+        """It came before instances became smaller, or before those failed that should have become larger."""
+        return not self.transformations.busy and all(i.capacity_tokens < sequence.most_tokens for i in self.instances)
 
     # For a placement
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
         """Let a waiting sequence run. Raises `RequestError`, with nothing changed, if it cannot run there now."""
-        most = len(sequence.prompt) + sequence.params.max_tokens
+        most = sequence.most_tokens
         if sequence not in self.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
         if instance.transition is not None:
@@ -312,10 +316,10 @@ class Engine:
         for instance in self.instances:
             # A page more for everyone who runs: so that it isn't preempted for their next token.
             page_size = self.dims.page_size
-            total = min(sequence.num_known + page_size, len(sequence.prompt) + sequence.params.max_tokens)
+            total = min(sequence.num_known + page_size, sequence.most_tokens)
             total += page_size * len(instance.running)
-            most = len(sequence.prompt) + sequence.params.max_tokens
-            admits = instance.transition is None and instance.has_free_slot and instance.capacity_tokens >= most
+            holds = instance.capacity_tokens >= sequence.most_tokens
+            admits = instance.transition is None and instance.has_free_slot and holds
             if admits and instance.cache.fits(keys, total):
                 new = sequence.num_known - instance.cache.num_cached(keys) * self.dims.page_size
                 backlog = sum(s.num_left for s in instance.running)
@@ -416,6 +420,7 @@ class Engine:
             plan = self.transformations.advance(instance, self._reserve_next_tokens)
             if plan is not None:
                 self._count(plan)
+                self._end_prompts(plan)
             return True
         self._reserve_next_tokens(instance)
         plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
@@ -427,12 +432,16 @@ class Engine:
             self._refuse(instance, plan, error)
             return self._launch(instance)
         self._count(plan)
-        for row in plan.rows:
-            sequence = row.sequence
-            if row.start < len(sequence.prompt) <= row.start + row.length:
-                self._cache_pages(instance, sequence)
-                self._release_siblings(sequence)
+        for sequence in self._end_prompts(plan):
+            self._cache_pages(instance, sequence)
         return True
+
+    def _end_prompts(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences whose prompt is through with a step that was launched: their siblings may begin."""
+        ended = [r.sequence for r in plan.rows if r.start < len(r.sequence.prompt) <= r.start + r.length]
+        for sequence in ended:
+            self._release_siblings(sequence)
+        return ended
 
     def _refuse(self, instance: Instance, plan: StepPlan, error: Exception) -> None:
         """End the sequence of a step that its missing program is for, so that the others can go on without it.
@@ -457,15 +466,17 @@ class Engine:
         stats.steps += 1
         stats.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += 1
 
-    def _reserve_next_tokens(self, instance: Instance) -> None:
-        """Give every sequence that decodes a page for its next token, the last in order going without if need be."""
+    def _reserve_next_tokens(self, instance: Instance) -> int:
+        """Give every sequence that decodes a page for its next token, the last in order going without if need be.
+
+        Returns the number of those, which are preempted.
+        """
+        num_preempted = 0
         for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
-            while sequence.slot >= 0:
-                try:
-                    instance.reserve(sequence, sequence.num_tokens)
-                    break
-                except OutOfPagesError:
-                    self._preempt(instance, max(instance.running, key=lambda s: s.order))
+            while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
+                self._preempt(instance, max(holders, key=lambda s: s.order))
+                num_preempted += 1
+        return num_preempted
 
     def _take(self, instance: Instance, step: PendingStep) -> None:
         """Hand out the tokens of a step, and end the sequences that are done."""

@@ -214,14 +214,18 @@ class Executables:
         """`get` with what is known of it."""
         return self._store.get(request.key, lambda: self._make(request))
 
+    def check(self, requests: Iterable[ProgramRequest]) -> None:
+        """Raise `NotCompiledError` for the first program, if any, that `get` would refuse."""
+        if self.strict and self._complete:
+            for request in requests:
+                if request.key not in self._known:
+                    raise _not_compiled(request)
+
     def _make(self, request: ProgramRequest) -> Executable:
         dropped = request.key in self._known
         if self._complete:
             if self.strict and not dropped:
-                raise NotCompiledError(
-                    f"program {request} was not compiled before the engine was ready, and with strict_compile none is "
-                    "compiled after that"
-                )
+                raise _not_compiled(request)
             self.num_late += 1
             why = "it was dropped for others" if dropped else "it was not before the engine was ready"
             logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
@@ -246,3 +250,10 @@ class Executables:
             self._known.add(executable.request.key)
             self._store.add(executable.request.key, executable)
             yield executable
+
+
+def _not_compiled(request: ProgramRequest) -> NotCompiledError:
+    return NotCompiledError(
+        f"program {request} was not compiled before the engine was ready, and with strict_compile none is compiled "
+        "after that"
+    )

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.sampling_params import SamplingParams
+from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.mesh import SubMesh, assemble, disassemble
@@ -204,12 +205,19 @@ class Instance:
             program = self.executables.get(self.executables.requests.set_state(self.group, self.num_slots))
             state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), flags, bias)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Pages for so many tokens of a sequence, in all views. Raises `OutOfPagesError` where they do not fit."""
+    def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
+        """Give a sequence pages for so many tokens, in all views.
+
+        Returns none, or, where they do not fit, the sequences that hold the pages it lacks, itself among them.
+        """
         assert sequence.pages is not None
-        if self.transition is not None:
-            self.transition.reserve(sequence, num_tokens)
-        self.cache.reserve(sequence.pages, num_tokens)
+        if self.transition is not None and (holders := self.transition.reserve(sequence, num_tokens)):
+            return holders
+        try:
+            self.cache.reserve(sequence.pages, num_tokens)
+        except OutOfPagesError:
+            return self.running
+        return ()
 
     def remove(self, sequence: Sequence) -> None:
         """Give up a sequence; its pages stay with the prefix cache as long as there is room."""

@@ -11,7 +11,8 @@ from amoeba_jax.transform import GroupTransform
 
 
 class RestartError(RuntimeError):
-    """The weights could not be read again. The instances have their old degree, and an empty cache."""
+    """The weights could not be read again, or the cache not be made anew. The instances have their old degree, and an
+    empty cache."""
 
 
 def restart(
@@ -31,7 +32,8 @@ def restart(
         tp: degree of the new instances, where one falls apart.
         release_weights: whether a merged instance gives weights that its ranks do not need to its cache.
 
-    Raises `RequestError`, with nothing changed, where a request may grow beyond the lower degree, and `RestartError`.
+    Raises `RequestError`, with nothing changed, where a request may grow beyond the lower degree, or a program is
+    missing; and `RestartError`.
     """
     start = time.perf_counter()
     group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
@@ -45,6 +47,7 @@ def restart(
         after = min(before, tp)
         have = [after] * group.tp
         check_growth(cluster, old[0], tp, after)
+    cluster.check_compiled(group, groups[0].tp, after)
     recomputed = 0
     for instance in old:
         for sequence in list(instance.running):
@@ -53,18 +56,37 @@ def restart(
         instance.cache.clear()
         instance.kv.clear()
         instance.forget_weights()
-    try:
+    layers = range(cluster.dims.config.num_layers)
+
+    def read() -> None:
         with cluster.open_weights() as reader:
             cluster.weights.reload(reader, group, have)
-    except Exception as error:
+
+    def put_back() -> None:
         cluster.replace(old, [cluster.empty_instance(i.group, i.released) for i in old])
+
+    try:
+        read()
+    except Exception as error:
+        put_back()
         raise RestartError(f"the weights cannot be read again: {error}") from error
     if up:
-        for layer in range(cluster.dims.config.num_layers):
+        for layer in layers:
             for instance in old:
                 cluster.weights.release(instance.group, layer, instance.released, before)
             cluster.weights.release(group, layer, before, after)
-    cluster.replace(old, [cluster.empty_instance(g, after) for g in groups])
+    try:
+        new = [cluster.empty_instance(g, after) for g in groups]
+    except Exception as error:
+        # As they were: what was released is read once more, what was not is released.
+        if up:
+            read()
+        else:
+            for layer in layers:
+                cluster.weights.release(group, layer, after, before)
+        put_back()
+        raise RestartError(f"the KV cache cannot be made anew: {error}") from error
+    cluster.replace(old, new)
     return GroupTransform(
         group.device_indices,
         from_degree=old[0].tp,
@@ -86,7 +108,8 @@ def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -
     """
     limit = cluster.capacity_tokens(tp, released)
     for sequence in instance.running:
-        if (most := len(sequence.prompt) + sequence.params.max_tokens) > limit:
+        if sequence.most_tokens > limit:
             raise RequestError(
-                f"request {sequence.request_id!r} may grow to {most} tokens, and a TP{tp} instance holds {limit}"
+                f"request {sequence.request_id!r} may grow to {sequence.most_tokens} tokens, and a TP{tp} instance "
+                f"holds {limit}"
             )

@@ -77,6 +77,11 @@ class Sequence:
         return (self.params.priority, self.number, self.index)
 
     @property
+    def most_tokens(self) -> int:
+        """What it may grow to."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
     def num_known(self) -> int:
         """Tokens that the host knows, prompt included."""
         return len(self.prompt) + len(self.output)

@@ -75,6 +75,7 @@ class Active:
     start: float = field(default_factory=time.perf_counter)
     steps: int = 0
     tokens: int = 0
+    recomputed: int = 0
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -100,7 +101,8 @@ class Active:
             self.tokens,
             self.staging_bytes,
             restored,
-            step_s=self.step_s,
+            self.recomputed,
+            self.step_s,
         )
 
 

@@ -59,6 +59,22 @@ class Transformations:
         """Of every device that is being transformed, or is about to be, the degree to come."""
         return {device: job.options.tensor_parallel_size for job in self._jobs for device in job.options.devices}
 
+    def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
+        """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
+
+        `further` is one that has not been requested yet. May be called by any thread.
+        """
+        wanted = [job.options for job in list(self._jobs)] + ([] if further is None else [further])
+        options = next((o for o in wanted if instance.id in o.devices), None)
+        if options is None or options.tensor_parallel_size == instance.tp:
+            return instance.capacity_tokens, instance.tp
+        tp, released = options.tensor_parallel_size, instance.released
+        if tp < instance.tp:
+            released = min(released, tp)
+        elif options.release_weights:
+            released = max(released, tp)
+        return self._cluster.capacity_tokens(tp, released), tp
+
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
         check_options(options, self._cluster, self._jobs)
@@ -76,6 +92,8 @@ class Transformations:
                 while not job.active and job.error is None and (groups := next_groups(job.options, self._cluster)):
                     for old in groups:
                         self._begin(job, old)
+                        if job.error is not None:
+                            break  # a restart failed
             except Exception as error:
                 for active in [a for a in self._active.values() if a.job is job and not a.transition.started]:
                     self._abort(active)
@@ -83,7 +101,10 @@ class Transformations:
                     job.active -= 1
                 if not job.groups and not job.active:
                     self._jobs.remove(job)
-                    raise _refusal(error) from error
+                    if isinstance(error, OutOfPagesError | RequestError):
+                        kind = type(error) if isinstance(error, RequestError) else RequestError
+                        raise kind(f"the transformation is refused: {error}") from error
+                    raise
                 job.error = error
                 job.outcomes.append("what had not begun is as it was")
         if job.active:
@@ -97,7 +118,13 @@ class Transformations:
         if job.options.variant is TransformVariant.RESTART:
             self._restart(job, old)
             return
-        active = self._begin_up(job, old) if len(old) > 1 else self._begin_down(job, old[0])
+        try:
+            active = self._begin_up(job, old) if len(old) > 1 else self._begin_down(job, old[0])
+        except BaseException:
+            for instance in old:
+                self._reserve(instance.group.device_indices, 0)
+                instance.cache.enabled = self._cluster.config.prefix_caching
+            raise
         self._active[active.transition.instance] = active
         active.transition.instance.transition = active.transition
         job.active += 1
@@ -140,9 +167,9 @@ class Transformations:
                 members[-1].sequences[sequence] = sequence.pages
                 view = SequencePages(new.pages, table[:, pages.columns(sequence.pages)])
                 views.append((new, sequence, view))
+        transition = self._transition(job, new, members, programs, mover)
         self._hand_over(old, views)
         cluster.replace(old, [new])
-        transition = self._transition(job, new, members, programs, mover)
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
         return Active(job, transition, allocators, old, extra, max(paces, default=None))
 
@@ -183,10 +210,11 @@ class Transformations:
     ) -> tuple[TransitionPrograms, Mover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
-        Raises `RequestError` where these are over the budget.
+        Raises `RequestError` where these are over the budget, and `NotCompiledError` for a program that is missing.
         """
         cluster = self._cluster
         start = time.perf_counter()
+        cluster.check_compiled(group, group.tp if up else lower, released[1])
         num_layers = cluster.dims.config.num_layers
         bucket = cluster.buckets(lower).step(rows).num_rows
         programs = cluster.plan.transition(cluster.executables, group, lower, up=up, released=released, rows=bucket)
@@ -201,7 +229,6 @@ class Transformations:
         try:
             self._reserve(group.device_indices, extra)
         except MemoryBudgetError as error:
-            self._reserve(group.device_indices, 0)
             raise RequestError(f"variant {job.options.variant}: {error}, or kv_cache_tokens") from error
         job.prepare_s += time.perf_counter() - start
         return programs, mover, extra
@@ -246,15 +273,16 @@ class Transformations:
 
     # The course of a transition
 
-    def advance(self, instance: Instance, reserve: Callable[[Instance], None]) -> StepPlan | None:
+    def advance(self, instance: Instance, reserve: Callable[[Instance], int]) -> StepPlan | None:
         """Switch the next layers of an instance in transition and launch a step behind them, if anything decodes.
 
-        `reserve` gives the instance's sequences pages for their next tokens. Returns the step, if there is one.
+        `reserve` gives the instance's sequences pages for their next tokens, and returns how many it preempted for
+        that. Returns the step, if there is one.
         """
         active, plan = self._active[instance], None
         transition = active.transition
         try:
-            reserve(instance)
+            active.recomputed += reserve(instance)
             transition.switch_layers()
             plan = self._launch(transition)
             if plan is None:
@@ -363,11 +391,12 @@ class Transformations:
         transition = active.transition
         instance = transition.instance
         del self._active[instance]
-        instance.transition = None
         if not transition.up:
+            instance.transition = None
             instance.cache.enabled = self._cluster.config.prefix_caching
             return
         self._drain(instance)
+        instance.transition = None
         instance.running.clear()
         old = []
         for before, member in zip(active.old, transition.members, strict=True):
@@ -395,10 +424,3 @@ class Transformations:
         for device, allocator in zip(instance.group.device_indices, allocators, strict=True):
             cluster.allocators[device] = allocator
         cluster.replace([instance], [cluster.new_instance(instance.group, allocators, kv, released)])
-
-
-def _refusal(error: Exception) -> Exception:
-    """What the caller of a transformation gets that never began."""
-    if isinstance(error, OutOfPagesError | RequestError):
-        return RequestError(f"the transformation is refused: {error}")
-    return error

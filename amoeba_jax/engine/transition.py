@@ -14,6 +14,7 @@ layer holds them where its layout says. New tokens get pages in both.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.transform import LayerSwitch
+from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from sharding.mesh import SubMesh, assemble, disassemble
 
@@ -105,9 +107,14 @@ class Transition:
         """Where a sequence is in the lower layout."""
         return next(member for member in self.members if sequence in member.sequences)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Pages for a sequence in the lower layout. Raises `OutOfPagesError`, with nothing changed."""
-        self.member_of(sequence).sequences[sequence].reserve(num_tokens)
+    def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
+        """Give a sequence pages in the lower layout. Returns none, or, where they do not fit, all of its instance."""
+        sequences = self.member_of(sequence).sequences
+        try:
+            sequences[sequence].reserve(num_tokens)
+        except OutOfPagesError:
+            return sequences.keys()
+        return ()
 
     def remove(self, sequence: Sequence) -> None:
         """Free a sequence's pages in the lower layout."""
