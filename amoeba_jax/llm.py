@@ -298,9 +298,8 @@ class LLM:
         """Merge or split instances while requests run; returns when it is done.
 
         Running requests go on: nothing of them is lost, or computed again unless the variant is `restart` or a device
-        runs out of pages, as it may at any time. They
-        generate a token in every step of the transformation, those whose prompt is computed; others, and new ones, wait
-        on the devices that change until it has ended.
+        runs out of pages, as it may at any time. Those whose prompt is computed generate a token in every step of the
+        transformation; others, and new ones, wait on the devices that change until it has ended.
 
         Args:
             tensor_parallel_size: degree that instances have afterwards.

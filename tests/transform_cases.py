@@ -54,9 +54,14 @@ def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 
 class Background:
-    """`generate` in a thread of its own."""
+    """`generate` in a thread of its own.
+
+    Attributes:
+        asked: its prompts and their settings.
+    """
 
     def __init__(self, llm: LLM, prompts: list[Prompt], params: Any, **arguments: Any):
+        self.asked = prompts, params
         self.outputs: list[RequestOutput] = []
         self.error: BaseException | None = None
 
@@ -80,14 +85,26 @@ class Background:
 def wait_until_decoding(llm: LLM, count: int) -> None:
     """Until so many sequences run and have a token."""
 
-    def decoding() -> int:
+    def number() -> int:
         running = [s for instance in llm._engine.instances for s in instance.running]
         return sum(bool(sequence.output) for sequence in running)
 
     deadline = time.monotonic() + TIMEOUT_S
-    while llm._dispatcher.call(decoding).result(TIMEOUT_S) < count:
+    while llm._dispatcher.call(number).result(TIMEOUT_S) < count:
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def decoding(
+    llm: LLM, count: int, asked: tuple[list[Prompt], Any], tp: int = 1
+) -> tuple[Background, list[list[tuple[int, ...]]]]:
+    """What `requests` gave, running in instances of degree `tp` until `count` sequences decode; and its tokens."""
+    expected = tokens(llm.generate(*asked))
+    if tp > 1:
+        llm.transform(tp)
+    running = Background(llm, *asked)
+    wait_until_decoding(llm, count)
+    return running, expected
 
 
 def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:

@@ -15,6 +15,7 @@ from transform_cases import (
     SHARED,
     Background,
     after_each_switch,
+    decoding,
     kv_of,
     make,
     requests,
@@ -80,10 +81,7 @@ def test_tokens_do_not_depend_on_transformations(idle: LLM, chain: list[int]):
     ],
 )
 def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, variant: str, release_weights: bool):
-    prompts, params = requests(8, max_tokens=32)
-    expected = tokens(idle.generate(prompts, params))
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=32))
     how = {"variant": variant, "release_weights": release_weights, "layers_per_step": layers_per_step}
     up = idle.transform(4, **how)
     capacity = idle.instances[0].kv_total_pages
@@ -111,10 +109,7 @@ def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, varian
 def test_other_models(name: str, num_devices: int, tmp_path: Path, compile_cache: str):
     """Heads that do not divide, query and key norms, biases, sliding windows."""
     with make(tiny_model(name, tmp_path), compile_cache, num_devices=num_devices) as llm:
-        prompts, params = requests(8, max_tokens=32)
-        expected = tokens(llm.generate(prompts, params))
-        running = Background(llm, prompts, params)
-        wait_until_decoding(llm, 4)
+        running, expected = decoding(llm, 4, requests(8, max_tokens=32))
         for tp in (4, 2, 1) if num_devices == 4 else (2, 1):
             llm.transform(tp)
         assert tokens(running.result()) == expected
@@ -124,10 +119,7 @@ def test_other_models(name: str, num_devices: int, tmp_path: Path, compile_cache
 @pytest.mark.slow
 def test_attention_weights_too(directory: Path, compile_cache: str):
     with make(directory, compile_cache, transform_attention=True) as llm:
-        prompts, params = requests(8, max_tokens=32)
-        expected = tokens(llm.generate(prompts, params))
-        running = Background(llm, prompts, params)
-        wait_until_decoding(llm, 4)
+        running, expected = decoding(llm, 4, requests(8, max_tokens=32))
         for tp in (2, 4, 1):
             llm.transform(tp)
         assert tokens(running.result()) == expected
@@ -140,10 +132,7 @@ def test_attention_weights_too(directory: Path, compile_cache: str):
 def test_two_groups_of_eight_devices(directory: Path, compile_cache: str):
     """One changes while the other serves, and then both at once."""
     with make(directory, compile_cache, num_devices=8) as llm:
-        prompts, params = requests(24)
-        expected = tokens(llm.generate(prompts, params))
-        running = Background(llm, prompts, params)
-        wait_until_decoding(llm, 8)
+        running, expected = decoding(llm, 8, requests(24))
         llm.transform(4, devices=[4, 5, 6, 7])
         assert [view.tensor_parallel_size for view in llm.instances] == [1, 1, 1, 1, 4]
         llm.transform(2, devices=[0, 1])
@@ -383,12 +372,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
 
     An exchange fails when it has taken the extents.
     """
-    prompts, params = requests(10, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 6)
+    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     name = {"plan": "_plan_moves", "extents": "_all_extents", "exchange": "_hand_over", "step": "run"}[where]
     method = getattr(Transition, name)
     failures = [RuntimeError("injected")]
@@ -412,19 +396,14 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     assert tokens(running.result()) == expected
     assert any(output.metrics.num_preemptions for output in running.outputs) != untouched
     idle.transform(2)
-    assert tokens(idle.generate(prompts, params)) == expected
+    assert tokens(idle.generate(*running.asked)) == expected
 
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
     """A program that fails may have taken the extents of one device with it, whichever that is."""
-    prompts, params = requests(10, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 6)
+    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     run = Transition.run
     failures = [RuntimeError("injected")]
 
@@ -444,18 +423,13 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
     assert {view.tensor_parallel_size for view in idle.instances} == {4}
     assert tokens(running.result()) == expected
     idle.transform(1)
-    assert tokens(idle.generate(prompts, params)) == expected
+    assert tokens(idle.generate(*running.asked)) == expected
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The token never comes: the request is not to wait for it."""
-    prompts, params = requests(10, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 6)
+    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     switch = Transition.switch_layers
     preempted = []
 
@@ -526,10 +500,7 @@ def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle
 
 def test_budget_that_is_exceeded_refuses(idle: LLM):
     """Temporaries that the budget has no room for: refused, and the requests go on."""
-    prompts, params = requests(6)
-    expected = tokens(idle.generate(prompts, params))
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 3)
+    running, expected = decoding(idle, 3, requests(6))
     ledger = idle._engine.cluster.ledgers[2]
     ledger.reserve("test", ledger.free_bytes)
     needed, ledger.reserved["staging"] = ledger.reserved["staging"], 0

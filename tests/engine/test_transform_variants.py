@@ -9,7 +9,7 @@ import pytest
 from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
-from transform_cases import SHARED, Background, kv_of, make, requests, tokens, wait_until_decoding
+from transform_cases import SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine import transformation, weights
@@ -50,10 +50,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
 )
 @pytest.mark.parametrize("variant", ["basic", "host_memory", "restart"])
 def test_tokens_do_not_depend_on_the_variant(idle: LLM, variant: str, chain: list[int]):
-    prompts, params = requests(8)
-    expected = tokens(idle.generate(prompts, params))
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8))
     reports = [idle.transform(tp, variant=variant) for tp in chain]
     outputs = running.result()
     assert tokens(outputs) == expected
@@ -151,10 +148,7 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
 
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
     with make(directory, compile_cache, **SHARED) as llm:
-        prompts, params = requests(4)
-        expected = tokens(llm.generate(prompts, params))
-        running = Background(llm, prompts, params)
-        wait_until_decoding(llm, 2)
+        running, expected = decoding(llm, 2, requests(4))
         with pytest.raises(RequestError, match=r"basic: staging need.*kv_cache_tokens"):
             llm.transform(4, variant="basic")
         assert {view.tensor_parallel_size for view in llm.instances} == {1}
@@ -168,12 +162,7 @@ def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cach
 )
 def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, mover: type, up: bool, where: str):
     """In the second layer: the group ends at the higher degree, and its requests are computed again."""
-    prompts, params = requests(8, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
     method, calls = getattr(mover, where), []
 
     def fails(self: Any, *arguments: Any) -> Any:
@@ -190,18 +179,13 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, mover: t
     assert [view.tensor_parallel_size for view in idle.instances] == [4]
     assert tokens(running.result()) == expected
     idle.transform(1)
-    assert tokens(idle.generate(prompts, params)) == expected
+    assert tokens(idle.generate(*running.asked)) == expected
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_restart_whose_weights_cannot_be_read(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The instances stay as they were, and serve."""
-    prompts, params = requests(8, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
 
     def fails() -> Any:
         raise OSError("the disk is gone")
@@ -217,12 +201,7 @@ def test_restart_whose_weights_cannot_be_read(idle: LLM, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_restart_whose_cache_cannot_be_made(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """After the weights were read: they are brought back to what they were."""
-    prompts, params = requests(8, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
     ledgers = idle._engine.cluster.ledgers
     before = [dict(ledger.entries) for ledger in ledgers]
     make_instance, failed = Cluster.empty_instance, []
@@ -241,15 +220,12 @@ def test_restart_whose_cache_cannot_be_made(idle: LLM, monkeypatch: pytest.Monke
     assert [dict(ledger.entries) for ledger in ledgers] == before
     assert tokens(running.result()) == expected
     idle.transform(1 if not up else 4)
-    assert tokens(idle.generate(prompts, params)) == expected
+    assert tokens(idle.generate(*running.asked)) == expected
 
 
 def test_restart_of_the_second_group_is_not_begun_when_the_first_failed(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """The caller is told of what happened to the first, and not that nothing did."""
-    prompts, params = requests(8, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=40))
     calls = []
 
     def fails() -> Any:
@@ -267,12 +243,7 @@ def test_restart_of_the_second_group_is_not_begun_when_the_first_failed(idle: LL
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """What was set aside for it is free again, and prefixes are kept as before."""
-    prompts, params = requests(8, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 4)
+    running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
     ledgers = idle._engine.cluster.ledgers
     before = [dict(ledger.reserved) for ledger in ledgers]
 
