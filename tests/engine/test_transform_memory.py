@@ -79,6 +79,7 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
     deadline = time.monotonic() + TIMEOUT_S
     while (use := kv_use(llm)) < 0.9:
         assert time.monotonic() < deadline
+        time.sleep(0.002)
     before = llm._dispatcher.call(total_live_bytes).result(TIMEOUT_S)
     reports: list[Any] = [llm.transform(tp, variant=variant) for tp in (4, 1)]
     assert tokens(running.result()) == expected

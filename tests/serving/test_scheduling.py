@@ -59,6 +59,8 @@ def schedule(llm: LLM) -> Iterator[Schedule]:
     yield start
     for scheduling in made:
         scheduling.close()
+    # Instances are new a moment before their transformation has ended.
+    wait_for(lambda: not llm._engine.transformations.busy)
     assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
