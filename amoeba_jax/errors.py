@@ -31,6 +31,11 @@ class NotANumberError(RuntimeError):
     """The model's logits for one request were infinite or not numbers; other requests are not affected."""
 
 
+class RequestFailedError(RuntimeError):
+    """The engine could not go on with one request: a program for it did not compile, load or run, or a device had no
+    memory for it. Other requests are not affected."""
+
+
 class NotCompiledError(RequestError):
     """A request needs a program that was not compiled before the engine was ready, and `strict_compile` is set."""
 
@@ -60,5 +65,6 @@ __all__ = [
     "NotCompiledError",
     "QueueFullError",
     "RequestError",
+    "RequestFailedError",
     "TransformError",
 ]

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import itertools
 import queue
+import secrets
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from amoeba_jax.accumulate import OutputAccumulator, wait_for, wait_for_all
 from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
@@ -35,20 +38,22 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
-from amoeba_jax.engine.sampling import bad_word_ids, sampling_row
+from amoeba_jax.engine.sampling import bad_word_ids, sample_seed, sampling_row
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.engine.warmup import count_programs, warm_up
-from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
+from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.output_thread import OutputThread
+from amoeba_jax.outputs import RequestDelta, RequestOutput
 from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.prompts import Prompt, as_prompts, check_tokens, failed_output, one_each
-from amoeba_jax.request import Delivery, OutputThread, Request, wait_for, wait_for_all
+from amoeba_jax.request import Delivery, Request
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform import TransformReport, TransformVariant
@@ -99,9 +104,12 @@ class LLM:
             source.close()
         self._engine = engine
         self._dispatcher = Dispatcher(engine)
-        self._outputs = OutputThread(partial(_end_sequence, self._dispatcher, engine))
+        self._outputs = OutputThread(partial(_end_sequence, self._dispatcher, engine), self._dispatcher.wake)
+        self._dispatcher.hold = self._outputs
         self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
         self._ids = itertools.count()
+        # Makes the numbers different from ids that callers may choose, and from those of other processes.
+        self._id_suffix = secrets.token_hex(4)
         self._requests: dict[str, Request] = {}
         # Reentrant: the garbage collector may end an abandoned stream in a thread that is in here.
         self._lock = threading.RLock()
@@ -131,16 +139,18 @@ class LLM:
         prompt_list, alone = as_prompts(prompts)
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
-        deliveries: list[queue.SimpleQueue[Delivery] | RequestOutput] = []
-        requests = []
+        deliveries: list[tuple[Request, queue.SimpleQueue[Delivery]] | RequestOutput] = []
+        requests: list[Request] = []
         try:
             for prompt, prompt_params, request_id in zip(prompt_list, settings, ids, strict=True):
                 arrived: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
                 try:
-                    requests.append(
-                        self._request(prompt, prompt_params, arrived.put, request_id, cache_salt, every_token=False)
+                    request = self._request(
+                        prompt, prompt_params, arrived.put, request_id, cache_salt, every_token=False
                     )
-                    deliveries.append(arrived)
+                    self._register(request)
+                    requests.append(request)
+                    deliveries.append((request, arrived))
                 except RequestError as error:
                     if alone:
                         raise
@@ -150,8 +160,8 @@ class LLM:
                 outputs = []
                 for prompt, request_id, delivery in zip(prompt_list, ids, deliveries, strict=True):
                     try:
-                        outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(delivery))
-                    except (RequestError, NotANumberError) as error:  # turned away while it waited, or failed alone
+                        outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(*delivery))
+                    except (RequestError, NotANumberError, RequestFailedError) as error:  # it failed alone
                         if alone:
                             raise
                         outputs.append(failed_output(prompt, request_id, error))
@@ -174,6 +184,7 @@ class LLM:
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._request(prompt, params, deliveries.put, request_id, cache_salt)
+        self._register(request)
         outputs = self._stream(request, deliveries)
         # A generator that is dropped before its loop starts runs no `finally`.
         weakref.finalize(outputs, _end_request, weakref.ref(self), request).atexit = False
@@ -182,7 +193,7 @@ class LLM:
     def _stream(self, request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
         try:
             self._submit([request])
-            yield from wait_for_all(deliveries)
+            yield from wait_for_all(request, deliveries)
         finally:
             self._end([request])
 
@@ -199,9 +210,31 @@ class LLM:
 
         Raises `DeadlineError` if no instance had room for it before `deadline`, a time of `time.monotonic()`.
         """
+        deltas = self.astream_deltas(prompt, params, request_id=request_id, cache_salt=cache_salt, deadline=deadline)
+        async with contextlib.aclosing(deltas):
+            accumulator: OutputAccumulator | None = None
+            async for request, delta in deltas:
+                accumulator = accumulator or OutputAccumulator(request)
+                yield accumulator.add(delta)
+
+    async def astream_deltas(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
+        """`astream` with what was added alone, and the request: for servers, whose work for a token must not grow with
+        what came before it. Arguments and errors are those of `astream`."""
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        deliver = self._outputs.in_loop(asyncio.get_running_loop(), deliveries.put_nowait)
-        request = self._request(prompt, params, deliver, request_id, cache_salt, deadline=deadline)
+        loop = asyncio.get_running_loop()
+        deliver = self._outputs.in_loop(loop, deliveries.put_nowait)
+        make = partial(self._request, prompt, params, deliver, request_id, cache_salt, deadline=deadline)
+        # Long lists take a while to check, and words to tokenize.
+        request = await loop.run_in_executor(None, make)
+        self._register(request)
         try:
             await asyncio.wrap_future(self._submit_soon([request]))
             finished = False
@@ -210,7 +243,7 @@ class LLM:
                 if isinstance(delivery, BaseException):
                     raise delivery
                 finished = delivery.finished
-                yield delivery
+                yield request, delivery
         finally:
             self._end([request])
 
@@ -269,6 +302,11 @@ class LLM:
     # Layout, memory, life cycle
 
     @property
+    def num_devices(self) -> int:
+        """Devices that it serves on."""
+        return self.config.num_devices
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens: the model's context, or what the largest layout holds."""
         return self._engine.max_model_len
@@ -276,7 +314,8 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions, compiled programs."""
-        return self._dispatcher.call(engine_stats, self._engine).result()
+        stats = self._dispatcher.call(engine_stats, self._engine).result()
+        return replace(stats, output_backlog=self._outputs.backlog, output_stalls=self._dispatcher.num_held)
 
     @property
     def instances(self) -> tuple[InstanceView, ...]:
@@ -322,9 +361,9 @@ class LLM:
             how = TransformVariant(variant)
         except ValueError:
             known = ", ".join(TransformVariant)
-            raise RequestError(f"variant={variant!r} is not known: it must be one of {known}") from None
+            raise RequestError(f"variant={shorten(variant)} is not known: it must be one of {known}") from None
         if isinstance(layers_per_step, bool) or not isinstance(layers_per_step, int) or layers_per_step < 1:
-            raise RequestError(f"layers_per_step={layers_per_step!r} must be a positive integer")
+            raise RequestError(f"layers_per_step={shorten(layers_per_step)} must be a positive integer")
         chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
         options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step)
         return self._dispatcher.call(self._engine.transform, options).result().result()
@@ -403,7 +442,7 @@ class LLM:
         every_token: bool = True,
         deadline: float | None = None,
     ) -> Request:
-        """A request that is checked and known by its id, to be submitted and ended by the caller."""
+        """A request that is checked, to be registered, submitted and ended by the caller. Changes nothing."""
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = prompt if text is None else self._need_tokenizer("a text prompt").encode(text)
@@ -415,8 +454,8 @@ class LLM:
         if params.stop:
             self._need_tokenizer("stop")
         eos = self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
+        sampling = sampling_row(params, 0, vocabulary, eos, bad_words)
         number = next(self._ids)
-        seed = params.seed if params.seed is not None else self.config.seed + number
 
         def sink(update: Update) -> None:
             self_outputs.put(request, update)
@@ -424,13 +463,16 @@ class LLM:
         self_outputs = self._outputs  # not `self`: a sequence must not keep an `LLM` alive
         sequences: list[Sequence] = []
         for index in range(params.n):
-            sampling = sampling_row(params, (seed + index) % 2**32, vocabulary, eos, bad_words)
+            if params.seed is None:
+                seed = sample_seed(self.config.seed, number, index)
+            else:
+                seed = (params.seed + index) % 2**32
             sequences.append(
                 Sequence(
-                    request_id if request_id is not None else str(number),
+                    request_id if request_id is not None else f"{number}-{self._id_suffix}",
                     tokens,
                     params,
-                    sampling,
+                    sampling.with_seed(seed),
                     sink,
                     index=index,
                     eos_token_ids=eos,
@@ -441,11 +483,14 @@ class LLM:
             )
         sequences[0].siblings = sequences[1:]
         request = Request(text, sequences, self.tokenizer, deliver, every_token)
+        return request
+
+    def _register(self, request: Request) -> None:
+        """Let a request be known by its id. Raises `RequestError` if that is taken."""
         with self._lock:
             if request.id in self._requests:
-                raise RequestError(f"request_id {request.id!r} is taken by a request that is not finished yet")
+                raise RequestError(f"request_id {shorten(request.id)} is taken by a request that is not finished yet")
             self._requests[request.id] = request
-        return request
 
     def _submit_soon(self, requests: list[Request]) -> "Future[None]":
         # All in one call: steps would run between several, with batches of chance sizes (and compile those).

@@ -122,3 +122,39 @@ class RequestOutput(_ShortRepr):
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that did not have to be computed."""
         return self.metrics.num_cached_tokens
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What was added to one of a request's samples since the request's delta before."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None
+    """For each of `token_ids`. None unless the request asked for it."""
+    cumulative_logprob: float | None
+    """Sum over all tokens of the sample so far. None unless the request asked for log-probabilities."""
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class RequestDelta:
+    """What was added to a request since the delta before. Its size is that of what is new, however long the request
+    is and however many samples it has."""
+
+    request_id: str
+    num_prompt_tokens: int
+    completions: tuple[CompletionDelta, ...]
+    """Those that grew or ended, by index."""
+    metrics: RequestMetrics
+    finished: bool
+    """Every sample has ended: this is the last."""
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
+    """For the positions of the prompt that follow those of the deltas before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were added, of all samples."""
+        return sum(len(completion.token_ids) for completion in self.completions)

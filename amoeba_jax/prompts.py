@@ -7,6 +7,7 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import RequestMetrics, RequestOutput
+from amoeba_jax.shorten import shorten
 
 Prompt = str | list[int]
 
@@ -27,7 +28,7 @@ def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
     if values is None or isinstance(values, kind):
         return [values] * count
     if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
-        raise RequestError(f"{name} must be one for each of the {count} prompts, got {values!r}")
+        raise RequestError(f"{name} must be one for each of the {count} prompts, got {shorten(values)}")
     return list(values)
 
 
@@ -39,11 +40,13 @@ def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
         raise RequestError(f"a prompt must be a text or a list of token ids, got {type(token_ids).__name__}")
     if len(token_ids) == 0:
         raise RequestError("the prompt is empty: give at least one token")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return tuple(token_ids)  # an integer in Python, not in NumPy, as most are
     for position, token in enumerate(token_ids):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
             raise RequestError(
-                f"token id {token!r} at position {position} is outside the vocabulary: it must be an "
+                f"token id {shorten(token)} at position {position} is outside the vocabulary: it must be an "
                 f"integer in [0, {vocab_size})"
             )
     return tuple(int(token) for token in token_ids)

@@ -1,57 +1,63 @@
 """The caller's side of a request: what the engine reports becomes text, outputs and metrics."""
 
-import asyncio
-import contextlib
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError
-from amoeba_jax.outputs import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from amoeba_jax.engine.sequence import Entries, Sequence, Update
+from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.text_stream import TextStream
 from amoeba_jax.tokenizer import Tokenizer
 
-Delivery = RequestOutput | BaseException
+Delivery = RequestDelta | BaseException
 EndEarly = Callable[[Sequence, str | None], None]
-# Updates after which event loops are woken up, even if there are more of them already.
-_MOST_TAKEN = 256
 
 
 @dataclass(eq=False)
 class _Completion:
-    """One of a request's continuations as far as the caller is to see it."""
+    """One of a request's continuations: what its caller has not got yet, and how it ended."""
 
     sequence: Sequence
     text_stream: TextStream
     text: str = ""
-    new_text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_tokens: int = 0
+    num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    finished_at: float | None = None
 
-    def show(self, text: str) -> None:
-        self.text += text
-        self.new_text += text
+    def take_delta(self) -> CompletionDelta:
+        """What has come since the last call."""
+        wanted = self.sequence.params.logprobs is not None
+        delta = CompletionDelta(
+            self.sequence.index,
+            self.text,
+            tuple(self.tokens),
+            tuple(self.logprobs) if wanted else None,
+            self.cumulative_logprob if wanted else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        self.text, self.tokens, self.logprobs = "", [], []
+        return delta
 
 
 class Request:
-    """A request's continuations and their outputs. `take` and `output` run in one thread, the outputs' own.
+    """A request's continuations and what they report. `take` runs in one thread, the outputs' own.
+
+    The work for an update is that of its tokens: it does not grow with the length or the number of the continuations.
 
     Args:
         sequences: the leader first.
-        deliver: gets every output (or only the last one, unless `every_token`), or what the request failed with.
+        deliver: gets what each step has brought (or everything at the end, unless `every_token`), or what the request
+            failed with.
+
+    Attributes:
+        inbox: updates that were not taken yet. Belongs to the `OutputThread`.
     """
 
     def __init__(
@@ -63,8 +69,9 @@ class Request:
         every_token: bool,
     ):
         self.id = sequences[0].request_id
+        self.prompt = prompt
         self.sequences = sequences
-        self._prompt = prompt
+        self.inbox: deque[Update] = deque()
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._every_token = every_token
@@ -81,20 +88,34 @@ class Request:
             )
             for sequence in sequences
         ]
-        self._failed = False
+        self._grown: dict[int, None] = {}  # indices of completions with something to deliver, in order of their updates
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+        self._metrics = RequestMetrics(arrival=sequences[0].arrival)
+        self._most_tokens = 0
+        self._num_unfinished = len(sequences)
+        self._failed = self._began = False
 
     @property
     def finished(self) -> bool:
-        return self._failed or all(c.finish_reason is not None for c in self._completions)
+        return self._failed or not self._num_unfinished
 
-    def take(self, update: Update, end_early: EndEarly) -> None:
-        """Take in news of one sequence; `end_early(sequence, stop string)` where a stop string ends it.
+    def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
+        """Take in news and deliver them; `end_early(sequence, stop string)` where a stop string ends a sequence.
 
         Where that fails, the request fails, and `end_early(sequence, None)` ends its sequences.
         """
         try:
-            self._take(update, end_early)
+            for update in updates:
+                if self._every_token and update.tokens and update.sequence.index in self._grown:
+                    self._deliver(self._delta())  # the next token of a sequence belongs to the next step
+                self._take(update, end_early)
+            if not self._failed and (self._every_token or self.finished) and self._grown:
+                self._deliver(self._delta())
         except Exception as error:
+            self._fail(error, end_early)
+
+    def _fail(self, error: BaseException, end_early: EndEarly) -> None:
+        if not self._failed:
             self._failed = True
             for sequence in self.sequences:
                 end_early(sequence, None)
@@ -104,172 +125,88 @@ class Request:
         completion = self._completions[update.sequence.index]
         if self.finished or completion.finish_reason is not None:
             return  # tokens sampled behind a stop string
-        if update.finished and update.sequence.error is not None:  # what came before it is delivered
-            self._failed = True
-            error = update.sequence.error
-            if isinstance(error, RequestError | NotANumberError):
-                for sequence in self.sequences:
-                    end_early(sequence, None)
-                self._deliver(error)
+        if update.finished and (error := update.sequence.error) is not None:
+            if isinstance(error, RequestError | NotANumberError | RequestFailedError):
+                self._fail(error, end_early)
                 return
             failure = EngineClosedError(f"the engine failed: {error}")
             failure.__cause__ = error
+            self._failed = True
             self._deliver(failure)
             return
-        self._add_tokens(completion, update)
-        if completion.text_stream.stopped is not None and completion.finish_reason is None:
-            self._finish(completion, "stop", completion.text_stream.stopped)
-            end_early(update.sequence, completion.text_stream.stopped)
-        if self._every_token or self.finished:
-            self._deliver(self._output())
+        if update.prompt_logprobs is not None:
+            self._prompt_logprobs += self._decoded(update.prompt_logprobs)
+        if update.tokens or update.finished:
+            self._grown[update.sequence.index] = None
+            self._add_tokens(completion, update)
+            if completion.text_stream.stopped is not None and completion.finish_reason is None:
+                self._finish(completion, "stop", completion.text_stream.stopped)
+                end_early(update.sequence, completion.text_stream.stopped)
+            self._measure(completion)
 
     def _add_tokens(self, completion: _Completion, update: Update) -> None:
         sequence = update.sequence
         ended_by_token = update.finished and sequence.finish_reason == "stop"
+        completion.num_tokens += len(update.tokens)
+        completion.tokens += update.tokens
         for token in update.tokens:
-            completion.tokens.append(token)
             if ended_by_token and not sequence.params.include_stop_str_in_output:
                 continue  # a stop token is not text
-            completion.show(completion.text_stream.push(token))
+            completion.text += completion.text_stream.push(token)
         if update.logprobs is not None:
-            completion.logprobs.append(self._decoded(update.logprobs))
+            entries = self._decoded(update.logprobs)
+            completion.logprobs += entries
+            for entry, token in zip(entries, update.tokens, strict=True):
+                completion.cumulative_logprob += entry[token].logprob
         if update.finished:
-            completion.show(completion.text_stream.finish())
+            completion.text += completion.text_stream.finish()
             if completion.text_stream.stopped is None:
                 assert sequence.finish_reason is not None
                 self._finish(completion, sequence.finish_reason, sequence.stop_reason)
 
     def _finish(self, completion: _Completion, reason: FinishReason, stop_reason: int | str | None) -> None:
         completion.finish_reason, completion.stop_reason = reason, stop_reason
-        completion.finished_at = time.monotonic()
+        self._num_unfinished -= 1
 
-    def _decoded(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+    def _decoded(self, entries: Entries) -> list[dict[int, Logprob]]:
+        built = entries.build()
         if self._tokenizer is None:
-            return entry
-        decode = self._tokenizer.decode
-        return {
-            token: replace(logprob, decoded_token=decode([token], skip_special_tokens=False))
-            for token, logprob in entry.items()
-        }
+            return built
+        text = self._tokenizer.token_text
+        return [{token: Logprob(it.logprob, it.rank, text(token)) for token, it in entry.items()} for entry in built]
 
-    def _output(self) -> RequestOutput:
-        leader = self.sequences[0]
-        prompt_logprobs = None
-        if leader.params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(e if e is None else self._decoded(e) for e in leader.prompt_logprobs)
-        outputs = tuple(self._completion_output(c) for c in self._completions)
-        for completion in self._completions:
-            completion.new_text = ""
-        return RequestOutput(
-            self.id,
-            self._prompt,
-            leader.prompt,
-            outputs,
-            self._metrics(),
-            outputs[0].new_text,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _completion_output(self, c: _Completion) -> CompletionOutput:
-        logprobs = cumulative = None
-        if c.sequence.params.logprobs is not None:
-            logprobs = tuple(c.logprobs)
-            cumulative = sum(entry[token].logprob for entry, token in zip(c.logprobs, c.tokens, strict=True))
-        return CompletionOutput(
-            c.text,
-            tuple(c.tokens),
-            c.finish_reason,
-            stop_reason=c.stop_reason,
-            index=c.sequence.index,
-            logprobs=logprobs,
-            cumulative_logprob=cumulative,
-            new_text=c.new_text,
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        arrival = self.sequences[0].arrival
-        started = min((s.started_at for s in self.sequences if s.started_at is not None), default=None)
-        first = min((s.first_token_at for s in self.sequences if s.first_token_at is not None), default=None)
-        ends = [c.finished_at for c in self._completions if c.finished_at is not None]
-        last = max(ends) if ends and self.finished else None
-        most = max(len(c.tokens) for c in self._completions)
-        tpot = None if last is None or first is None or most < 2 else (last - first) / (most - 1)
-        return RequestMetrics(
-            arrival=arrival,
-            queue_s=None if started is None else started - arrival,
-            ttft_s=None if first is None else first - arrival,
-            tpot_s=tpot,
-            e2e_s=None if last is None else last - arrival,
-            num_preemptions=sum(s.num_preemptions for s in self.sequences),
+    def _measure(self, completion: _Completion) -> None:
+        """Bring the metrics up to date with one completion that grew or ended."""
+        sequence, before = completion.sequence, self._metrics
+        self._most_tokens = max(self._most_tokens, completion.num_tokens)
+        queue_s, ttft_s = before.queue_s, before.ttft_s
+        if queue_s is None and sequence.started_at is not None:
+            queue_s = sequence.started_at - before.arrival
+        if ttft_s is None and sequence.first_token_at is not None:
+            ttft_s = sequence.first_token_at - before.arrival
+        e2e_s = tpot_s = None
+        if not self._num_unfinished:
+            e2e_s = time.monotonic() - before.arrival
+            if ttft_s is not None and self._most_tokens > 1:
+                tpot_s = (e2e_s - ttft_s) / (self._most_tokens - 1)
+        preempted = sequence.num_preemptions - completion.num_preemptions
+        completion.num_preemptions = sequence.num_preemptions
+        self._metrics = RequestMetrics(
+            before.arrival,
+            queue_s,
+            ttft_s,
+            tpot_s,
+            e2e_s=e2e_s,
+            num_preemptions=before.num_preemptions + preempted,
             num_cached_tokens=self.sequences[0].num_cached or 0,
         )
 
-
-class OutputThread:
-    """Turns updates into outputs beside the dispatcher, so that text costs no step any time."""
-
-    def __init__(self, end_early: EndEarly):
-        self._updates: queue.SimpleQueue[tuple[Request, Update] | None] = queue.SimpleQueue()
-        self._for_loops: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        self._thread = threading.Thread(target=self._run, args=(end_early,), name="amoeba-outputs", daemon=True)
-        self._thread.start()
-
-    def put(self, request: Request, update: Update) -> None:
-        """Queue an update; never blocks."""
-        self._updates.put((request, update))
-
-    def in_loop(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
-    ) -> Callable[[Delivery], None]:
-        """`deliver` for a `Request`, called in an event loop, which is woken up once for all requests of a step."""
-
-        def deliver_later(delivery: Delivery) -> None:
-            self._for_loops.setdefault(loop, []).append(partial(deliver, delivery))
-
-        return deliver_later
-
-    def close(self) -> None:
-        """Deliver what is queued and stop."""
-        self._updates.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self, end_early: EndEarly) -> None:
-        num_taken = 0
-        while (item := self._updates.get()) is not None:
-            request, update = item
-            request.take(update, end_early)
-            item = request = update = None  # what nobody waits for any more must not live on here
-            num_taken += 1
-            if num_taken == _MOST_TAKEN or self._updates.empty():
-                self._wake_loops()
-                num_taken = 0
-        self._wake_loops()
-
-    def _wake_loops(self) -> None:
-        waiting, self._for_loops = self._for_loops, {}
-        for loop, calls in waiting.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_call_all, calls)
-
-
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
-def wait_for(deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """The next output. Raises what the request failed with."""
-    delivery = deliveries.get()
-    if isinstance(delivery, BaseException):
-        raise delivery
-    return delivery
-
-
-def wait_for_all(deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Outputs up to the finished one. Raises what the request failed with."""
-    finished = False
-    while not finished:
-        output = wait_for(deliveries)
-        finished = output.finished
-        yield output
+    def _delta(self) -> RequestDelta:
+        completions = tuple(self._completions[index].take_delta() for index in sorted(self._grown))
+        self._grown.clear()
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        leader = self.sequences[0]
+        if leader.params.prompt_logprobs is not None and not self._began:
+            prompt_logprobs = (None, *prompt_logprobs)  # nothing comes before the first token
+        self._began = True
+        return RequestDelta(self.id, len(leader.prompt), completions, self._metrics, self.finished, prompt_logprobs)

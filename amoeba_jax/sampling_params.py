@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from amoeba_jax.errors import RequestError
+from amoeba_jax.shorten import shorten
 
 MAX_LOGPROBS = 20
 """Most top logprobs that a request can have for a token."""
@@ -49,7 +50,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output. Above 0."""
     seed: int | None = None
-    """Makes sampling repeatable, whatever else is in the batch."""
+    """Makes sampling repeatable, whatever else is in the batch. Sample `i` of `n` has the seed `seed + i`. Without one,
+    the samples of all requests have different seeds, which depend on the engine's."""
     stop: str | Sequence[str] = ()
     """Text that ends the request, one string or several. A tuple once constructed."""
     stop_token_ids: Sequence[int] = ()
@@ -71,7 +73,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens can be generated. None: all."""
     bad_words: Sequence[str] = ()
-    """Words, with or without a space before them, whose last token cannot follow the others."""
+    """Words, with or without a space before them, whose last token cannot follow the others. At most 256 forms of
+    several tokens; any number of one token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     priority: int = 0
@@ -79,40 +82,44 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
-            raise RequestError(f"temperature must be finite and at least 0, got {self.temperature!r}")
+            raise RequestError(f"temperature must be finite and at least 0, got {shorten(self.temperature)}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
+            raise RequestError(f"top_p must be in (0, 1], got {shorten(self.top_p)}")
         if not (_is_integer(self.top_k) and -1 <= self.top_k < 2**31):
-            raise RequestError(f"top_k must be an integer from 1 to 2**31 - 1, or 0 or -1 for all, got {self.top_k!r}")
+            raise RequestError(
+                f"top_k must be an integer from 1 to 2**31 - 1, or 0 or -1 for all, got {shorten(self.top_k)}"
+            )
         if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise RequestError(f"min_p must be in [0, 1], got {self.min_p!r}")
+            raise RequestError(f"min_p must be in [0, 1], got {shorten(self.min_p)}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not (_is_number(value) and -2 <= value <= 2):
-                raise RequestError(f"{name} must be in [-2, 2], got {value!r}")
+                raise RequestError(f"{name} must be in [-2, 2], got {shorten(value)}")
         # What float32 rounds to 0 would turn masked logits into NaN.
         if not (_is_number(self.repetition_penalty) and _SMALLEST_F32 <= self.repetition_penalty <= _LARGEST_F32):
-            raise RequestError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty!r}")
+            raise RequestError(f"repetition_penalty must be above 0 and finite, got {shorten(self.repetition_penalty)}")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
-            raise RequestError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
+            raise RequestError(f"seed must be an integer in [0, 2**32), got {shorten(self.seed)}")
         for name, (smallest, largest) in _INTEGERS.items():
             value = getattr(self, name)
             if not (_is_integer(value) and smallest <= value and (largest is None or value <= largest)):
                 limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-                raise RequestError(f"{name} must be an integer {limits}, got {value!r}")
+                raise RequestError(f"{name} must be an integer {limits}, got {shorten(value)}")
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens!r}")
+            raise RequestError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {shorten(self.min_tokens)}"
+            )
         if self.temperature == 0 and self.n > 1:
             raise RequestError(
-                f"n must be 1 where temperature is 0, which always takes the likeliest token, got {self.n!r}"
+                f"n must be 1 where temperature is 0, which always takes the likeliest token, got {shorten(self.n)}"
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and 0 <= value <= MAX_LOGPROBS):
-                raise RequestError(f"{name} must be None or an integer from 0 to {MAX_LOGPROBS}, got {value!r}")
+                raise RequestError(f"{name} must be None or an integer from 0 to {MAX_LOGPROBS}, got {shorten(value)}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | np.bool_):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be True or False, got {shorten(getattr(self, name))}")
         self._normalize()
 
     def _normalize(self) -> None:
@@ -126,7 +133,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             values["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not values["allowed_token_ids"]:
-                raise RequestError(f"allowed_token_ids must name a token, or be None, got {self.allowed_token_ids!r}")
+                raise RequestError("allowed_token_ids must name a token, or be None, got an empty list")
         for name, value in vars(self).items():
             if isinstance(value, bool | np.bool_):
                 values[name] = bool(value)
@@ -163,16 +170,16 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
     """`values` as a tuple of strings, none of them blank where they are words, or empty. None: no strings."""
     strings = () if values is None else tuple(values) if _is_collection(values) else None
     if strings is None or not all(isinstance(text, str) for text in strings):
-        raise RequestError(f"{name} must be a sequence of strings, got {values!r}")
+        raise RequestError(f"{name} must be a sequence of strings, got {shorten(values)}")
     if not all(text.strip() if name == "bad_words" else text for text in strings):
-        raise RequestError(f"{name} must not have an empty string, got {values!r}")
+        raise RequestError(f"{name} must not have an empty string, got {shorten(values)}")
     return strings
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     tokens = () if values is None else tuple(values) if _is_collection(values) else None
     if tokens is None or not all(_is_integer(token) and token >= 0 for token in tokens):
-        raise RequestError(f"{name} must be non-negative integers, got {values!r}")
+        raise RequestError(f"{name} must be non-negative integers, got {shorten(values)}")
     return tuple(int(token) for token in tokens)
 
 
@@ -181,12 +188,12 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     try:
         biases = dict(values or ())
     except (TypeError, ValueError) as error:
-        raise RequestError(f"logit_bias must map token ids to numbers, got {values!r}") from error
+        raise RequestError(f"logit_bias must map token ids to numbers, got {shorten(values)}") from error
     for token, bias in biases.items():
         if not (_is_integer(token) and token >= 0):
-            raise RequestError(f"logit_bias must have non-negative integers for token ids, got {token!r}")
+            raise RequestError(f"logit_bias must have non-negative integers for token ids, got {shorten(token)}")
         if not (_is_number(bias) and -100 <= bias <= 100):
-            raise RequestError(f"logit_bias must be in [-100, 100], got {bias!r} for token id {token}")
+            raise RequestError(f"logit_bias must be in [-100, 100], got {shorten(bias)} for token id {token}")
     return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
 
 

@@ -22,6 +22,12 @@ class EngineStats:
     """Times that a running request had to give up its pages."""
     nan_logits: int = 0
     """Sequences that ended as their logits were infinite or not numbers."""
+    failed_steps: int = 0
+    """Steps that failed on their devices; the requests of their instances were computed again."""
+    output_backlog: int = 0
+    """Now: tokens that were generated and not made into outputs yet, of all requests."""
+    output_stalls: int = 0
+    """Times that no steps were launched, as that backlog was at its limit."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     """Of the steps, those of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
     compiled_programs: int = 0

@@ -1,7 +1,9 @@
 """Text to token ids and back, whole or as a stream, with a model directory's own fast tokenizer."""
 
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,25 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from amoeba_jax.errors import CheckpointError, RequestError
+from amoeba_jax.shorten import shorten
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# Most token texts that `token_text` keeps: the vocabularies of most models fit.
+_MOST_TOKEN_TEXTS = 65_536
+# `decode` of more ids releases the interpreter lock. It does not for fewer: they take 1 ms at most, and to get the lock
+# back from a busy thread can take 5 ms.
+_LONG_DECODE = 4096
+# One character in Unicode's composed form, four in the decomposed form.
+_DECOMPOSED = (
+    "\N{GREEK SMALL LETTER ALPHA}\N{COMBINING COMMA ABOVE}\N{COMBINING GRAVE ACCENT}\N{COMBINING GREEK YPOGEGRAMMENI}"
+)
+_MOST_DECOMPOSED = 4
+
+# Most tokens of undecodable text that a `DetokenizeStream` holds.
+_MOST_HELD = 16
+# Most tokens of text given out that it decodes again. A UTF-8 decoder is in step again after at most 3 bytes.
+_MOST_CONTEXT = 8
 
 
 class Tokenizer:
@@ -21,6 +40,11 @@ class Tokenizer:
         # The Rust tokenizer: where a config says so, `transformers` cleans up decoded text ("a ." to "a."),
         # which a stream could not follow.
         self._backend = fast.backend_tokenizer
+        # As in `transformers`, a prompt is neither cut nor padded, whatever tokenizer.json says. With padding, the ids
+        # of a text would depend on the others of its batch.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._token_text = lru_cache(min(self.vocab_size, _MOST_TOKEN_TEXTS))(self._decode_token)
         self._special_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
@@ -70,16 +94,71 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds the BOS (or EOS) of tokenizers that have one.
 
+        Other threads run meanwhile. During 4 MB of English text (1.4 million tokens, 2 s) another thread waits for 25
+        to 40 ms at most, while the list of ids is built; the library's `encode` stops all threads for 2.5 to 3.5 s.
+
         Raises `RequestError` for text that is not valid Unicode (unpaired surrogates, which JSON can carry).
         """
+        return self.encode_all([text], add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each text, as `encode` does, in one call. Other threads run meanwhile.
+
+        Raises `RequestError` for a text that is not valid Unicode.
+        """
+        for text in texts:  # the library would take two strings for a pair of texts
+            if not isinstance(text, str):
+                raise RequestError(f"the text must be a string of valid Unicode, got {shorten(text)}")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, the batch calls release the interpreter lock. The fast one computes no offsets.
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
-            raise RequestError(f"the text cannot be encoded, it must be a string of valid Unicode: {error}") from error
+            bad = next((text for text in texts if not _is_unicode(text)), texts)
+            raise RequestError(f"the text must be a string of valid Unicode, got {shorten(bad)}") from error
+        return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """The most characters of a text that one token can stand for.
+
+        A text of more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so it can
+        be refused by its length alone. A normalizer may compose characters (NFC: up to 4 to 1); that is counted.
+
+        Assumes that the tokenizer drops no characters of a text: what it does drop (spaces that a normalizer collapses
+        or a special token swallows, characters unknown to a vocabulary without bytes) counts as text here. A text that
+        is mostly such characters can be refused although its tokens would fit.
+
+        Computed at the first use: up to 1 s for 150,000 tokens.
+        """
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        # The vocabulary has a character for each character of the text, or for each of its bytes.
+        longest = max(map(len, vocabulary), default=1)
+        normalizer = self._backend.normalizer
+        if normalizer is not None and len(normalizer.normalize_str(_DECOMPOSED)) < len(_DECOMPOSED):
+            ids = [[token_id] for token_id in vocabulary.values()]
+            texts = self._backend.decode_batch(ids, skip_special_tokens=False)
+            # 1: a decoder may strip a space. U+FFFD may be a part of any character.
+            longest = max(longest, 1 + max(map(_decomposed_length, texts), default=0))
+        return longest
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, unknown ids are left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        ids = list(ids)
+        if len(ids) <= _LONG_DECODE:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        # Unlike `decode`, it releases the interpreter lock.
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token alone, also of a special token. Remembers the texts of up to 65,536 tokens."""
+        return self._token_text(token_id)
+
+    def _decode_token(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the token is in the vocabulary and not empty: others add nothing to any text."""
+        return bool(self._backend.id_to_token(token_id))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -101,7 +180,7 @@ class Tokenizer:
                 raise RequestError(f"messages[{index}] is a {type(message).__name__}: it must be an object")
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    raise RequestError(f"messages[{index}] needs a string {key!r}, not {message.get(key)!r}")
+                    raise RequestError(f"messages[{index}] needs a string {key!r}, not {shorten(message.get(key))}")
         try:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
@@ -109,7 +188,9 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, ValueError, TypeError) as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            # A template may put the messages themselves into its error.
+            reason = shorten(str(error), 300)
+            raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
         # The template writes BOS itself where the model wants it.
         return self.encode(str(text), add_special_tokens=False)
 
@@ -122,41 +203,79 @@ class DetokenizeStream:
     """Turns tokens into text as they come, and never half a character.
 
     The increments, `flush()` included, add up to `Tokenizer.decode` of all tokens. One exception: the byte
-    fallback of SentencePiece replaces a whole run of byte tokens if any is invalid, but text given out stays.
+    fallback of SentencePiece replaces a whole run of byte tokens if any is invalid, but text given out stays, and an
+    invalid token is forgotten after 8 to 25 others.
 
     The last tokens are decoded with and without the new ones; the difference is the increment. The library's
     `DecodeStream` works alike, but keeps what it holds back at the end, and raises in that exception.
+
+    The work for a token is bounded: `push` decodes at most 50 tokens, whatever comes. Text that ends in U+FFFD waits
+    for the next token, but for no more than 16 tokens. Then all but its last character is given out.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]):
         self._tokenizer = tokenizer
         self._skipped_ids = skipped_ids
-        self._context: list[int] = []  # tokens of the last increment: what follows may need a space after them
-        self._context_text = ""
+        self._context: list[int] = []  # the last tokens of what was given out: what follows may need a space
+        self._context_text = ""  # the part of their text that was given out
         self._held: list[int] = []  # tokens since then
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes: often "", while a character's bytes are still coming."""
-        if token_id in self._skipped_ids:
+        if token_id in self._skipped_ids or not self._tokenizer.has_text(token_id):
             return ""
         self._held.append(token_id)
         increment = self._pending()
         # U+FFFD at the end is a character cut short, or one the model means: the next token tells.
-        if not increment or increment.endswith(REPLACEMENT):
+        if increment and not increment.endswith(REPLACEMENT):
+            self._keep_context()
+            return increment
+        if len(self._held) <= _MOST_HELD:
             return ""
-        self._context, self._held = self._held, []
-        self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=False)
-        return increment
+        if not increment:  # a decoder that swallows these tokens: those in the middle touch no other text
+            half = _MOST_CONTEXT // 2
+            self._held = self._held[:half] + self._held[-half:]
+            return ""
+        self._keep_context()
+        if not self._context_text.endswith(REPLACEMENT):
+            return increment
+        # In the bytes of a byte-level vocabulary, only the last U+FFFD can still become another character.
+        self._context_text = self._context_text[:-1]
+        return increment[:-1]
 
     def flush(self) -> str:
         """The rest, with U+FFFD for a character that was cut off. Ends the stream."""
         increment = self._pending()
-        self._held = []
+        self._keep_context()
         return increment
 
     def _pending(self) -> str:
-        text = self._tokenizer.decode(self._context + self._held, skip_special_tokens=False)
-        return text[len(self._context_text) :]
+        """The text that was not given out yet."""
+        text = self._decode(self._context + self._held)
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        return self._decode(self._held)  # the exception: text given out would be another one by now
+
+    def _keep_context(self) -> None:
+        """Take what is held for given out."""
+        self._context, self._held = self._held[-_MOST_CONTEXT:], []
+        self._context_text = self._decode(self._context)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _decomposed_length(text: str) -> int:
+    """The most characters that a normalizer can compose to `text`, or to what completes it."""
+    return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
 
 def _eos(path: Path) -> list[int]:

@@ -97,8 +97,8 @@ class MemoryReport:
     entries: tuple[MemoryEntry, ...]
     kv_used_bytes: tuple[int, ...]
     """Per device: the part of `kv cache` that holds pages of running requests."""
-    reserved_bytes: int
-    """Per device: kept free for the temporaries of running programs."""
+    reserved_bytes: tuple[int, ...]
+    """Per device: kept free for the temporaries of running programs, and for what a transformation takes besides."""
     padding: dict[str, float]
     """Stored over model elements, by kind of parameter, and `kv cache`: 1.0 means no padding."""
     kv_kept_bytes: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ class MemoryReport:
 
     def unused_bytes(self, device: int) -> int:
         """What is left of a device's budget."""
-        return self.budget_bytes - self.reserved_bytes - self.device_bytes(device)
+        return self.budget_bytes - self.reserved_bytes[device] - self.device_bytes(device)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class MemoryReport:
         """Header and rows of the table: an owner a row, a device a column."""
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
-        owners = list(totals[devices[0]]) if devices else []
+        owners = list(dict.fromkeys(owner for device in devices for owner in totals[device]))
         rows = [["owner", *(f"device {device}" for device in devices)]]
         rows += [[owner, *(format_bytes(totals[device].get(owner, 0)) for device in devices)] for owner in owners]
         rows.append(["  of it in use (kv)", *(format_bytes(self.kv_used_bytes[device]) for device in devices)])
@@ -162,7 +162,7 @@ class MemoryReport:
             rows.append(["  of it kept (prefixes)", *(format_bytes(self.kv_kept_bytes[device]) for device in devices)])
         padding = [sum(e.padding_bytes for e in self.entries if e.device == device) for device in devices]
         rows.append(["  of all padding", *(format_bytes(size) for size in padding)])
-        rows.append(["temporaries (reserved)", *(format_bytes(self.reserved_bytes) for _ in devices)])
+        rows.append(["temporaries (reserved)", *(format_bytes(self.reserved_bytes[device]) for device in devices)])
         rows.append(["unused", *(format_bytes(self.unused_bytes(device)) for device in devices)])
         rows.append(["budget", *(format_bytes(self.budget_bytes) for _ in devices)])
         return rows
@@ -234,7 +234,7 @@ def _columns(report: MemoryReport, device: int) -> list[_Column]:
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
     columns.append(_Column(None, parts.get(None, {})))
-    columns.append(_Column(None, {"temporaries (reserved)": report.reserved_bytes}))
+    columns.append(_Column(None, {"temporaries (reserved)": report.reserved_bytes[device]}))
     # Nothing, rather than a negative width, where programs were found to need more than was set aside.
     columns.append(_Column(None, {"unused": max(report.unused_bytes(device), 0)}))
     return columns

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance, StepPlan
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.step_plan import StepPlan
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:

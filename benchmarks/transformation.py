@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.instance import Instance, StepPlan
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.step_plan import StepPlan
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.layers import matmul

@@ -12,7 +12,16 @@ import jax
 from amoeba_jax.checkpoint import default_model
 from amoeba_jax.checkpoint.cache import cache_root
 from amoeba_jax.engine.memory import DEFAULT_CPU_MEMORY
-from amoeba_jax.platform import CPU_THREADS, MAX_CPU_DEVICES, serving_devices
+from amoeba_jax.platform import (
+    CPU_THREADS,
+    MAX_CPU_DEVICES,
+    NCCL_SPLITTING,
+    cuda_may_start,
+    is_inline,
+    jax_has_started,
+    nccl_splitting,
+    serving_devices,
+)
 from serving.doctor import Finding
 from sharding.ledger import format_bytes, parse_bytes
 
@@ -30,6 +39,27 @@ def _cpu_threads() -> Finding:
     advice = f"unset NPROC, or set it to {CPU_THREADS}"
     detail = f"NPROC={value}: programs on several virtual CPU devices may dead-lock"
     return Finding("CPU threads", "warn", detail, advice)
+
+
+def _nccl_splitting() -> Finding:
+    name, hang = "NCCL splitting", "a process with programs on 2 and on 4 GPUs may hang"
+    if not cuda_may_start(jax.config.values["jax_platforms"] or ""):
+        return Finding(name, "ok", "JAX starts no NVIDIA GPUs here")
+    try:
+        setting = nccl_splitting(os.environ)
+    except (OSError, ValueError) as error:
+        return Finding(name, "fail", f"XLA cannot read XLA_FLAGS: {error}", "unset XLA_FLAGS, or correct it")
+    flags, advice = os.environ.get("XLA_FLAGS", ""), f"set {NCCL_SPLITTING}=false in XLA_FLAGS"
+    if setting is not None:
+        if setting in ("false", "False", "0"):
+            return Finding(name, "ok", f"XLA_FLAGS has {NCCL_SPLITTING}={setting}")
+        return Finding(name, "warn", f"XLA_FLAGS has {NCCL_SPLITTING}={setting}: {hang}", advice)
+    if not is_inline(flags):
+        return Finding(name, "warn", f"{flags} has no {NCCL_SPLITTING}: {hang}", f"add {NCCL_SPLITTING}=false to it")
+    if jax_has_started():
+        detail = f"JAX has started without {NCCL_SPLITTING}=false: {hang}"
+        return Finding(name, "warn", detail, f"{advice} before JAX starts")
+    return Finding(name, "ok", f"XLA_FLAGS has no {NCCL_SPLITTING}: amoeba sets it to false")
 
 
 def _devices() -> Finding:
@@ -137,9 +167,10 @@ def _grpc_port() -> Finding:
     return Finding("gRPC port", "ok", f"port {GRPC_PORT} is free")
 
 
-# The thread setting first: starting JAX fills it in.
+# Settings of the environment first: starting JAX fills them in.
 HOST_CHECKS = (
     _cpu_threads,
+    _nccl_splitting,
     _devices,
     _default_model,
     _cache,

@@ -173,7 +173,7 @@ class ScheduledPlacement:
 def _start_siblings(engine: Engine) -> None:
     """Continuations of one prompt run beside the first of them, which has its pages, while they find room there."""
     for sequence in [s for s in engine.waiting if s.leader is not None and not s.num_in_flight]:
-        if (home := engine.leader_home(sequence)) is not None:
+        if (home := engine.room.leader_home(sequence)) is not None:
             engine.start(home, sequence)
 
 
@@ -198,7 +198,7 @@ def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
     return WaitingRequest(
         name,
         prompt_tokens=sequence.num_known,
-        max_total_tokens=sequence.most_tokens,
+        max_total_tokens=sequence.max_total_tokens,
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
@@ -210,7 +210,7 @@ def _running_request(name: str, sequence: Sequence) -> RunningRequest:
     return RunningRequest(
         name,
         num_tokens=sequence.num_tokens,
-        max_total_tokens=sequence.most_tokens,
+        max_total_tokens=sequence.max_total_tokens,
         uncomputed_tokens=max(len(sequence.prompt) - sequence.num_computed, 0),
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,

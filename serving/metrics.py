@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform import TransformReport
 from serving.scheduler import SchedulerCounters
@@ -107,47 +107,53 @@ class ServerMetrics:
 
 
 class RequestRecord:
-    """What one request adds to the metrics."""
+    """What one request adds to the metrics.
+
+    Attributes:
+        latest: what came last of it.
+        num_tokens: generated so far, of all samples.
+        finish_reasons: of the samples that have ended.
+    """
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
-        self.output: RequestOutput | None = None
-        """The latest."""
-        self._num_tokens = 0
+        self.latest: RequestDelta | None = None
+        self.num_tokens = 0
+        self.finish_reasons: list[str] = []
         self._last_token_at: float | None = None
 
-    def take(self, output: RequestOutput) -> None:
-        """An output has come from the engine."""
+    def take(self, delta: RequestDelta) -> None:
+        """Something new has come from the engine."""
         metrics, now = self._metrics, time.monotonic()
-        if self.output is None:
-            prompt = len(output.prompt_token_ids)
+        if self.latest is None:
+            prompt = delta.num_prompt_tokens
             metrics.prompt_tokens.inc(prompt)
             metrics.prefix_queries.inc(prompt)
-            metrics.prefix_hits.inc(output.num_cached_tokens)
-            if output.metrics.queue_s is not None:
-                metrics.queue.observe(output.metrics.queue_s)
-            if output.metrics.ttft_s is not None:
-                metrics.ttft.observe(output.metrics.ttft_s)
-        total = sum(len(completion.token_ids) for completion in output.outputs)
-        if total > self._num_tokens:
+            metrics.prefix_hits.inc(delta.metrics.num_cached_tokens)
+            if delta.metrics.queue_s is not None:
+                metrics.queue.observe(delta.metrics.queue_s)
+            if delta.metrics.ttft_s is not None:
+                metrics.ttft.observe(delta.metrics.ttft_s)
+        if added := delta.num_tokens:
             if self._last_token_at is not None:
                 metrics.itl.observe(now - self._last_token_at)
-            metrics.generation_tokens.inc(total - self._num_tokens)
-            self._num_tokens, self._last_token_at = total, now
-        self.output = output
+            metrics.generation_tokens.inc(added)
+            self.num_tokens += added
+            self._last_token_at = now
+        self.finish_reasons += [c.finish_reason for c in delta.completions if c.finish_reason is not None]
+        self.latest = delta
 
     def end(self, failed: bool) -> None:
         """The request has ended, well or not; or it `failed`: the engine could not go on with it."""
-        metrics, output = self._metrics, self.output
-        if output is None or not output.finished:
-            metrics.requests.labels("error" if output is None or failed else "abort").inc()
+        metrics, latest = self._metrics, self.latest
+        if latest is None or not latest.finished:
+            metrics.requests.labels("error" if latest is None or failed else "abort").inc()
             return
-        reasons = {completion.finish_reason for completion in output.outputs}
-        metrics.requests.labels(next(r for r in ("abort", "length", "stop") if r in reasons)).inc()
-        if output.metrics.e2e_s is not None:
-            metrics.e2e.observe(output.metrics.e2e_s)
-        if output.metrics.tpot_s is not None:
-            metrics.tpot.observe(output.metrics.tpot_s)
+        metrics.requests.labels(next(r for r in ("abort", "length", "stop") if r in self.finish_reasons)).inc()
+        if latest.metrics.e2e_s is not None:
+            metrics.e2e.observe(latest.metrics.e2e_s)
+        if latest.metrics.tpot_s is not None:
+            metrics.tpot.observe(latest.metrics.tpot_s)
 
 
 class _EngineMetrics(Collector):
@@ -168,6 +174,11 @@ class _EngineMetrics(Collector):
         yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", snapshot.kv_usage)
         yield _counter("num_preemptions", "Times that a request lost its pages.", snapshot.stats.preemptions)
         yield _counter("nan_logits", "Samples that ended as their logits were not numbers.", snapshot.stats.nan_logits)
+        yield _counter("failed_steps", "Steps that failed on their devices.", snapshot.stats.failed_steps)
+        yield _gauge("output_backlog", "Tokens that were not made into outputs yet.", snapshot.stats.output_backlog)
+        yield _counter(
+            "output_stalls", "Times that no steps were launched for that backlog.", snapshot.stats.output_stalls
+        )
         yield _step_tokens(snapshot.stats)
         instances = GaugeMetricFamily(
             "amoeba:instances", "Instances by tensor-parallel degree.", labels=["tensor_parallel_size"]

@@ -48,7 +48,7 @@ def serve_settings(
         **server,
         limits=Limits(**{name: values[name] for name in _LIMITS & set(values)}),
         tls=_tls(values),
-        api_token=_token(values.get("api_token_file"), environment.get("AMOEBA_API_TOKEN")),
+        api_token=_tokens(values.get("api_token_file"), environment.get("AMOEBA_API_TOKEN")),
         admin_token=_token(values.get("admin_token_file"), environment.get("AMOEBA_ADMIN_TOKEN")),
     )
     engine = EngineConfig.from_fields({name: values[name] for name in _ENGINE & set(values)})
@@ -73,6 +73,12 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
     if certificate is None or key is None:
         raise ConfigError("TLS needs both tls_certificate and tls_key")
     return TLS(Path(certificate), Path(key), None if client_ca is None else Path(client_ca))
+
+
+def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
+    """Clients' tokens: one on each line of a file that has any, or one from the environment."""
+    text = _token(path, from_environment)
+    return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 
 
 def _token(path: str | None, from_environment: str | None) -> str | None:

@@ -11,11 +11,10 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import amoeba_jax
-from amoeba_jax.outputs import RequestOutput
 from amoeba_jax.transform import TransformReport
-from serving.grpc_server.front_door import Call
-from serving.grpc_server.latest_output import num_tokens
+from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import code_of
+from serving.metrics import RequestRecord
 
 _EXPORT_TIMEOUT_S = 5
 Attribute = str | int | float | Sequence[str] | Sequence[int]
@@ -41,7 +40,7 @@ class Tracing:
         call: Call,
         model: str,
         started_ns: int,
-        output: RequestOutput | None,
+        record: RequestRecord,
         error: BaseException | None,
     ) -> None:
         """A request has ended, now; attributes have vLLM's names.
@@ -49,27 +48,27 @@ class Tracing:
         Args:
             call: its `trace_headers` name the span that it belongs to, if there is one.
             started_ns: when it came, in nanoseconds since 1970.
-            output: the last that the engine gave.
+            record: what the engine gave.
             error: what the call failed with.
         """
         attributes: dict[str, Attribute | None] = {
-            "gen_ai.request.id": call.request_id,
+            "gen_ai.request.id": call.name,
             "gen_ai.response.model": model,
             "gen_ai.request.max_tokens": call.params.max_tokens,
             "gen_ai.request.temperature": call.params.temperature,
             "gen_ai.request.top_p": call.params.top_p,
             "gen_ai.request.n": call.params.n,
         }
-        if output is not None:
-            metrics = output.metrics
+        if (latest := record.latest) is not None:
+            metrics = latest.metrics
             attributes |= {
-                "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
-                "gen_ai.usage.completion_tokens": num_tokens(output),
-                "gen_ai.usage.num_sequences": len(output.outputs),
+                "gen_ai.usage.prompt_tokens": latest.num_prompt_tokens,
+                "gen_ai.usage.completion_tokens": record.num_tokens,
+                "gen_ai.usage.num_sequences": call.params.n,
                 "gen_ai.latency.time_in_queue": metrics.queue_s,
                 "gen_ai.latency.time_to_first_token": metrics.ttft_s,
                 "gen_ai.latency.e2e": metrics.e2e_s,
-                "gen_ai.response.finish_reasons": [o.finish_reason for o in output.outputs if o.finish_reason],
+                "gen_ai.response.finish_reasons": list(record.finish_reasons),
             }
         if error is not None:
             attributes["error.type"] = code_of(error).name

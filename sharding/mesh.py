@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -133,3 +134,25 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
         return [array.addressable_data(rank) for rank in range(group.tp)]
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in group.devices]
+
+
+def is_lost(array: jax.Array) -> bool:
+    """Whether an array's buffers are gone with a program that failed: donated to it, or never computed by it.
+
+    Waits for the array.
+    """
+    if array.is_deleted():
+        return True
+    try:
+        array.block_until_ready()
+    except Exception:  # whatever the program failed with
+        return True
+    return False
+
+
+def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
+    """Arrays that are sharded over a group's ranks, with zeros in the place of those that are lost (see `is_lost`).
+
+    To be asked before they are viewed with others: JAX then tells of the first rank's buffers alone.
+    """
+    return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

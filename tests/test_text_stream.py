@@ -1,6 +1,9 @@
 """Streamed text against the plain way: decode everything, then look for stop strings."""
 
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,8 +12,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from amoeba_jax import text_stream
 from amoeba_jax.text_stream import TextStream
-from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 LONG_TOKENS = ["ab", "abc", "ca", "aab", "bb", "c a", "#b#", "###", "\n\n", "日é", "🦠🦠"]
@@ -57,6 +61,40 @@ def cut(text: str, stop: tuple[str, ...], include: bool, exempt: int = 0) -> tup
             string = max(found, key=len)
             return text[: end if include else end - len(string)], string
     return text, None
+
+
+class SearchingTextStream:
+    """Another reference: search the end of the text again for all stop strings with each token."""
+
+    def __init__(self, detokenizer: DetokenizeStream, stop: tuple[str, ...], include: bool, min_tokens: int):
+        self.detokenizer, self.stop, self.include, self.min_tokens = detokenizer, stop, include, min_tokens
+        self.num_tokens, self.tail = 0, ""
+        self.stopped: str | None = None
+
+    def push(self, token_id: int) -> str:
+        if self.stopped is not None:
+            return ""
+        self.num_tokens += 1
+        return self.take(self.detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        if self.stopped is not None:
+            return ""
+        text = self.take(self.detokenizer.flush())
+        return text if self.stopped is not None or self.include else text + self.tail
+
+    def take(self, new: str) -> str:
+        text, old = self.tail + new, len(self.tail)
+        found = []
+        for stop in self.stop if self.num_tokens > self.min_tokens else ():
+            start = text.find(stop, max(old + 1 - len(stop), 0))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if found:
+            _, start, self.stopped = min(found)
+            return text[old : start + len(self.stopped)] if self.include else text[:start]
+        self.tail = text[len(text) - could_go_on(text, self.stop) :]
+        return new if self.include else text[: len(text) - len(self.tail)]
 
 
 def to_ids(tokenizer: Tokenizer, drawn: list[str | list[int]]) -> list[int]:
@@ -129,6 +167,93 @@ def test_stop_string_in_the_first_tokens_stays_uncounted(byte_level):
     stream = TextStream(byte_level.stream(), ("b", "abc"), min_tokens=2)
     assert [stream.push(token_id) for token_id in byte_level.encode("abxb")] == ["", "", "abx", ""]
     assert stream.stopped == "b"
+
+
+LETTERS = st.text(alphabet="ab", min_size=1, max_size=60)
+REPEATING = st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(1, 8), st.text("ab", max_size=3)).map(
+    lambda drawn: drawn[0] * drawn[1] + drawn[2]
+)
+
+
+@settings(FUZZ, max_examples=1000)
+@given(
+    text=st.one_of(LETTERS, st.lists(REPEATING, min_size=1, max_size=4).map("".join)),
+    stop=st.lists(st.one_of(REPEATING, st.text("abc", min_size=1, max_size=9)), max_size=5).map(tuple),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 40),
+    data=st.data(),
+)
+def test_each_increment_is_that_of_a_search_from_the_start(byte_level, text, stop, include, min_tokens, data):
+    """Few letters and strings that repeat: most ends of the text are beginnings of a stop string."""
+    longer = [token for token in range(len(LONG_TOKENS)) if set(LONG_TOKENS[token]) <= set("ab")]
+    ids = byte_level.encode(text)
+    for _ in range(data.draw(st.integers(0, 3))):
+        place = data.draw(st.integers(0, len(ids)))
+        ids[place:place] = [data.draw(st.sampled_from(longer))]
+    stream = TextStream(byte_level.stream(), stop, include, min_tokens)
+    reference = SearchingTextStream(byte_level.stream(), stop, include, min_tokens)
+    for token_id in ids:
+        assert stream.push(token_id) == reference.push(token_id)
+        assert stream.stopped == reference.stopped
+    assert stream.finish() == reference.finish()
+    assert stream.stopped == reference.stopped
+
+
+class CountedString(str):
+    """A stop string that counts how many of its characters are looked at."""
+
+    characters = 0
+
+    def __getitem__(self, key: Any) -> str:
+        found = super().__getitem__(key)
+        self.characters += len(found)
+        return found
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        self.characters += len(prefix)
+        return super().startswith(prefix, *bounds)
+
+
+def steps(stop: tuple[str, ...], ids: list[int], tokenizer: Tokenizer, include: bool = False) -> int:
+    """Lines of the module that run for these tokens, and characters of stop strings that they look at."""
+    counted = tuple(CountedString(string) for string in stop)
+    stream = TextStream(tokenizer.stream(), counted, include)
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != text_stream.__file__:
+            return None
+        lines += event in ("call", "line")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for token_id in ids:
+            stream.push(token_id)
+    finally:
+        sys.settrace(before)
+    assert stream.stopped is None
+    return lines + sum(string.characters for string in counted)
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("period", ["a", "ab", "aab"])
+def test_work_for_a_character_does_not_grow_with_the_stop_strings(byte_level, period, include):
+    """Text that is always the beginning of all stop strings, and falls back to a shorter one again and again."""
+    ids = byte_level.encode((period * 400 + "b") * 3)
+    for length in (32, 1000):
+        beginning = (period * length)[: length - 1]
+        stop = tuple(beginning[i:] + "c" for i in range(16))
+        assert steps(stop, ids, byte_level, include) < 32 * len(stop) * len(ids)
+
+
+def test_stop_strings_cost_nothing_before_the_text_comes_near_them(byte_level):
+    """Each of 128 continuations has its own stream."""
+    long = tuple("a" * 100_000 + letter for letter in "bcdefghi")
+    ids = byte_level.encode("x" * 50)
+    assert steps(long, ids, byte_level) < 50 * 100
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "stories15M"])

@@ -101,13 +101,16 @@ def copy_with(source: Path, target: Path, **files: dict) -> Path:
 def test_refusal_by_the_template_is_the_requests_fault(directories, tmp_path):
     template = "{{ raise_exception('Conversation roles must alternate') }}"
     directory = copy_with(directories["stories260K"], tmp_path, tokenizer_config={"chat_template": template})
-    with pytest.raises(RequestError, match="refuses these messages: Conversation roles must alternate"):
+    with pytest.raises(RequestError, match="refuses these messages: 'Conversation roles must alternate'"):
         Tokenizer.from_directory(directory).apply_chat_template(CHAT)
 
 
-def test_unpaired_surrogates_are_refused(loaded):
-    with pytest.raises(RequestError, match="valid Unicode"):
-        loaded["stories15M"].encode("a\ud800b")
+@pytest.mark.parametrize("text", ["a\ud800b", ("a", "b"), ["a"], b"a", None])
+def test_texts_that_are_no_unicode_are_refused(text, loaded):
+    with pytest.raises(RequestError, match="must be a string of valid Unicode, got"):
+        loaded["stories15M"].encode(text)
+    with pytest.raises(RequestError, match="must be a string of valid Unicode, got"):
+        loaded["stories15M"].encode_all(["fine", text])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def report(num_devices: int = 4, num_layers: int = 3, owner: str = "ffn weights"
     used = tuple(num_layers * 65536 * device for device in range(num_devices))
     kept = tuple(num_layers * 131072 for _ in range(num_devices))
     live = 7 * MIB + sum((6 + layer % 2) * MIB + 2304 for layer in range(num_layers))
-    return MemoryReport(live + 5 * MIB, tuple(entries), used, 3 * MIB, {"kv cache": 4 / 3, "head": 1.0}, kept)
+    reserved = (3 * MIB,) * num_devices
+    return MemoryReport(live + 5 * MIB, tuple(entries), used, reserved, {"kv cache": 4 / 3, "head": 1.0}, kept)
 
 
 class Page(HTMLParser):
@@ -133,6 +134,24 @@ def test_parts_and_table_agree_with_the_entries():
     assert table["unused"] == ["2.0 MiB"] * 4
 
 
+def test_devices_have_their_own_reservations_and_owners():
+    """As while some of them are transformed: the others give nothing for it."""
+    entries = (
+        MemoryEntry(0, 0, "kv cache", 4 * MIB),
+        MemoryEntry(1, 0, "kv cache", 2 * MIB),
+        MemoryEntry(1, 0, "ffn weights", MIB),
+        MemoryEntry(1, None, "head", MIB),
+    )
+    memory = MemoryReport(10 * MIB, entries, (0, 0), (MIB, 3 * MIB), {})
+    table = {row[0]: row[1:] for row in memory.rows()}
+    assert list(table)[1:4] == ["kv cache", "ffn weights", "head"]
+    assert table["ffn weights"] == table["head"] == ["0 B", "1.0 MiB"]
+    assert table["temporaries (reserved)"] == ["1.0 MiB", "3.0 MiB"]
+    assert table["unused"] == ["5.0 MiB", "3.0 MiB"]
+    drawn = [row[f"device {device}, of no layer", "temporaries (reserved)"] for device, row in enumerate(areas(memory))]
+    assert drawn[1] == pytest.approx(3 * drawn[0], rel=0.01)
+
+
 def test_pointing_at_a_column_gives_its_bytes():
     titles = [title.text for title in picture(report()).iter("title")]
     parts = ["weights: 1.9 MiB", "kv cache in use: 96.0 KiB", "kv cache kept: 96.0 KiB", "kv cache free: 2.8 MiB"]
@@ -173,7 +192,7 @@ def test_text_is_escaped():
 
 
 def test_programs_over_the_budget_leave_nothing_unused():
-    memory = MemoryReport(10 * MIB, (MemoryEntry(0, 0, "kv cache", 9 * MIB),), (0,), 3 * MIB, {})
+    memory = MemoryReport(10 * MIB, (MemoryEntry(0, 0, "kv cache", 9 * MIB),), (0,), (3 * MIB,), {})
     assert ("device 0, of no layer", "unused") not in areas(memory)[0]
     assert {row[0]: row[1] for row in memory.rows()}["unused"] == "-2.0 MiB"
 

@@ -1,7 +1,7 @@
 """What a server answers, as plain data."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.outputs import FinishReason, Logprob
@@ -71,6 +71,8 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    limits: dict[str, int] = field(default_factory=dict)
+    """Of requests and of their fields, by name: see docs/serving.md."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
         message.has_chat_template,
         tuple(message.eos_token_ids),
         message.bos_token_id if message.HasField("bos_token_id") else None,
+        dict(message.limits),
     )
 
 

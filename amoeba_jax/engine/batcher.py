@@ -2,8 +2,8 @@
 
 from amoeba_jax.engine.batch import BatchShape
 from amoeba_jax.engine.buckets import Buckets
-from amoeba_jax.engine.instance import Row, StepPlan
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import Row, StepPlan
 
 # Logits of a whole chunk are `[V, T]` in f32: shorter chunks keep them small where vocabularies are large.
 MAX_PROMPT_LOGITS_CHUNK = 64

@@ -8,15 +8,14 @@ from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.plan import EnginePlan
 from amoeba_jax.engine.program import LogitsOf, segment_keys
 from amoeba_jax.engine.program_requests import ProgramRequest
-from amoeba_jax.engine.sampling import pack, pair_bucket
+from amoeba_jax.engine.sampling import pack
 from sharding.mesh import SubMesh
 
 
 def catalogue(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramRequest]:
     """Programs of all instances of some degrees, and of transitions between any two of them, each once.
 
-    It leaves out what only some calls ask for: `LLM.logits`, transformations that keep weights or are not in place,
-    and steps with bad words that are more than `sampling.pair_bucket` starts with.
+    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights or are not in place.
     """
     found: dict[object, ProgramRequest] = {}
     for tp in degrees:
@@ -60,7 +59,7 @@ def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Ite
     buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
     for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
         yield requests.draw(group, rows, slots, pack([], rows).size)
-        yield requests.draw_full(group, rows, slots, pack([], rows, pair_bucket(0)).size)
+        yield requests.draw_full(group, rows, slots, pack([], rows, full=True).size)
     for chunk in prompt_logits_chunks(buckets):
         tokens = buckets.step(0, 1, chunk).num_tokens
         yield requests.token_logprobs(group, tokens)

@@ -1,6 +1,10 @@
 """The devices of an engine, what lies in their memory, and the instances over them."""
 
-from collections.abc import Callable, Iterator
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +14,32 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.catalogue import step_requests
 from amoeba_jax.engine.executables import Executable, Executables
-from amoeba_jax.engine.instance import Instance, SamplingState
+from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.memory import ACTIVATION_KINDS
 from amoeba_jax.engine.plan import EnginePlan
+from amoeba_jax.engine.step_plan import SamplingState
 from amoeba_jax.engine.weights import WeightStore
-from amoeba_jax.errors import MemoryBudgetError
+from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.models.dims import ModelDims
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble
+from sharding.release import ReleasedChunk
+
+logger = logging.getLogger(__name__)
 
 KvBuffers = list[list[jax.Array]]
 """Extents of each layer."""
+
+REVIVE_INTERVAL_S = 1.0
+"""Seconds between two calls of `Cluster.revive` that try something."""
+_REVIVE_PAUSE = 9
+"""At least so many times as long as an attempt took lies between it and the next: the thread that launches steps
+spends a tenth of its time on attempts at most, though each may read the weights."""
+_TAKE_BACK_ATTEMPTS = 3
 
 
 class Cluster:
@@ -33,6 +48,9 @@ class Cluster:
     Attributes:
         instances: the present ones, by their first device.
         allocators: of the pages of each device.
+        lost: groups of devices that are out of service, as their instances could not be made again after a change of
+            them failed; with the degree for which their weights are to be released. Their memory stays booked for them.
+            Replaced as a whole when it changes, so any thread may read it.
         on_result: called from other threads whenever a step's result has arrived; must not block.
     """
 
@@ -61,6 +79,8 @@ class Cluster:
         self.on_result: Callable[[], None] = lambda: None
         self.allocators: list[BuddyAllocator] = []
         self.instances: tuple[Instance, ...] = ()
+        self.lost: dict[SubMesh, int] = {}
+        self._next_revival_s = 0.0
         self._activation_bytes = self.memory_plan.activation_bytes
         self._build(config.tensor_parallel_size)
         for ledger in self.ledgers:
@@ -163,12 +183,104 @@ class Cluster:
         ]
         return self.new_instance(group, [self.allocators[i] for i in group.device_indices], kv, released)
 
+    def rebuild(self, instance: Instance) -> None:
+        """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
+        buffers: these are made again."""
+        instance.replace_lost_extents()
+        instance.state.replace_lost()
+        for device in instance.group.device_indices:
+            self.allocators[device] = self.new_allocator(instance.released)
+        allocators = [self.allocators[device] for device in instance.group.device_indices]
+        self.replace([instance], [self.new_instance(instance.group, allocators, instance.kv, instance.released)])
+
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
         kept = [instance for instance in self.instances if instance not in old]
         self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
         for instance in old:
             instance.retire()
+
+    # Groups whose instances are gone
+
+    def take_back(self, old: list[Instance]) -> list[SubMesh]:
+        """Put empty instances like the old ones in their place, with the weights that those had, after a change of them
+        failed part-way. The old ones run nothing, and have given up their cache.
+
+        Tried several times: what the change has taken may be freed late. Returns the groups for which that did not
+        help. They are out of service: see `lost`.
+        """
+        self.replace(old, [])
+        self.lost = {**self.lost, **{instance.group: instance.released for instance in old}}
+        groups, reasons = [instance.group for instance in old], {}
+        for attempt in range(_TAKE_BACK_ATTEMPTS):
+            if attempt:
+                gc.collect()
+            reasons = {group: reason for group in groups if (reason := self._make_again(group)) is not None}
+            groups = list(reasons)
+            if not groups:
+                break
+        for group, reason in reasons.items():
+            logger.warning("%s is out of service: %s", group, reason)
+        self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
+        return groups
+
+    def revive(self) -> bool:
+        """Try to make instances of groups that are out of service; return whether any is back in service.
+
+        To be called often, in the dispatcher thread: it does nothing while nothing is lost, and nothing within
+        `REVIVE_INTERVAL_S` of the attempt before. Does not raise: a group that fails stays lost.
+        """
+        start = time.monotonic()
+        if not self.lost or start < self._next_revival_s:
+            return False
+        gc.collect()
+        revived = [group for group in self.lost if self._make_again(group) is None]
+        for group in revived:
+            logger.warning("%s is in service again", group)
+        now = time.monotonic()
+        self._next_revival_s = now + max(REVIVE_INTERVAL_S, _REVIVE_PAUSE * (now - start))
+        return bool(revived)
+
+    def check_in_service(self, devices: Iterable[int]) -> None:
+        """Raise `RequestError` if any of these devices is out of service."""
+        for group in self.lost:
+            if not set(group.device_indices).isdisjoint(devices):
+                raise RequestError(
+                    f"devices {list(group.device_indices)} are out of service: their instance could not be made again "
+                    "after a transformation failed. It is tried again every second: wait until they are back"
+                )
+
+    def _make_again(self, group: SubMesh) -> str | None:
+        """Make the instance of a group that is out of service. Where that fails, return why: the group stays so."""
+        released = self.lost[group]
+        layers = range(self.dims.config.num_layers)
+        try:
+            # Memory that is given up first, and what takes longest last.
+            for layer in layers:
+                if (present := self._released_for(group, layer)) < released:
+                    self.weights.release(group, layer, present, released)
+            instance = self.empty_instance(group, released)
+            if any(self._released_for(group, layer) > released for layer in layers):
+                with self.open_weights() as reader:
+                    self.weights.reload(reader, group, [released] * group.tp)
+        except Exception as error:
+            drop_frames(error)
+            return f"{type(error).__name__}: {error}"
+        self.lost = {other: degree for other, degree in self.lost.items() if other != group}
+        self.replace([], [instance])
+        return None
+
+    def _released_for(self, group: SubMesh, layer: int) -> int:
+        """Degree for which weights of a layer are released on a group's devices, all of which have the same."""
+        chunks = self.weights.released(layer, self.dims.max_tp)
+        return max((chunk.degree for chunk in chunks if not self._has(group.start, chunk)), default=1)
+
+    def _has(self, device: int, chunk: ReleasedChunk) -> bool:
+        try:
+            self.weights.chunk(device, chunk.spec.name, chunk.chunks[device % self.dims.max_tp])
+        except KeyError:
+            return False
+        return True
 
     def _build(self, tp: int) -> None:
         """The first instances, of degree `tp`. What their ranks do not need of the weights is KV cache at once."""
@@ -197,5 +309,14 @@ class Cluster:
         for instance in self.instances:
             instance.close()
         self.instances = ()
+        self.lost = {}
         self._sampling_states.clear()
         self.weights.release_all()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the frames that an error and its causes hold: device buffers in them would live as long as the error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -11,17 +11,31 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
 
 T = TypeVar("T")
-_RESULT = object()  # in the queue of calls: a result has arrived
+_RESULT = object()  # in the queue of calls: a result has arrived, or there may be something to launch
+
+
+class Hold(Protocol):
+    """Tells whether launching must pause."""
+
+    @property
+    def behind(self) -> bool:
+        """No more steps should be launched until `Dispatcher.wake` is called."""
+        ...
 
 
 class Dispatcher:
-    """Runs an `Engine` in a thread of its own: calls from other threads between steps, steps while there is work."""
+    """Runs an `Engine` in a thread of its own: calls from other threads between steps, steps while there is work.
+
+    Attributes:
+        hold: asked before steps are launched: what takes in the tokens may be behind.
+        num_held: times that it was.
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -29,6 +43,8 @@ class Dispatcher:
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
+        self.hold: Hold | None = None
+        self.num_held = 0
         # Waiting for the device happens in threads that launch nothing.
         engine.on_result = partial(self._calls.put, _RESULT)
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
@@ -43,6 +59,10 @@ class Dispatcher:
             self._calls.put((lambda: function(*args), future))
         return future
 
+    def wake(self) -> None:
+        """Let the thread look again whether there is something to launch. May be called from any thread."""
+        self._calls.put(_RESULT)
+
     def close(self) -> None:
         """End running requests, stop the thread and free the device memory. May be called twice."""
         with self._lock:
@@ -56,7 +76,10 @@ class Dispatcher:
         try:
             while self._serve():
                 self._engine.collect()
-                self._engine.advance()
+                if self.hold is not None and self.hold.behind:
+                    self.num_held += 1
+                else:
+                    self._engine.advance()
         except BaseException as error:  # donated buffers are lost with the step: nothing can go on
             with self._lock:
                 self._closed = error

@@ -2,24 +2,27 @@
 
 import bisect
 import itertools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 import jax
-import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
 from amoeba_jax.engine.cluster import Cluster
-from amoeba_jax.engine.instance import Instance, PendingStep, Row, StepPlan
+from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
-from amoeba_jax.engine.sampling import NO_TOKEN, logprob_entry, unpack_logprobs, unpack_result
+from amoeba_jax.engine.recovery import Recovery
+from amoeba_jax.engine.results import Results
+from amoeba_jax.engine.room import Room
 from amoeba_jax.engine.sequence import Sequence, Update
+from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.engine.transformation import Transformations
-from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, NotCompiledError, RequestError
+from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
@@ -29,8 +32,7 @@ from kvcache.prefix_cache import PageKeys
 
 # The step that computes, and one behind it so that the device need not wait for the host.
 MAX_PENDING_STEPS = 2
-# What a running sequence weighs, in prompt tokens to compute, when an instance is chosen for the next one.
-_DECODE_COST = 16
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -45,7 +47,6 @@ class Engine:
         on_result: called from other threads whenever `collect` has something to take; must not block.
         placement: decides where sequences go, and when instances change; None: the engine places them itself, and
             instances change only when told to.
-        num_changes: grows with whatever may let a waiting sequence go on: one came, ended, or lost its pages.
     """
 
     def __init__(
@@ -61,11 +62,14 @@ class Engine:
         self.cluster = Cluster(config, dims, devices, open_weights, on_load)
         self.cluster.on_result = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
-        self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
-        self.waiting: list[Sequence] = []
         self.stats = EngineStats()
+        self.room = Room(self.cluster)
+        self.recovery = Recovery(self.cluster, self._preempt, self.reject, self.stats)
+        self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
+        self.results = Results(self.reject, self._remove, self._report, self._failed, self.recovery, self.stats)
+        self.waiting: list[Sequence] = []
         self.placement: Placement | None = None
-        self.num_changes = 0
+        self._num_changes = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -89,10 +93,10 @@ class Engine:
         """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
         limit, degree = max(self.transformations.capacity_to_come(i, options) for i in self.instances)
         for sequence in self.waiting:
-            if sequence.most_tokens > limit:
+            if sequence.max_total_tokens > limit:
                 raise RequestError(
                     f"the transformation is refused: request {sequence.request_id!r}, which waits, needs "
-                    f"{sequence.most_tokens} tokens, and a TP{degree} instance would hold {limit}"
+                    f"{sequence.max_total_tokens} tokens, and a TP{degree} instance would hold {limit}"
                 )
 
     def end_transformations(self) -> None:
@@ -131,6 +135,12 @@ class Engine:
         return self.cluster.capacity_tokens(tp, tp)
 
     @property
+    def num_changes(self) -> int:
+        """Grows with whatever may let a waiting sequence go on: one came, ended, lost its pages, or got its last token
+        after it had lost them."""
+        return self._num_changes + self.results.num_arrived
+
+    @property
     def has_requests(self) -> bool:
         """Requests are waiting or running. (Siblings wait for one that is.)"""
         return bool(self.waiting) or any(instance.running for instance in self.instances)
@@ -156,24 +166,26 @@ class Engine:
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue requests, all or none: raises `RequestError` as `check_request` does.
+        """Queue requests. One that `check_request` refuses ends with that error: instances may have become smaller
+        since it was made.
 
         Those that were cancelled before they came here have ended already, and are left as they are.
         """
-        sequences = [sequence for sequence in sequences if not sequence.finished]
-        for sequence in sequences:
-            self.check_request(len(sequence.prompt), sequence.params.max_tokens)
-        for sequence in sequences:
+        for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
             for s in (sequence, *sequence.siblings):
                 s.number = number
-            self._enqueue(sequence)
+            try:
+                self.check_request(len(sequence.prompt), sequence.params.max_tokens)
+                self._enqueue(sequence)
+            except Exception as error:
+                self.reject(sequence, error)
 
     def _enqueue(self, sequence: Sequence) -> None:
         if sequence.page_keys is None:
             sequence.page_keys = PageKeys(self.dims.page_size, sequence.cache_salt or "")
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
-        self.num_changes += 1
+        self._num_changes += 1
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
         """End sequences early; their pages are free afterwards. Those that have ended already are left as they are."""
@@ -181,16 +193,42 @@ class Engine:
             if sequence.finished:
                 continue
             sequence.finish(reason, stop_reason)
-            self._take_out(sequence)
-            sequence.sink(Update(sequence, finished=True))
+            self._remove(sequence)
+            self._report(Update(sequence, finished=True))
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def reject(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence with an error for its client, and those of its request that wait for it. `RequestError` is the
+        client's own fault; what is not known here becomes a `RequestFailedError`."""
+        if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
+            logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
+            failure = RequestFailedError(f"request {sequence.request_id} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        siblings, sequence.siblings = sequence.siblings, []
+        for s in (sequence, *siblings):
+            if not s.finished:
+                s.fail(error)
+                self._remove(s)
+                self._report(Update(s, finished=True))
+
+    def _report(self, update: Update) -> None:
+        """Hand out news of a sequence. Where no one can take it, the sequence ends: its results could go nowhere."""
+        sequence = update.sequence
+        try:
+            sequence.sink(update)
+        except Exception:
+            logger.exception("news of request %s cannot be handed out: it ends", sequence.request_id)
+            if not sequence.finished:
+                sequence.finish("abort")
+                self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence from wherever it is, and let its siblings go on without it."""
         if sequence.slot >= 0:
-            self._retire(self._home(sequence), sequence)
+            self._retire(self.room.home(sequence), sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            self.num_changes += 1
+            self._num_changes += 1
         self._release_siblings(sequence)
 
     def _release_siblings(self, leader: Sequence) -> None:
@@ -198,9 +236,6 @@ class Engine:
         for sibling in siblings:
             if not sibling.finished:
                 self._enqueue(sibling)
-
-    def _home(self, sequence: Sequence) -> Instance:
-        return next(instance for instance in self.instances if sequence in instance.running)
 
     # Steps
 
@@ -228,7 +263,7 @@ class Engine:
         """Take in the results that have arrived, in the order of their steps."""
         for instance in self.instances:
             while instance.pending and instance.pending[0].done:
-                self._take(instance, instance.pending.popleft())
+                self.results.take(instance, instance.pending.popleft())
         self.transformations.collect()
 
     def drain(self) -> None:
@@ -239,7 +274,7 @@ class Engine:
 
     def _drain(self, instance: Instance) -> None:
         while instance.pending:
-            self._take(instance, instance.pending.popleft())
+            self.results.take(instance, instance.pending.popleft())
 
     def _admit(self) -> None:
         """Place waiting sequences, in order: nobody overtakes within a priority, so nobody starves."""
@@ -253,36 +288,37 @@ class Engine:
                 continue
             if sequence.num_in_flight:
                 return  # preempted a moment ago: its last token is not known yet
-            instance = self._choose_instance(sequence)
+            instance = self.room.choose(sequence)
             if instance is not None:
                 self.waiting.pop(0)
                 self._place(instance, sequence)
             elif self._fits_nowhere(sequence):
                 capacity = max(instance.capacity_tokens for instance in self.instances)
-                message = f"it needs {sequence.most_tokens} tokens, and no instance holds more than {capacity} any more"
+                message = (
+                    f"it needs {sequence.max_total_tokens} tokens, and no instance holds more than {capacity} any more"
+                )
                 self.reject(sequence, RequestError(message))
             elif not self._preempt_lower_priority(sequence):
                 return
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
         """It came before instances became smaller, or before those failed that should have become larger."""
-        return not self.transformations.busy and all(i.capacity_tokens < sequence.most_tokens for i in self.instances)
+        return not self.transformations.busy and all(
+            i.capacity_tokens < sequence.max_total_tokens for i in self.instances
+        )
 
     # For a placement
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
         """Let a waiting sequence run. Raises `RequestError`, with nothing changed, if it cannot run there now."""
-        most = sequence.most_tokens
+        most = sequence.max_total_tokens
         if sequence not in self.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
         if instance.transition is not None:
             raise RequestError(f"instance {instance.id} is being transformed")
         if instance.capacity_tokens < most:
             raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
-        if not instance.has_free_slot or (
-            self.leader_home(sequence) is not instance
-            and not instance.cache.fits(self._reusable_keys(sequence), sequence.num_known)
-        ):
+        if not self.room.has_room(instance, sequence):
             raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")
         self.waiting.remove(sequence)
         self._place(instance, sequence)
@@ -294,75 +330,39 @@ class Engine:
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
-        home = self._home(sequence)
+        home = self.room.home(sequence)
         if home.transition is not None:
             raise RequestError(f"instance {home.id} is being transformed")
         self._preempt(home, sequence)
 
-    def reject(self, sequence: Sequence, error: RequestError) -> None:
-        """End a waiting sequence with an error for its client, and the others of its request with it."""
-        siblings, sequence.siblings = sequence.siblings, []
-        for s in (sequence, *siblings):
-            s.error, s.finished_at = error, time.monotonic()
-            self._take_out(s)
-            s.sink(Update(s, finished=True))
-
-    def _choose_instance(self, sequence: Sequence) -> Instance | None:
-        """The instance that can take a sequence and has the least to compute before and beside it, if any."""
-        if (home := self.leader_home(sequence)) is not None:
-            return home
-        keys = self._reusable_keys(sequence)
-        candidates = []
-        for instance in self.instances:
-            # A page more for everyone who runs: so that it isn't preempted for their next token.
-            page_size = self.dims.page_size
-            total = min(sequence.num_known + page_size, sequence.most_tokens)
-            total += page_size * len(instance.running)
-            holds = instance.capacity_tokens >= sequence.most_tokens
-            admits = instance.transition is None and instance.has_free_slot and holds
-            if admits and instance.cache.fits(keys, total):
-                new = sequence.num_known - instance.cache.num_cached(keys) * self.dims.page_size
-                backlog = sum(s.num_left for s in instance.running)
-                candidates.append((new + backlog + _DECODE_COST * len(instance.running), instance.id, instance))
-        return min(candidates)[2] if candidates else None
-
-    def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Where a sibling can share the pages of its leader's prompt: one page more, a copy of the last, is enough."""
-        leader = sequence.leader
-        if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
-            return None
-        home = self._home(leader)
-        if home.transition is not None:
-            return None
-        return home if home.has_free_slot and home.cache.num_available_pages > 0 else None
-
-    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the pages that a sequence may take from the cache: all but the last token, which is computed."""
-        if sequence.needs_prompt_logits:
-            return []
-        assert sequence.page_keys is not None
-        sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
-        return sequence.page_keys.keys[: (sequence.num_known - 1) // self.dims.page_size]
-
     def _place(self, instance: Instance, sequence: Sequence) -> None:
-        """Give a sequence its pages and a slot."""
-        if self.leader_home(sequence) is instance:
-            self._fork(instance, sequence)
-        else:
-            sequence.pages = instance.cache.match(self._reusable_keys(sequence))
-            sequence.num_computed = sequence.pages.num_pages * self.dims.page_size
-            instance.cache.reserve(sequence.pages, sequence.num_known)
+        """Give a sequence its pages and a slot. Whatever fails of that ends this sequence, and no other."""
+        try:
+            if self.room.leader_home(sequence) is instance:
+                self._fork(instance, sequence)
+            else:
+                sequence.pages = instance.cache.match(self.room.reusable_keys(sequence))
+                sequence.num_computed = sequence.pages.num_pages * self.dims.page_size
+                instance.cache.reserve(sequence.pages, sequence.num_known)
+            instance.add(sequence)
+        except Exception as error:
+            if sequence.pages is not None:
+                instance.cache.release(sequence.pages)
+                sequence.pages = None
+            self.reject(sequence, error)
+            self.recovery.check(instance, error)
+            return
         if sequence.started_at is None:
             sequence.started_at = time.monotonic()
             sequence.num_cached = sequence.num_computed
             self.stats.cached_tokens += sequence.num_computed
-        instance.add(sequence)
 
     def _fork(self, instance: Instance, sequence: Sequence) -> None:
         """Share the pages of the leader's prompt. The last token is computed again, in a copy of its page."""
         leader = sequence.leader
         assert leader is not None, "only a sibling forks"
         assert leader.pages is not None, "it runs here"
+        instance.page_copy_program()  # before anything changes: it may fail
         last = len(sequence.prompt) - 1
         table = leader.pages.table[:, : self.dims.pages.pages_for(len(sequence.prompt))]
         instance.pages.share(table)
@@ -373,15 +373,13 @@ class Engine:
         instance.copy_page(*copied)
 
     def _preempt_lower_priority(self, sequence: Sequence) -> bool:
-        """Preempt the last in order of all running sequences, if it has a lower priority than this one."""
-        instances = [instance for instance in self.instances if instance.transition is None]
-        running = [(s.order, instance) for instance in instances for s in instance.running if not s.finished]
-        if not running:
+        """Preempt sequences of lower priority where that makes enough room for this one."""
+        found = self.room.victims(sequence)
+        if found is None:
             return False
-        order, instance = max(running, key=lambda item: item[0])
-        if order[0] <= sequence.params.priority:
-            return False
-        self._preempt(instance, max(instance.running, key=lambda s: s.order))
+        instance, victims = found
+        for victim in victims:
+            self._preempt(instance, victim)
         return True
 
     def _preempt(self, instance: Instance, sequence: Sequence) -> None:
@@ -392,8 +390,6 @@ class Engine:
         self._retire(instance, sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
-        if len(sequence.prompt_logprobs) < len(sequence.prompt):
-            del sequence.prompt_logprobs[1:]
         self.stats.preemptions += 1
         self._release_siblings(sequence)
         self._enqueue(sequence)
@@ -402,7 +398,7 @@ class Engine:
         """Take a sequence off its instance. What it computed stays in the cache while there is room."""
         self._cache_pages(instance, sequence)
         instance.remove(sequence)
-        self.num_changes += 1
+        self._num_changes += 1
 
     def _cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Let others find the full pages whose tokens are known and computed, or about to be by a launched step."""
@@ -428,9 +424,12 @@ class Engine:
             return False
         try:
             instance.launch_plan(plan)
-        except (NotCompiledError, MemoryBudgetError) as error:
+        except StepNotLaunchedError as error:
             self._refuse(instance, plan, error)
             return self._launch(instance)
+        except Exception as error:
+            self._failed(instance, error, plan.rows)
+            return True
         self._count(plan)
         for sequence in self._end_prompts(plan):
             self._cache_pages(instance, sequence)
@@ -443,16 +442,24 @@ class Engine:
             self._release_siblings(sequence)
         return ended
 
-    def _refuse(self, instance: Instance, plan: StepPlan, error: Exception) -> None:
-        """End the sequence of a step that its missing program is for, so that the others can go on without it.
+    def _refuse(self, instance: Instance, plan: StepPlan, error: StepNotLaunchedError) -> None:
+        """End the sequence of a step that could not be prepared which most likely is why, so that the others can go on.
 
-        That is one with bad words, which alone need programs that depend on the request, or else the last in order.
+        Sequences differ in the programs that sample them: the last in order of those that need the rarest.
         """
-        sequence = max((row.sequence for row in plan.rows), key=lambda s: (len(s.sampling.bad_words), s.order))
-        sequence.error = error if isinstance(error, RequestError) else RequestError(str(error))
-        sequence.finished_at = time.monotonic()
-        self._take_out(sequence)
-        sequence.sink(Update(sequence, finished=True))
+        kinds = ("greedy", "draw", "full")
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
+        cause = error.__cause__
+        if isinstance(cause, MemoryBudgetError):
+            cause = RequestError(str(cause))
+        self.reject(sequence, cause if isinstance(cause, Exception) else error)
+
+    def _failed(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
+        """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree."""
+        if instance.transition is not None:
+            self.transformations.lost(instance, error)
+        else:
+            self.recovery.recover(instance, error, rows)
 
     def _count(self, plan: StepPlan) -> None:
         """Add a step that was launched to the totals."""
@@ -478,62 +485,6 @@ class Engine:
                 num_preempted += 1
         return num_preempted
 
-    def _take(self, instance: Instance, step: PendingStep) -> None:
-        """Hand out the tokens of a step, and end the sequences that are done."""
-        if step.prompt_result is not None and step.prompt_row is not None:
-            self._take_prompt_logprobs(instance, step.prompt_row, step.prompt_result.result())
-        result = unpack_result(step.result.result())
-        instance.pace.take(step.launched_at, time.perf_counter(), step.decodes)
-        for row in step.sampled:
-            sequence = row.sequence
-            if sequence.finished:
-                continue  # ended while this step was on its way
-            token = int(result.tokens[row.place])
-            if token == NO_TOKEN:
-                self._end_without_token(instance, sequence)
-                continue
-            entry = None
-            if sequence.params.logprobs is not None:
-                assert result.logprobs is not None, "the step was sampled with them"
-                entry = logprob_entry(result.logprobs, row.place, token, sequence.params.logprobs)
-            sequence.append(token)
-            if sequence.slot < 0:
-                self.num_changes += 1  # preempted: its last token is known now, and it can start again
-            if sequence.finished:
-                self._take_out(sequence)
-            sequence.sink(Update(sequence, (token,), entry, sequence.finished))
-
-    def _end_without_token(self, instance: Instance, sequence: Sequence) -> None:
-        """End a sequence whose logits are not numbers. Nobody is to find its pages, which may have them too.
-
-        As they are, pages may go to others: attention leaves out what a query does not see, and whoever gets a page
-        writes what it sees of it first.
-        """
-        sequence.error = NotANumberError(
-            f"the model's logits for request {sequence.request_id!r} after {sequence.num_known} tokens are infinite or "
-            "not numbers: its weights may be damaged, or values overflow, which they do less in float32 or bfloat16"
-        )
-        sequence.finished_at = time.monotonic()
-        self.stats.nan_logits += 1
-        self._take_out(sequence)
-        if sequence.page_keys is not None:
-            instance.cache.forget(sequence.page_keys.keys)
-        sequence.sink(Update(sequence, finished=True))
-
-    def _take_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
-        sequence = row.sequence
-        missing = len(sequence.prompt_logprobs)
-        if sequence.finished or missing != row.start + 1:
-            return  # of a run that was preempted: they are computed again
-        logprobs = unpack_logprobs(packed[row.place :])  # rows before it are padding, of one token each
-        targets = sequence.prompt[row.start + 1 : row.start + row.length + 1]
-        if np.isnan(logprobs.logprob[: len(targets)]).any():
-            self._end_without_token(instance, sequence)
-            return
-        for index, token in enumerate(targets):
-            entry = logprob_entry(logprobs, index, token, sequence.params.prompt_logprobs or 0)
-            sequence.prompt_logprobs.append(entry)
-
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""
         self.transformations.fail(error)
@@ -544,9 +495,8 @@ class Engine:
             instance.running.clear()
             instance.pending.clear()
         for sequence in sequences:
-            sequence.error = error
-            sequence.finished_at = time.monotonic()
-            sequence.sink(Update(sequence, finished=True))
+            sequence.fail(error)
+            self._report(Update(sequence, finished=True))
 
     def close(self) -> None:
         """Drop every device buffer."""

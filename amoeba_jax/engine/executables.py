@@ -229,8 +229,9 @@ class Executables:
             self.num_late += 1
             why = "it was dropped for others" if dropped else "it was not before the engine was ready"
             logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
+        (executable,) = compile_programs([request], jobs=1)  # not here: the dispatcher's stack may be too small
         self._known.add(request.key)
-        return compile_program(request)
+        return executable
 
     def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
         """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.

@@ -1,15 +1,12 @@
 """One serving replica: a sub-mesh with its weights view, its share of the KV cache, and its running sequences."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.engine.batch import BatchShape, StepBatch
@@ -17,62 +14,22 @@ from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.pace import Pace
 from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey, segment_keys
-from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, pair_bucket, sampling_row, state_rows
+from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, sampling_row, state_rows
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import PendingStep, Row, SamplingState, StepInputs, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.sampling_params import SamplingParams
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
-from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.mesh import SubMesh, assemble, disassemble, replaced_if_lost
 
 if TYPE_CHECKING:
     from amoeba_jax.engine.transition import Transition
 
 # A row that samples nothing: padding, or a chunk in mid-prompt.
 _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
-
-
-class Row(NamedTuple):
-    """A sequence's part in a step: its tokens `start .. start + length` in row `place` of the bucket."""
-
-    place: int
-    sequence: Sequence
-    start: int
-    length: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last token is the sequence's last, so that the next one follows from it."""
-        return self.start + self.length == self.sequence.num_tokens
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What an instance computes next."""
-
-    shape: BatchShape
-    rows: tuple[Row, ...]
-    logits_of: LogitsOf = "last"
-
-
-@dataclass(eq=False)
-class SamplingState:
-    """What a device remembers of its sequences for `draw_full`, in programs' donated buffers. See engine/sampling.py.
-
-    Attributes:
-        flags: `[slots, V]` i32.
-        bias: `[slots, V]` f32.
-    """
-
-    flags: jax.Array
-    bias: jax.Array
-
-    @classmethod
-    def zeros(cls, num_slots: int, vocab_size: int, device: jax.Device) -> "SamplingState":
-        shape = (num_slots, vocab_size)
-        return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
 
 
 class _Sampler(NamedTuple):
@@ -83,28 +40,16 @@ class _Sampler(NamedTuple):
     full: bool
 
 
-@dataclass(eq=False)
-class PendingStep:
-    """A launched step whose results the host has not taken yet.
+class _Prepared(NamedTuple):
+    """All that a step needs before its first program is launched."""
 
-    Attributes:
-        sampled: rows whose next token the step chooses.
-        result: what the sampler returned, on its way to the host; read after all else.
-        decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
-        prompt_rows: a row whose prompt log-probabilities it computes, with those on their way.
-        launched_at: by `time.perf_counter()`.
-    """
-
+    batch: StepBatch
+    inputs: StepInputs | None
+    """None in a transition, which has its own."""
     sampled: list[Row]
-    result: "Future[np.ndarray]"
-    decodes: bool
-    prompt_row: Row | None = None
-    prompt_result: "Future[np.ndarray] | None" = None
-    launched_at: float = field(default_factory=time.perf_counter)
-
-    @property
-    def done(self) -> bool:
-        return self.result.done()  # the last thing that the step's reader reads
+    sampler: _Sampler | None
+    take_column: jax.stages.Compiled | None
+    token_logprobs: jax.stages.Compiled | None
 
 
 class Instance:
@@ -196,14 +141,26 @@ class Instance:
         return len(self.running) < self.max_running
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence that has its pages."""
+        """Take a sequence that has its pages. Where that fails, it is not taken.
+
+        Raises whatever its program does. `state` may be lost then: see `SamplingState.replace_lost`.
+        """
+        program = rows = None
+        if sequence.sampling.uses_state:
+            rows = state_rows(sequence.sampling, sequence.prompt, sequence.output)
+            program = self.executables.get(self.executables.requests.set_state(self.group, self.num_slots))
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
-        if sequence.sampling.uses_state:
-            state = self.state
-            flags, bias = state_rows(sequence.sampling, sequence.prompt, sequence.output)
-            program = self.executables.get(self.executables.requests.set_state(self.group, self.num_slots))
-            state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), flags, bias)
+        if program is None or rows is None:
+            return
+        state = self.state
+        try:
+            state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), *rows)
+        except Exception:
+            self.running.remove(sequence)
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+            raise
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
         """Give a sequence pages for so many tokens, in all views.
@@ -244,14 +201,20 @@ class Instance:
             for key, plan in zip(keys, self.plans, strict=True)
         ]
 
-    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
-        """Dispatch one step without waiting. The tokens it samples as the likeliest are recorded in their slots."""
+    def inputs(self, batch: StepBatch, logits_of: LogitsOf = "last") -> StepInputs:
+        """What `launch` needs besides the cache. Raises whatever fetching it does, with nothing changed."""
         packed = jax.device_put(batch.packed, self.group.sharded)
+        return StepInputs(packed, self.step_programs(batch.shape, logits_of), self._weights)
+
+    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last", inputs: StepInputs | None = None) -> HeadOutput:
+        """Dispatch one step without waiting. The tokens it samples as the likeliest are recorded in their slots.
+
+        Donates the cache from the first segment on: what fails after that has lost some of it.
+        """
+        packed, programs, all_weights = inputs or self.inputs(batch, logits_of)
         hidden: jax.Array | None = None
         head: tuple[jax.Array, jax.Array, jax.Array] | None = None
-        # All of them before the first runs: the cache is donated from then on.
-        programs = self.step_programs(batch.shape, logits_of)
-        for plan, program, weights in zip(self.plans, programs, self._weights, strict=True):
+        for plan, program, weights in zip(self.plans, programs, all_weights, strict=True):
             layers = plan.layers
             tokens = self.last_tokens if plan.shape.embedding or plan.shape.head else None
             kv, hidden, head = program(weights, self.kv[layers.start : layers.stop], hidden, packed, tokens)
@@ -262,30 +225,29 @@ class Instance:
     def launch_plan(self, plan: StepPlan) -> None:
         """Dispatch a step and what samples its tokens, and have the results read in the background.
 
-        Raises `NotCompiledError` or `MemoryBudgetError`, with nothing launched, for lack of a program.
+        Raises `StepNotLaunchedError`, with nothing changed, where it cannot be prepared, such as for lack of a program.
+        Any other error has come after the first program: the cache may have lost extents with it.
         """
-        batch, every = self._batch(plan), plan.logits_of == "all"
-        # All programs before the first is launched.
-        sampled = [row for row in plan.rows if row.samples]
-        if every:
-            sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
-        sampler = self._sampler(plan, sampled)
-        take_column, token_logprobs = self._column_programs(plan) if every else (None, None)
+        try:
+            prepared = self._prepare(plan)
+        except Exception as error:
+            raise StepNotLaunchedError("the step could not be prepared") from error
+        every, sampled, sampler = plan.logits_of == "all", prepared.sampled, prepared.sampler
         if self.transition is not None:
-            head = self.transition.run(plan, batch)
+            head = self.transition.run(plan, prepared.batch)
         else:
-            head = self.launch(batch, plan.logits_of)
+            head = self.launch(prepared.batch, plan.logits_of, prepared.inputs)
         prompt_row = prompt_result = None
         # Taking a rank's part of an array takes time: only where it is wanted.
         logits = self._first_rank(head.logits) if sampler is not None or every else None
-        if take_column is not None and token_logprobs is not None:
+        if prepared.take_column is not None and prepared.token_logprobs is not None:
             (row,) = plan.rows
             targets = np.zeros(plan.shape.num_tokens, np.int32)
             known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
             targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
-            prompt_row, prompt_result = row, self._read(token_logprobs(logits, targets))
+            prompt_row, prompt_result = row, self._read(prepared.token_logprobs(logits, targets))
             if sampler is not None:
-                logits = take_column(logits, np.int32(row.place + row.length - 1))
+                logits = prepared.take_column(logits, np.int32(row.place + row.length - 1))
         if sampler is not None:
             assert logits is not None, "taken for the sampler"
             result = self._draw(sampler, logits)
@@ -299,8 +261,19 @@ class Instance:
         for row in sampled:
             row.sequence.num_in_flight += 1
         decodes = plan.shape.num_tokens == plan.shape.num_rows and self.transition is None
-        self.pending.append(PendingStep(sampled, self._read(result), decodes, prompt_row, prompt_result))
+        self.pending.append(PendingStep(plan.rows, sampled, self._read(result), decodes, prompt_row, prompt_result))
         self.num_launched += 1
+
+    def _prepare(self, plan: StepPlan) -> _Prepared:
+        """Everything that may fail without harm: the batch, the sampling settings, and all programs."""
+        batch, every = self._batch(plan), plan.logits_of == "all"
+        sampled = [row for row in plan.rows if row.samples]
+        if every:
+            sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
+        sampler = self._sampler(plan, sampled)
+        take_column, token_logprobs = self._column_programs(plan) if every else (None, None)
+        inputs = self.inputs(batch, plan.logits_of) if self.transition is None else None
+        return _Prepared(batch, inputs, sampled, sampler, take_column, token_logprobs)
 
     def _column_programs(self, plan: StepPlan) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         """What takes one column of a step's logits, and the log-probabilities of all."""
@@ -342,13 +315,11 @@ class Instance:
     def _pack_sampling(self, sampled: list[Row], num_rows: int, full: bool) -> np.ndarray:
         """The step's sampling settings, a row each. Tokens in flight are those of the step before: one at most."""
         rows = [_NO_SAMPLE] * num_rows
-        num_pairs = 0
         for row in sampled:
             s = row.sequence
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
-            num_pairs += len(pairs)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
-        return pack(rows, num_rows, pair_bucket(num_pairs) if full else 0)
+        return pack(rows, num_rows, full=full)
 
     def _first_rank(self, array: jax.Array) -> jax.Array:
         return disassemble(self.group, array)[0]
@@ -394,12 +365,24 @@ class Instance:
         batch.set("num_pages", num_pages)
         return batch
 
+    def page_copy_program(self) -> jax.stages.Compiled:
+        """What `copy_page` launches."""
+        return self.executables.get(self.executables.requests.page_copy(self.group, self._extent_pages))
+
     def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for."""
-        program = self.executables.get(self.executables.requests.page_copy(self.group, self._extent_pages))
+        """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for.
+
+        Donates the cache, layer by layer: what fails on the way has lost some of it.
+        """
+        program = self.page_copy_program()
         ids = jax.device_put(np.stack([source, target], axis=1).astype(np.int32), self.group.sharded)  # [tp, 2]
         for layer, extents in enumerate(self.kv):
             self.kv[layer] = program(extents, ids)
+
+    def replace_lost_extents(self) -> None:
+        """Put zeros in the place of extents that failed programs have taken along."""
+        for extents in self.kv:
+            extents[:] = replaced_if_lost(extents, self.group)
 
     def forget_weights(self) -> None:
         """Let go of its views of weights, so that those that are replaced are freed. The next step takes them again."""

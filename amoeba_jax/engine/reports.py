@@ -51,10 +51,8 @@ def memory_report(engine: Engine) -> MemoryReport:
     used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding["kv cache"] = dims.heads.kv_padding
-    ledger = cluster.ledgers[0]
-    return MemoryReport(
-        ledger.budget_bytes, entries, used, sum(ledger.reserved.values()), padding, kv_kept_bytes=tuple(kept)
-    )
+    reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)
+    return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=tuple(kept))
 
 
 def engine_stats(engine: Engine) -> EngineStats:

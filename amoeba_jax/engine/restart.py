@@ -3,16 +3,30 @@
 import time
 from collections.abc import Callable
 
-from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.cluster import Cluster, drop_frames
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.errors import RequestError
 from amoeba_jax.transform import GroupTransform
+from sharding.mesh import SubMesh
 
 
 class RestartError(RuntimeError):
     """The weights could not be read again, or the cache not be made anew. The instances have their old degree, and an
-    empty cache."""
+    empty cache; or they are out of service, where that cannot be had any more: see `Cluster.lost`.
+
+    Attributes:
+        outcome: what became of the instances and their requests, for the caller of the transformation.
+    """
+
+    def __init__(self, message: str, lost: list[SubMesh]):
+        super().__init__(message)
+        self.outcome = "its instances are as they were, and its requests are computed again"
+        if lost:
+            self.outcome = (
+                f"{', '.join(map(str, lost))} cannot be made again, and are out of service until they can: that is "
+                "tried every second; its requests are computed again"
+            )
 
 
 def restart(
@@ -56,36 +70,19 @@ def restart(
         instance.cache.clear()
         instance.kv.clear()
         instance.forget_weights()
-    layers = range(cluster.dims.config.num_layers)
-
-    def read() -> None:
+    failed = "the weights cannot be read again"
+    try:
         with cluster.open_weights() as reader:
             cluster.weights.reload(reader, group, have)
-
-    def put_back() -> None:
-        cluster.replace(old, [cluster.empty_instance(i.group, i.released) for i in old])
-
-    try:
-        read()
-    except Exception as error:
-        put_back()
-        raise RestartError(f"the weights cannot be read again: {error}") from error
-    if up:
-        for layer in layers:
+        failed = "the KV cache cannot be made anew"
+        for layer in range(cluster.dims.config.num_layers) if up else ():
             for instance in old:
                 cluster.weights.release(instance.group, layer, instance.released, before)
             cluster.weights.release(group, layer, before, after)
-    try:
         new = [cluster.empty_instance(g, after) for g in groups]
     except Exception as error:
-        # As they were: what was released is read once more, what was not is released.
-        if up:
-            read()
-        else:
-            for layer in layers:
-                cluster.weights.release(group, layer, after, before)
-        put_back()
-        raise RestartError(f"the KV cache cannot be made anew: {error}") from error
+        drop_frames(error)  # with them goes what was read and made
+        raise RestartError(f"{failed}: {error}", cluster.take_back(old)) from error
     cluster.replace(old, new)
     return GroupTransform(
         group.device_indices,
@@ -108,8 +105,8 @@ def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -
     """
     limit = cluster.capacity_tokens(tp, released)
     for sequence in instance.running:
-        if sequence.most_tokens > limit:
+        if sequence.max_total_tokens > limit:
             raise RequestError(
-                f"request {sequence.request_id!r} may grow to {sequence.most_tokens} tokens, and a TP{tp} instance "
-                f"holds {limit}"
+                f"request {sequence.request_id!r} may grow to {sequence.max_total_tokens} tokens, and a TP{tp} "
+                f"instance holds {limit}"
             )

@@ -82,12 +82,16 @@ def draw_full(
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
     slots, uses_state = fields["slot"], fields["options"] & USES_STATE > 0
-    row, required, banned = pairs
-    matches = (row < rows) & ((required == ANY_TOKEN) | (required == last_tokens.at[slots[row]].get(mode="clip")))
+    required, banned = pairs
+    last = last_tokens.at[slots].get(mode="clip")[:, None]
+    used = jnp.arange(pairs.shape[2]) < fields["num_pairs"][:, None]
+    matches = used & ((required == ANY_TOKEN) | (required == last))
 
     def process() -> jax.Array:
         processed = lax.cond(uses_state.any(), lambda: _with_state(logits, flags, bias, fields), lambda: logits)
-        processed = processed.at[banned, jnp.where(matches, row, rows)].set(-jnp.inf)
+        # Out of range where it bans nothing.
+        columns = jnp.where(matches, jnp.arange(rows)[:, None], rows)
+        processed = processed.at[banned, columns].set(-jnp.inf)
         # Masks and limits must not hide logits that are not numbers.
         as_given = (processed.max(axis=0) == -jnp.inf) | ~jnp.isfinite(logits.max(axis=0))
         return jnp.where(as_given, logits, processed)
@@ -126,12 +130,12 @@ def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> 
     return jnp.concatenate([bits[:, :1], rank[:, None], top_ids, bits[:, 1:]], axis=1)
 
 
-def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "3 pairs"]]:
-    """Fields `[R]` by name, and the pairs: their rows, required last tokens and banned tokens."""
+def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
+    """Fields `[R]` by name, and the pairs of `draw_full`: required last tokens and banned tokens."""
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
     fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOATS}
-    return fields, packed[size:].reshape(3, -1)
+    return fields, packed[size:].reshape(2, num_rows, -1)
 
 
 def _with_state(

@@ -1,7 +1,9 @@
 """Sampling on the host: a sequence's settings, a step's inputs for `engine/sampler.py`, and its results."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ from jaxtyping import Float, Int32
 from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import Logprob
 from amoeba_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from amoeba_jax.shorten import shorten
 from amoeba_jax.tokenizer import Tokenizer
 
 NO_SLOT = 2**31 - 1
@@ -33,14 +36,24 @@ FLOATS: tuple[str, ...] = (
     "presence_penalty",
 )
 # Of a row, as they are packed. From `options` on they are a sequence's own, but for `BELOW_MIN_TOKENS`.
-FIELDS: tuple[str, ...] = ("slot", "position", "options", "seed", "top_k", *FLOATS)
+FIELDS: tuple[str, ...] = ("slot", "position", "num_pairs", "options", "seed", "top_k", *FLOATS)
 _OPTIONS = FIELDS.index("options")
 
-# Enough for the bad words of most steps: each size is one more program for every number of rows.
-_SMALLEST_PAIR_BUCKET = 64
+MAX_BAD_WORD_PAIRS = 256
+"""Pairs of bad words that `draw_full` takes for each row, and so the most bad words of several tokens of a request.
+
+Fixed, so that there is one program for a number of rows: a request that is admitted never needs another one. With 32
+rows of SmolLM2 on CPU, where a greedy draw with bad words takes 2.3 ms, room for 256 pairs costs no more than for 64;
+room for 1024 costs 0.2 ms more. A step sends 2 KiB for each row.
+"""
 
 BadWords = tuple[tuple[int, ...], ...]
-Pair = tuple[int, int]
+Pairs = Int32[np.ndarray, "2 pairs"]
+"""Last tokens, and the tokens banned after them."""
+Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
+"""Bad words of three tokens or more, by the third last: `(all but the last two, pair of the last two)`."""
+
+_NO_PAIRS = np.zeros((2, 0), np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +63,12 @@ class SamplingRow:
     Attributes:
         kind: "greedy" takes the likeliest token and wants nothing else, "draw" wants `draw`, "full" `draw_full`.
         uses_state: reads and counts in its slot's rows of `flags` and `bias`.
-        stop_token_ids: what cannot come before `min_tokens`.
+        stop_ids: the client's `stop_token_ids`.
+        held_back: what cannot come before `min_tokens`.
         banned: bad words of one token.
-        bad_words: bad words of several tokens.
+        bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
+        two_tokens: those of them that have two, as pairs.
+        endings: the longer ones.
         settings: its part of a packed step, from `options` on.
     """
 
@@ -60,10 +76,19 @@ class SamplingRow:
     vocab_size: int
     kind: Literal["greedy", "draw", "full"]
     uses_state: bool
-    stop_token_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
+    held_back: tuple[int, ...]
     banned: tuple[int, ...]
     bad_words: BadWords
+    two_tokens: Pairs
+    endings: Endings
     settings: Int32[np.ndarray, " fields"]
+
+    def with_seed(self, seed: int) -> "SamplingRow":
+        """Return this row with another seed, in [0, 2**32)."""
+        settings = self.settings.copy()
+        settings[FIELDS.index("seed") - _OPTIONS] = _bits(seed)
+        return replace(self, settings=settings)
 
 
 class StepRow(NamedTuple):
@@ -80,7 +105,7 @@ class StepRow(NamedTuple):
     slot: int
     position: int
     generated: int
-    pairs: Sequence[Pair] = ()
+    pairs: Pairs = _NO_PAIRS
 
 
 class TokenLogprobs(NamedTuple):
@@ -110,14 +135,34 @@ class SamplingResult(NamedTuple):
 def sampling_row(
     params: SamplingParams, seed: int, vocab_size: int, eos_token_ids: Iterable[int], bad_words: BadWords = ()
 ) -> SamplingRow:
-    """The device's view of one sequence's settings. `bad_words` are token ids, from `bad_word_ids`.
+    """Return the device's view of one sequence's settings. Sequences of one request differ by `with_seed` alone.
 
     `min_tokens` holds back end-of-sequence tokens with `ignore_eos` too, as in vLLM: they would end nothing, but a
     text that goes on after one is not what `min_tokens` asks for.
+
+    Args:
+        seed: in [0, 2**32).
+        vocab_size: tokens that the model has logits for. A tokenizer can have more: bad words with such tokens never
+            come, and neither do ends of generation, so these are left out.
+        bad_words: token ids, from `bad_word_ids`.
+
+    Raises:
+        RequestError: for more than `MAX_BAD_WORD_PAIRS` bad words of several tokens.
     """
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    banned = tuple(word[0] for word in bad_words if len(word) == 1)
-    longer = tuple(word for word in bad_words if len(word) > 1)
+    # A word of more tokens than the output can have never comes either.
+    words = [word for word in dict.fromkeys(bad_words) if len(word) <= params.max_tokens and max(word) < vocab_size]
+    banned = tuple(word[0] for word in words if len(word) == 1)
+    longer = tuple(word for word in words if len(word) > 1)
+    if len(longer) > MAX_BAD_WORD_PAIRS:
+        raise RequestError(
+            f"bad_words have {len(longer)} forms of several tokens, over the limit of {MAX_BAD_WORD_PAIRS}: "
+            "a word counts as it is, and again after a space where its tokens differ; send fewer"
+        )
+    endings: dict[int, list[tuple[tuple[int, ...], tuple[int, int]]]] = {}
+    for word in longer:
+        if len(word) > 2:
+            endings.setdefault(word[-3], []).append((word[:-2], (word[-2], word[-1])))
     masked = params.logit_bias or params.allowed_token_ids is not None or banned or params.min_tokens > 0
     uses_state = bool(masked) or penalties != (1, 0, 0)
     wants_logprobs = params.logprobs is not None
@@ -128,7 +173,7 @@ def sampling_row(
     # Filters mean nothing where the likeliest token is taken: without them the device has less to do.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
     options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
-    integers = np.array([options, np.uint32(seed).view(np.int32), top_k], np.int32)
+    integers = np.array([options, _bits(seed), top_k], np.int32)
     floats = np.array([params.temperature, top_p, min_p, *penalties], np.float32)
     stops = {*params.stop_token_ids, *eos_token_ids}
     return SamplingRow(
@@ -136,28 +181,48 @@ def sampling_row(
         vocab_size=vocab_size,
         kind=kind,
         uses_state=uses_state,
-        # A tokenizer can name an end beyond a model's logits.
-        stop_token_ids=tuple(sorted(token for token in stops if token < vocab_size)),
+        stop_ids=frozenset(params.stop_token_ids),
+        held_back=tuple(sorted(token for token in stops if 0 <= token < vocab_size)),
         banned=banned,
         bad_words=longer,
+        two_tokens=_as_pairs([word for word in longer if len(word) == 2]),
+        endings=endings,
         settings=np.concatenate([integers, floats.view(np.int32)]),
     )
 
 
+def _bits(seed: int) -> np.int32:
+    return np.uint32(seed).view(np.int32)
+
+
+def _as_pairs(pairs: Sequence[tuple[int, ...]]) -> Pairs:
+    return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
+    """Return the seed, in [0, 2**32), of sample `index` of a request that sets none.
+
+    A hash, so that samples of different requests share no seed but by chance: 2**-32 for any two.
+    """
+    numbers = struct.pack("<3Q", engine_seed % 2**64, request_number, index)
+    return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest(), "little")
+
+
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Token ids of each word at the start of a text and after a space, where these differ.
+    """Return the token ids of each word at the start of a text and after a space, each once.
 
     vLLM leaves out the form after a space if it has another length; here both are banned. Raises `RequestError`
-    for a word that has no tokens.
+    for a word that has no tokens, or that the tokenizer cannot encode.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if not ids:
-                raise RequestError(f"bad_words must have words that the tokenizer knows, got {word!r}")
-            found[ids] = None
-    return tuple(found)
+    stripped = list(dict.fromkeys(word.lstrip() for word in words))
+    texts = [text for word in stripped for text in (word, " " + word)]
+    encoded = tokenizer.encode_all(texts, add_special_tokens=False)
+    for place, ids in enumerate(encoded):
+        if not ids:
+            raise RequestError(
+                f"bad_words must have words that the tokenizer knows, got {shorten(stripped[place // 2])}"
+            )
+    return tuple(dict.fromkeys(map(tuple, encoded)))
 
 
 def state_rows(
@@ -171,7 +236,7 @@ def state_rows(
     flags = np.zeros(row.vocab_size, np.int32)
     np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
     flags[np.asarray(prompt, np.int64)] |= IN_PROMPT
-    flags[list(row.stop_token_ids)] |= STOPS
+    flags[list(row.held_back)] |= STOPS
     allowed = row.params.allowed_token_ids
     bias = np.full(row.vocab_size, 0 if allowed is None else -np.inf, np.float32)
     bias[list(allowed or ())] = 0
@@ -184,47 +249,59 @@ def state_rows(
 # Host, in every step.
 
 
-def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> list[Pair]:
-    """`(last token, banned token)`: what a row's next token must not be if the one before it is `last token`.
+def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
+    """Return what a row's next token must not be, each with the token that must come before it for this to hold.
+
+    Words of two tokens are there always. The work is for the longer ones: each is compared only where its third last
+    token has just come.
 
     Args:
         output_known: generated tokens that the host has read. A word's beginning counts only if all of it is here.
         in_flight: one more token was sampled and is on the device alone. Without one the host decides by itself,
             and says `ANY_TOKEN` for the last token.
     """
-    pairs = []
-    for word in row.bad_words:
-        prefix = word[:-2] if in_flight else word[:-1]
-        start = len(output_known) - len(prefix)
-        if start >= 0 and tuple(output_known[start:]) == prefix:
-            pairs.append((word[-2] if in_flight else ANY_TOKEN, word[-1]))
-    return pairs
+    end = len(output_known) if in_flight else len(output_known) - 1
+    if not row.bad_words or end < 0:
+        return _NO_PAIRS
+    pairs = row.two_tokens
+    candidates = row.endings.get(output_known[end - 1], ()) if end else ()
+    begun = [pair for start, pair in candidates if _ends_with(output_known, end, start)]
+    if begun:
+        pairs = np.concatenate([pairs, _as_pairs(begun)], axis=1)
+    if in_flight:
+        return pairs
+    banned = pairs[1, pairs[0] == output_known[end]]
+    return np.stack([np.full_like(banned, ANY_TOKEN), banned])
 
 
-def pair_bucket(num_pairs: int) -> int:
-    """Size that this many pairs are padded to: a power of two of at least 64."""
-    return max(_SMALLEST_PAIR_BUCKET, 1 << (num_pairs - 1).bit_length())
+def _ends_with(tokens: Sequence[int], end: int, wanted: tuple[int, ...]) -> bool:
+    """Whether `tokens[:end]` ends with `wanted`."""
+    start = end - len(wanted)
+    return start >= 0 and tuple(tokens[start:end]) == wanted
 
 
-def pack(rows: Sequence[StepRow], num_rows: int, num_pairs: int = 0) -> Int32[np.ndarray, " size"]:
-    """A step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
+def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
+    """Return a step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
 
     Floats travel as their bits. Rows beyond those given are padding: they take the likeliest token and record
-    nothing. `num_pairs` is what the program is compiled for, at least the pairs of all rows together.
+    nothing. Pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`, are there for `draw_full` alone, if `full`; those beyond a
+    row's `num_pairs` mean nothing.
     """
     size = len(FIELDS) * num_rows
-    packed = np.zeros(size + 3 * num_pairs, np.int32)
+    packed = np.zeros(size + full * 2 * num_rows * MAX_BAD_WORD_PAIRS, np.int32)
     fields = packed[:size].reshape(len(FIELDS), num_rows)
-    pairs = packed[size:].reshape(3, num_pairs)
     fields[0] = NO_SLOT
-    pairs[0] = num_rows  # out of range: bans nothing
-    filled = 0
-    for index, (row, slot, position, generated, row_pairs) in enumerate(rows):
-        fields[:, index] = slot, position, *row.settings
-        fields[_OPTIONS, index] |= BELOW_MIN_TOKENS * (generated < row.params.min_tokens)
-        for last, banned in row_pairs:
-            pairs[:, filled] = index, last, banned
-            filled += 1
+    if rows:
+        used = fields[:, : len(rows)]
+        below = [generated < row.params.min_tokens for row, _, _, generated, _ in rows]
+        used[:_OPTIONS] = np.array([(slot, position, pairs.shape[1]) for _, slot, position, _, pairs in rows]).T
+        used[_OPTIONS:] = np.stack([row.row.settings for row in rows], axis=1)
+        used[_OPTIONS] |= BELOW_MIN_TOKENS * np.array(below)
+    if full:
+        all_pairs = packed[size:].reshape(2, num_rows, MAX_BAD_WORD_PAIRS)
+        for index, row in enumerate(rows):
+            if num_pairs := row.pairs.shape[1]:
+                all_pairs[:, index, :num_pairs] = row.pairs
     return packed
 
 

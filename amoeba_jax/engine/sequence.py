@@ -5,22 +5,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from amoeba_jax.engine.sampling import SamplingRow
+from amoeba_jax.engine.sampling import SamplingRow, TokenLogprobs, logprob_entry
 from amoeba_jax.outputs import FinishReason, Logprob
 from amoeba_jax.sampling_params import SamplingParams
 from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
 
+class Entries(NamedTuple):
+    """Log-probabilities of tokens that follow each other, as the device returned them.
+
+    Whoever wants them builds them, token by token: not the dispatcher, whose time is that of all requests.
+    """
+
+    logprobs: TokenLogprobs
+    place: int
+    """Row of `logprobs` of the first token."""
+    tokens: tuple[int, ...]
+    k: int
+    """Most likely tokens of each place to tell besides."""
+
+    def build(self) -> list[dict[int, Logprob]]:
+        """An entry for each token: itself, then the `k` most likely."""
+        return [logprob_entry(self.logprobs, self.place + i, token, self.k) for i, token in enumerate(self.tokens)]
+
+
 class Update(NamedTuple):
-    """News of one sequence: tokens that were added, or its end."""
+    """News of one sequence: tokens that were added, log-probabilities of its prompt, or its end."""
 
     sequence: "Sequence"
     tokens: tuple[int, ...] = ()
-    logprobs: dict[int, Logprob] | None = None
-    """Of the token added, if asked for."""
+    logprobs: Entries | None = None
+    """Of the tokens added, if asked for."""
     finished: bool = False
     """There will be no more of this sequence, and its fields do not change any more."""
+    prompt_logprobs: Entries | None = None
+    """Of the prompt's tokens that follow those of the updates before."""
 
 
 @dataclass(eq=False)
@@ -36,6 +56,8 @@ class Sequence:
         siblings: the request's other continuations, which wait until this one's prompt is computed.
         leader: the continuation whose prompt this one shares.
         num_computed: leading tokens whose keys and values are in the cache, by steps that have been launched.
+        num_prompt_logprobs: leading tokens of the prompt whose log-probabilities were reported; the first has none.
+        num_failures: steps of its own that have failed since one succeeded; see `Engine.recover`.
         slot: its place in the instance's device-side arrays while it runs.
         page_keys: of its known tokens, once it is queued.
         deadline: by `time.monotonic()`; it is not started after that.
@@ -56,7 +78,8 @@ class Sequence:
 
     arrival: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    num_prompt_logprobs: int = 1
+    num_failures: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
     num_cached: int | None = None
@@ -77,7 +100,7 @@ class Sequence:
         return (self.params.priority, self.number, self.index)
 
     @property
-    def most_tokens(self) -> int:
+    def max_total_tokens(self) -> int:
         """What it may grow to."""
         return len(self.prompt) + self.params.max_tokens
 
@@ -106,7 +129,7 @@ class Sequence:
     def needs_prompt_logits(self) -> bool:
         """Its prompt's log-probabilities were asked for, and not all steps that give them were launched."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
-        return wanted and self.num_computed < len(self.prompt) and len(self.prompt_logprobs) < len(self.prompt)
+        return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 
     @property
     def finished(self) -> bool:
@@ -123,7 +146,7 @@ class Sequence:
             self.first_token_at = time.monotonic()
         self.output.append(token)
         self.num_in_flight -= 1
-        if token in self.params.stop_token_ids:
+        if token in self.sampling.stop_ids:
             self.finish("stop", token)
         elif token in self.eos_token_ids and not self.params.ignore_eos:
             self.finish("stop")
@@ -133,4 +156,9 @@ class Sequence:
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End it. Nothing is reported: that is for the caller."""
         self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finished_at = time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error. Nothing is reported: that is for the caller."""
+        self.error = error
         self.finished_at = time.monotonic()

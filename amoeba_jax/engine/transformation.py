@@ -5,6 +5,7 @@ as they were. What fails after it ends at the higher degree, whose weights are n
 are not weights as an empty cache: the group's requests are computed again from their tokens.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -14,19 +15,22 @@ import jax
 
 from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
-from amoeba_jax.engine.instance import Instance, StepPlan
+from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import Active, Job, TransformOptions, check_options, next_groups
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
-from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError, TransformError
+from amoeba_jax.errors import MemoryBudgetError, RequestError, TransformError
 from amoeba_jax.transform import TransformReport, TransformVariant
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
 from sharding.mesh import SubMesh, disassemble
+
+logger = logging.getLogger(__name__)
 
 
 class Transformations:
@@ -35,7 +39,7 @@ class Transformations:
     Args:
         drain: waits for what an instance has launched, and takes in the results.
         requeue: takes a sequence off its instance, to be computed again.
-        refuse: ends the sequence of a step for which a program is missing.
+        refuse: ends the sequence for which a step could not be prepared.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Transformations:
         cluster: Cluster,
         drain: Callable[[Instance], None],
         requeue: Callable[[Instance, Sequence], None],
-        refuse: Callable[[Instance, StepPlan, Exception], None],
+        refuse: Callable[[Instance, StepPlan, StepNotLaunchedError], None],
     ):
         self._cluster, self._drain, self._requeue, self._refuse = cluster, drain, requeue, refuse
         self._jobs: list[Job] = []
@@ -78,6 +82,7 @@ class Transformations:
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
         check_options(options, self._cluster, self._jobs)
+        self._cluster.check_in_service(options.devices)
         job = Job(options)
         self._jobs.append(job)
         self._proceed(job)
@@ -135,7 +140,7 @@ class Transformations:
             done = restart(self._cluster, self._requeue, old, options.tensor_parallel_size, options.release_weights)
         except RestartError as error:
             devices = [device for instance in old for device in instance.group.device_indices]
-            job.fail(error, devices, "its instances are as they were, and its requests are computed again")
+            job.fail(error, devices, error.outcome)
         else:
             job.groups.append(done)
 
@@ -303,7 +308,7 @@ class Transformations:
         while (plan := transition.plan_step()) is not None:
             try:
                 transition.instance.launch_plan(plan)
-            except (NotCompiledError, MemoryBudgetError) as error:
+            except StepNotLaunchedError as error:
                 self._refuse(transition.instance, plan, error)
             else:
                 break
@@ -371,6 +376,17 @@ class Transformations:
         else:
             self._abort(active)
             how = "its instances are as they were"
+        self._end_failed(active, error, how)
+
+    def lost(self, instance: Instance, error: Exception) -> None:
+        """A step of an instance in transition failed on its devices: its results cannot be read. The group goes on at
+        the higher degree with an empty cache, whether or not a layer has switched: its pages may be lost."""
+        active = self._active[instance]
+        logger.error("a step failed during a transformation of devices %s", active.devices, exc_info=error)
+        self._recover(active)
+        self._end_failed(active, error, "its requests are computed again")
+
+    def _end_failed(self, active: Active, error: Exception, how: str) -> None:
         self._reserve(active.devices, 0)
         active.job.fail(error, active.devices, how)
         active.job.active -= 1

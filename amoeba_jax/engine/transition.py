@@ -24,17 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance, Row, StepPlan
+from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.movers import Mover, Plan
 from amoeba_jax.engine.program import HeadOutput
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import Row, StepPlan
 from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.transform import LayerSwitch
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
-from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.mesh import SubMesh, assemble, disassemble, replaced_if_lost
 
 
 @dataclass(eq=False)
@@ -222,7 +223,7 @@ class Transition:
         before, after = programs.released
         for member in self.members:
             for extents in member.kv:
-                extents[:] = _made_anew(extents, member.group)
+                extents[:] = replaced_if_lost(extents, member.group)
         for layer in range(programs.num_layers):
             if self.instance.kv[layer]:
                 continue
@@ -233,7 +234,7 @@ class Transition:
             kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
             self.instance.kv[layer] = kv + self._weights.release(group, layer, after, before)
         for extents in self.instance.kv:
-            extents[:] = _made_anew(extents, group)
+            extents[:] = replaced_if_lost(extents, group)
         return self.instance.kv
 
     def _plan_moves(self) -> Plan:
@@ -320,10 +321,3 @@ class Transition:
         batch.set("positions", positions)
         batch.set("num_pages", num_pages)
         return batch
-
-
-def _made_anew(extents: list[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Extents of a group, those zeros that were lost. Asked before they are viewed with others: JAX then tells of the
-    first rank's alone.
-    """
-    return [jnp.zeros(e.shape, e.dtype, device=group.sharded) if e.is_deleted() else e for e in extents]

@@ -54,6 +54,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         variant = _VARIANTS.get(request.variant)
         if variant is None:
             raise RequestError(f"variant={request.variant} is not known")
+        if len(request.devices) > (most := self._front_door.backend.num_devices):
+            raise RequestError(f"devices has {len(request.devices)} elements: this server has {most} devices")
         release = request.release_weights if request.HasField("release_weights") else True
         layers = request.layers_per_step or 1
         front_door, degree = self._front_door, request.tensor_parallel_size
@@ -81,7 +83,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         degrees = [i.tensor_parallel_size for i in metrics.latest.instances] if metrics.latest else []
         kind = "scale_up" if degree > min(degrees, default=1) else "scale_down"
         try:
-            report = await self._front_door.control(transform)
+            report = await self._front_door.transform(transform)
         except (LayoutError, RequestError, MemoryBudgetError) as error:
             metrics.not_transformed(kind, str(variant), "refused")
             raise PreconditionError(str(error)) from error

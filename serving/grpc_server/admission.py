@@ -1,20 +1,25 @@
-"""Which requests are let in: ids that are taken, and limits."""
+"""Which requests are let in: names that are taken, and limits."""
 
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amoeba_jax.errors import RequestError
+from amoeba_jax.shorten import shorten
+from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 from serving.grpc_server.statuses import DuplicateIdError, LimitError
 
-MAX_ID_CHARS = 128
-
 
 class Ticket:
-    """A request's place in the queue. It leaves the queue with its first token, or with its end."""
+    """A request's place in the queue. It leaves the queue with its first token, or with its end.
+
+    Attributes:
+        id: the request's within this server; no client can choose it.
+    """
 
     def __init__(self, admission: "Admission"):
+        self.id = uuid.uuid4().hex
         self._admission = admission
         self._tokens = 0
         self._queued = True
@@ -33,46 +38,78 @@ class Ticket:
 
 
 class Admission:
-    """The accepted requests. All methods run in the server's event loop."""
+    """The accepted requests. All methods run in the server's event loop.
+
+    Attributes:
+        ids: of all of them, within this server.
+    """
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._clients: Counter[str] = Counter()
+        self._requests_of: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
+        self._named: dict[tuple[str, str], str] = {}  # id by scope and name
         self.ids: set[str] = set()
         self.queued_requests = 0
         self.queued_tokens = 0
 
     @contextmanager
-    def admit(self, request_id: str, client: str) -> Iterator[Ticket]:
+    def admit(self, caller: Caller, num_bytes: int = 0, name: str = "", unique: bool = False) -> Iterator[Ticket]:
         """Let a request in for as long as the context lasts.
 
-        Raises `RequestError` for an id that is too long, `DuplicateIdError` for one that is taken, `LimitError` where
-        a limit is reached.
+        Args:
+            num_bytes: size of its message.
+            name: by which `find` finds it, unless another of the caller's has that name. "": none.
+            unique: refuse it in that case.
+
+        Raises `DuplicateIdError` for a name that is taken, `LimitError` where a limit is reached.
         """
-        if len(request_id) > MAX_ID_CHARS:
-            raise RequestError(
-                f"the request's id has {len(request_id)} characters: at most {MAX_ID_CHARS} may be given"
-            )
-        if request_id in self.ids:
-            raise DuplicateIdError(f"a request with id {request_id!r} has not ended yet: give another id")
-        most = self._limits.max_queued_requests
+        limits = self._limits
+        key = (caller.scope, name)
+        if unique and name and key in self._named:
+            raise DuplicateIdError(f"a request with id {shorten(name)} has not ended yet: give another id")
+        most = limits.max_queued_requests
         if self.queued_requests >= most:
-            raise LimitError(f"{most} requests are queued, which is the limit: try again later")
-        most = self._limits.max_requests_per_client
-        if self._clients[client] >= most:
-            raise LimitError(f"this client has {most} requests that have not ended, which is the limit")
-        self.ids.add(request_id)
-        self._clients[client] += 1
-        self.queued_requests += 1
+            raise LimitError(f"{most} requests are queued, which is the limit (max_queued_requests): try again later")
+        client = caller.client
+        most = limits.max_requests_per_client
+        if self._requests_of[client] >= most:
+            raise LimitError(
+                f"this client has {most} requests that have not ended, which is the limit (max_requests_per_client)"
+            )
+        held, most = self._bytes_of[client], limits.max_client_bytes
+        if held and held + num_bytes > most:
+            raise LimitError(
+                f"this client's requests that have not ended have {held} bytes: {num_bytes} more would exceed the "
+                f"limit of {most} (max_client_bytes)"
+            )
         ticket = Ticket(self)
+        named = bool(name) and self._named.setdefault(key, ticket.id) == ticket.id
+        self.ids.add(ticket.id)
+        self._requests_of[client] += 1
+        self._bytes_of[client] += num_bytes
+        self.queued_requests += 1
         try:
             yield ticket
         finally:
             ticket.leave_queue()
-            self.ids.discard(request_id)
-            self._clients[client] -= 1
-            if not self._clients[client]:
-                del self._clients[client]
+            self.ids.discard(ticket.id)
+            if named:
+                del self._named[key]
+            self._requests_of[client] -= 1
+            self._bytes_of[client] -= num_bytes
+            if not self._requests_of[client]:
+                del self._requests_of[client], self._bytes_of[client]
+
+    def find(self, caller: Caller, name: str) -> list[str]:
+        """Ids of the requests that a caller means by a name: its own, or else, where it may end those of others, all
+        that have this name."""
+        own = self._named.get((caller.scope, name))
+        if own is not None:
+            return [own]
+        if not caller.may_abort_all:
+            return []
+        return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count a prompt's tokens as queued. Raises `LimitError`. A prompt that is alone is never too long here."""
@@ -80,6 +117,6 @@ class Admission:
         if self.queued_tokens and self.queued_tokens + num_tokens > most:
             raise LimitError(
                 f"prompts of {self.queued_tokens} tokens are queued: {num_tokens} more would exceed the limit of "
-                f"{most}; try again later"
+                f"{most} (max_queued_tokens); try again later"
             )
         self.queued_tokens += num_tokens

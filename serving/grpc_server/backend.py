@@ -1,10 +1,10 @@
 """What the front door needs of whatever serves its requests: `LLM` has it."""
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ class Backend(Protocol):
     tokenizer: Tokenizer | None
     dims: ModelDims
 
-    def astream(
+    def astream_deltas(
         self,
         prompt: str | list[int],
         params: SamplingParams | None = None,
@@ -27,8 +27,8 @@ class Backend(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         deadline: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they grow. Closing the generator ends the request and frees its pages.
+    ) -> AsyncGenerator[tuple[Any, RequestDelta], None]:
+        """What is new of a request, as it comes. Closing the generator ends the request and frees its pages.
 
         Raises `DeadlineError` if it has not started by `deadline`, a time of `time.monotonic()`.
         """
@@ -47,6 +47,11 @@ class Backend(Protocol):
         layers_per_step: int = 1,
     ) -> TransformReport:
         """Merge or split instances; returns when it is done."""
+        ...
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it serves on."""
         ...
 
     @property

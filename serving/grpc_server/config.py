@@ -14,8 +14,8 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 class Limits:
     """What is refused. Raises `ConfigError` for a limit below 1."""
 
-    max_message_bytes: int = 64 * 2**20
-    """Longest message in either direction."""
+    max_message_bytes: int = 4 * 2**20
+    """Longest message that is read. Replies have no limit of their own: a long one is several messages."""
     max_header_bytes: int = 16 * 2**10
     """Metadata of a call, its token included."""
     max_queued_requests: int = 1024
@@ -24,12 +24,39 @@ class Limits:
     """Prompt tokens of these."""
     max_requests_per_client: int = 512
     """Requests of one client (its address) at once."""
+    max_client_bytes: int = 64 * 2**20
+    """Messages of one client's requests that have not ended."""
     max_buffered_tokens: int = 1024
-    """Tokens of a request that its client has not read: a client that falls further behind is cut off."""
+    """Tokens of a sample that its client has not read while a message to it is being written. With log-probabilities
+    each of them counts as a token. A client that falls further behind is cut off."""
+    max_prompt_chars: int = 2**20
+    """Text of a prompt, or of a call of Tokenize; of a conversation all messages together. Lower where no context
+    could hold that much text: see `max_model_len`."""
+    max_chat_messages: int = 1024
+    max_stop_strings: int = 16
+    max_stop_string_chars: int = 512
+    max_stop_token_ids: int = 1024
+    max_bad_words: int = 512
+    """Of these, those of several tokens count twice, with a space before them and without: at most 256 together."""
+    max_bad_word_chars: int = 128
+    max_logit_bias: int = 4096
+    """Entries."""
+    max_allowed_token_ids: int = 16384
+    max_id_chars: int = 128
+    """Of a request's id."""
+    max_salt_chars: int = 256
+    """Of `cache_salt`."""
+    max_settings_bytes: int = 256 * 2**10
+    """JSON of `sampling_parameters` (Open Inference Protocol)."""
+    max_reply_entries: int = 2**20
+    """Tokens and log-probabilities that a reply in one message (ModelInfer) could have, by `n`, `max_tokens` and
+    `logprobs`. Streams have no such limit."""
+    min_priority: int = 0
+    """Lowest `priority`, which is served first, that requests may ask for. The admin's token allows any."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and name != "min_priority"):
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
 
 
@@ -61,8 +88,9 @@ class ServerConfig:
     metrics_port: int | None = DEFAULT_METRICS_PORT
     """HTTP port of Prometheus metrics; None: no metrics over HTTP."""
     tls: TLS | None = None
-    api_token: str | None = None
-    """What clients must send as `authorization: Bearer TOKEN`. None: nothing."""
+    api_token: str | tuple[str, ...] | None = None
+    """What clients must send as `authorization: Bearer TOKEN`, one token or several. Clients with different tokens
+    share no request ids and no cached prefixes. None: nothing."""
     admin_token: str | None = None
     """The same for AdminService, which also allows everything else. None: where there is an `api_token`, nobody may
     call AdminService."""
@@ -89,7 +117,15 @@ class ServerConfig:
             raise ConfigError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} must be http://HOST:PORT or https://HOST:PORT"
             )
-        for name in ("api_token", "admin_token"):
-            token = getattr(self, name)
-            if token is not None and (not token.isascii() or not token.strip() or token != token.strip()):
-                raise ConfigError(f"{name} must be ASCII characters without a space around them")
+        if isinstance(self.api_token, tuple) and not self.api_token:
+            raise ConfigError("api_token must have a token, or be None")
+        for name, tokens in (("api_token", self.api_tokens), ("admin_token", (self.admin_token,))):
+            for token in tokens:
+                if token is not None and (not token.isascii() or not token.strip() or token != token.strip()):
+                    raise ConfigError(f"{name} must be ASCII characters without a space around them")
+
+    @property
+    def api_tokens(self) -> tuple[str, ...]:
+        """`api_token` as a tuple."""
+        token = self.api_token
+        return token if isinstance(token, tuple) else () if token is None else (token,)

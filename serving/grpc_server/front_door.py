@@ -3,34 +3,39 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from amoeba_jax.errors import DeadlineError, EngineClosedError, NotANumberError, RequestError
-from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.errors import DeadlineError, EngineClosedError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
 from serving.grpc_server.backend import Backend
+from serving.grpc_server.callers import Caller, Callers
+from serving.grpc_server.calls import Call, Prompt
 from serving.grpc_server.config import Limits
-from serving.grpc_server.latest_output import LatestOutput, Send
-from serving.grpc_server.statuses import NotServingError, UnknownModelError
+from serving.grpc_server.field_limits import check_length, check_prompt_text
+from serving.grpc_server.output_coalescer import OutputCoalescer, Send
+from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
 from serving.metrics import RequestRecord, ServerMetrics
 from serving.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from serving.tracing import Tracing
 
-# How long a drain waits for the clients of requests that it has aborted.
+# How long a drain waits for the clients of requests that it has aborted, and for the engine to abort them.
 _LAST_WORDS_S = 2.0
+_ABORT_S = 10.0
 # How long the message that is being written may take when its request is over.
 _LAST_WRITE_S = 0.5
+# Texts from this length on are tokenized one at a time, so that they do not keep all threads from short ones.
+_LONG_TEXT_CHARS = 32_768
+# Calls that wait for a transformation at once.
+_MAX_TRANSFORM_CALLS = 4
 
 T = TypeVar("T")
-Prompt = str | list[int] | list[dict[str, Any]]
-"""A text, token ids, or a conversation."""
 
 
 class State(Enum):
@@ -42,40 +47,34 @@ class State(Enum):
     DEAD = "the engine has failed: try another server"
 
 
-@dataclass(frozen=True)
-class Call:
-    """A request as every protocol puts it.
-
-    Attributes:
-        client: whom it is counted for.
-        timeout_s: how long it may take from now on; None: for ever.
-        trace_headers: `traceparent` and `tracestate` of W3C Trace Context, as far as the client sent them.
-    """
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    client: str
-    timeout_s: float | None = None
-    cache_salt: str | None = None
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class FrontDoor:
     """Lets requests in and serves them. All methods run in the server's event loop."""
 
-    def __init__(self, limits: Limits, metrics: ServerMetrics, tracing: "Tracing | None" = None):
+    def __init__(
+        self,
+        limits: Limits,
+        metrics: ServerMetrics,
+        tracing: "Tracing | None" = None,
+        callers: Callers | None = None,
+    ):
         self.state = State.LOADING
         self.admission = Admission(limits)
+        self.callers = callers or Callers()
+        self.limits = limits
         self.metrics = metrics
         self._tracing = tracing
-        self._limits = limits
         self._backend: Backend | None = None
         self.scheduling: Scheduling | None = None
-        # Tokenizing long texts takes a while, and so do calls that wait for the engine: the loop must go on meanwhile.
+        # What takes a while, or waits for the engine, happens outside the loop. Each kind has threads of its own, so
+        # that none waits for another.
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
-        self._control = ThreadPoolExecutor(8, thread_name_prefix="amoeba-control")
+        self._tokenizing_long = ThreadPoolExecutor(1, thread_name_prefix="amoeba-tokenize-long")
+        self._control = ThreadPoolExecutor(4, thread_name_prefix="amoeba-control")
+        self._transforming = ThreadPoolExecutor(_MAX_TRANSFORM_CALLS, thread_name_prefix="amoeba-transform")
+        self._aborting = ThreadPoolExecutor(2, thread_name_prefix="amoeba-abort")
+        self._num_transforming = 0
         self._generating: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -92,7 +91,7 @@ class FrontDoor:
 
     def close(self) -> None:
         """Let the threads go."""
-        for pool in (self._tokenizing, self._control):
+        for pool in (self._tokenizing, self._tokenizing_long, self._control, self._transforming, self._aborting):
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -114,7 +113,7 @@ class FrontDoor:
         return self.backend.tokenizer
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Generate for a request, sending outputs as they come. Its pages are free when this returns or raises.
+        """Generate for a request, sending what is new as it comes. Its pages are free when this returns or raises.
 
         Raises what `statuses` maps. Cancelling the task ends the request.
         """
@@ -124,32 +123,21 @@ class FrontDoor:
         record, started_ns = self.metrics.start_request(), time.time_ns()
         failure: BaseException | None = None
         try:
-            with self.admission.admit(call.request_id, call.client) as ticket:
+            with self.admission.admit(call.caller, call.num_bytes, call.name, call.unique_name) as ticket:
                 self._idle.clear()
-                await self._serve_in_time(backend, call, send, ticket, record)
+                async with _time_limit(call.timeout_s) as deadline:
+                    tokens = await self.tokenize(call.prompt)
+                    ticket.count_tokens(len(tokens))
+                    await self._generate(backend, call, tokens, deadline, send, ticket, record)
         except BaseException as error:
             failure = error
             raise
         finally:
-            record.end(failed=isinstance(failure, NotANumberError | NotServingError | EngineClosedError))
+            failed = NotANumberError | NotServingError | EngineClosedError | RequestFailedError
+            record.end(failed=isinstance(failure, failed))
             if self._tracing is not None:
-                self._tracing.request(call, backend.name, started_ns, record.output, failure)
-            if not self.admission.ids:
-                self._idle.set()
-
-    async def _serve_in_time(
-        self, backend: Backend, call: Call, send: Send, ticket: Ticket, record: RequestRecord
-    ) -> None:
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(call.timeout_s):
-                tokens = await self.tokenize(call.prompt)
-                ticket.count_tokens(len(tokens))
-                deadline = None if call.timeout_s is None else started + call.timeout_s
-                await self._generate(backend, call, tokens, deadline, send, ticket, record)
-        except TimeoutError:
-            waited_s = time.monotonic() - started
-            raise DeadlineError(f"the request's time is over after {waited_s:.3f} s") from None
+                self._tracing.request(call, backend.name, started_ns, record, failure)
+            self._check_idle()
 
     async def _generate(
         self,
@@ -164,61 +152,116 @@ class FrontDoor:
         """The engine is read as fast as it generates, whatever the client does: two tasks, which end together."""
         if self.state is State.DEAD:  # since its prompt was tokenized
             raise NotServingError(self.state.value)
-        buffer = LatestOutput(self._limits.max_buffered_tokens)
+        buffer = OutputCoalescer(self.limits.max_buffered_tokens, call.params)
 
         async def receive() -> None:
-            stream = backend.astream(
-                tokens,
-                call.params,
-                request_id=call.request_id,
-                cache_salt=call.cache_salt or None,
-                deadline=deadline,
+            stream = backend.astream_deltas(
+                tokens, call.params, request_id=ticket.id, cache_salt=call.salt, deadline=deadline
             )
             async with contextlib.aclosing(stream):
-                async for output in stream:
+                async for _, delta in stream:
                     ticket.leave_queue()
-                    record.take(output)
-                    buffer.put(output)
+                    record.take(delta)
+                    buffer.put(delta)
 
-        tasks = [asyncio.ensure_future(receive()), asyncio.ensure_future(buffer.send_all(send))]
-        self._generating.update(tasks)
+        receiving, sending = asyncio.ensure_future(receive()), asyncio.ensure_future(buffer.send_all(send))
+        self._generating.update((receiving, sending))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
             if any(task.cancelled() for task in done):
                 raise NotServingError(self.state.value)
             for task in done:
                 task.result()
         finally:
-            self._generating.difference_update(tasks)
-            # gRPC takes no status while a message is being written. A client that does not read is not waited for.
+            # The engine's part ends before anything is awaited here: a second cancellation (gRPC sends one at a
+            # deadline, and the time limit above another) may come at any await, and must not leave it running.
+            receiving.cancel()
             buffer.close()
-            await asyncio.wait(tasks[1:], timeout=_LAST_WRITE_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._generating.difference_update((receiving, sending))
+            closing = asyncio.ensure_future(_end_both(receiving, sending))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` for one that has none."""
+        """The token ids of a prompt. Raises `RequestError` for one that has none, or is too long to have a place."""
         if isinstance(prompt, str):
-            tokens = await self._run(self._tokenizing, self.tokenizer().encode, prompt, add_special_tokens)
+            self._check_text(len(prompt))
+            encode = partial(self.tokenizer().encode, prompt, add_special_tokens)
+            tokens = await self._tokenize(len(prompt), encode)
         elif prompt and isinstance(prompt[0], dict):
-            tokens = await self._run(self._tokenizing, self.tokenizer().apply_chat_template, prompt)
+            messages = cast(list[dict[str, Any]], prompt)
+            check_length("the conversation", len(messages), "max_chat_messages", self.limits, "messages")
+            length = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+            self._check_text(length)
+            tokens = await self._tokenize(length, partial(self.tokenizer().apply_chat_template, messages))
         else:
-            tokens = list(cast(list[int], prompt))
+            tokens = cast(list[int], prompt)
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         return tokens
 
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises `RequestError` for more than a context has."""
+        self.check_num_tokens("token_ids", len(token_ids))
+        decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
+        return await self._tokenize(len(token_ids), decode)
+
+    def check_num_tokens(self, name: str, num_tokens: int) -> None:
+        """Raise `RequestError` for more tokens than the longest context has."""
+        if num_tokens > (limit := self.backend.max_model_len):
+            raise RequestError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
+
+    def _check_text(self, length: int) -> None:
+        backend, tokenizer = self.backend, self.tokenizer()
+        check_prompt_text(length, self.limits, backend.max_model_len, tokenizer.longest_token_chars)
+
+    async def _tokenize(self, length: int, function: Callable[[], T]) -> T:
+        pool = self._tokenizing if length < _LONG_TEXT_CHARS else self._tokenizing_long
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
+        """For calls that tokenize and generate nothing: they count as requests, and have the same deadlines.
+
+        Raises `NotServingError` unless the server is ready, and what `Admission.admit` raises.
+        """
+        if self.state is not State.READY:
+            raise NotServingError(self.state.value)
+        try:
+            with self.admission.admit(caller, num_bytes):
+                self._idle.clear()
+                async with _time_limit(timeout_s):
+                    yield
+        finally:
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self.admission.ids:
+            self._idle.set()
+
     async def control(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what waits for the engine, such as a transformation, outside the loop."""
-        return await self._run(self._control, function, *args)
+        """Ask the engine something, outside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._control, function, *args)
 
-    async def _run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+    async def transform(self, function: Callable[[], T]) -> T:
+        """Run a transformation to its end, outside the loop. Raises `LimitError` where many are waited for."""
+        if self._num_transforming >= _MAX_TRANSFORM_CALLS:
+            raise LimitError(f"{_MAX_TRANSFORM_CALLS} transformations are waited for, which is the limit")
+        self._num_transforming += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._transforming, function)
+        finally:
+            self._num_transforming -= 1
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request; its client gets what was generated, with finish reason `abort`. Whether there was one."""
-        return await self.control(self.backend.cancel, request_id)
+    async def abort(self, caller: Caller, name: str) -> bool:
+        """End requests by their name; clients get what was generated, with finish reason `abort`. Whether there was
+        one. See `Admission.find`."""
+        found = self.admission.find(caller, name)
+        return any([await self._abort(request_id) for request_id in found])
+
+    async def _abort(self, request_id: str) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
         """Take no new requests, wait for those that run (None: for ever), then abort. Returns how many were aborted."""
@@ -228,11 +271,32 @@ class FrontDoor:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         left = sorted(self.admission.ids)
-        for request_id in left:
-            with contextlib.suppress(NotServingError, EngineClosedError):  # it failed meanwhile: they have ended
-                await self.abort(request_id)
+        # An engine that does not answer is not waited for.
+        with contextlib.suppress(TimeoutError, NotServingError, EngineClosedError):
+            async with asyncio.timeout(_ABORT_S):
+                for request_id in left:
+                    await self._abort(request_id)
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._idle.wait()
         return len(left)
+
+
+@contextlib.asynccontextmanager
+async def _time_limit(timeout_s: float | None):
+    """Raise `DeadlineError` in what takes longer. Gives the deadline by `time.monotonic()`, None for no limit."""
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield None if timeout_s is None else started + timeout_s
+    except TimeoutError:
+        raise DeadlineError(f"deadline exceeded after {time.monotonic() - started:.3f} s") from None
+
+
+async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
+    """Wait for both tasks of a request, the first of which is cancelled already."""
+    # gRPC takes no status while a message is being written. A client that does not read is not waited for.
+    await asyncio.wait((sending,), timeout=_LAST_WRITE_S)
+    sending.cancel()
+    await asyncio.gather(receiving, sending, return_exceptions=True)

@@ -1,7 +1,6 @@
 """Every call passes here first: its token, its message's form, and its errors as statuses."""
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from amoeba_jax.errors import RequestError
+from serving.grpc_server.callers import Callers, bearer_token
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
 
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
@@ -24,8 +24,8 @@ class _Malformed:
 class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls without the right token, and turns what services raise into statuses."""
 
-    def __init__(self, api_token: str | None, admin_token: str | None):
-        self._api_token, self._admin_token = api_token, admin_token
+    def __init__(self, callers: Callers):
+        self._callers = callers
 
     async def intercept_service(
         self,
@@ -44,29 +44,18 @@ class Guard(grpc.aio.ServerInterceptor):
         return _guarded(handler) if ours else handler
 
     def _check_token(self, details: grpc.HandlerCallDetails) -> None:
-        if details.method.startswith(_OPEN) or (self._api_token is None and self._admin_token is None):
+        callers = self._callers
+        if details.method.startswith(_OPEN) or callers.needs_no_token:
             return
-        given = _bearer_token(details)
-        is_admin = _same(given, self._admin_token)
+        given = bearer_token(details.invocation_metadata or ())
         if details.method.startswith(ADMIN_SERVICE):
-            if is_admin:
+            if callers.is_admin(given):
                 return
-            if _same(given, self._api_token):
+            if callers.is_client(given):
                 raise ForbiddenError("this token allows no administration: send the admin token")
-        elif is_admin or self._api_token is None or _same(given, self._api_token):
+        elif callers.is_admin(given) or callers.inference_is_open or callers.is_client(given):
             return
         raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
-
-
-def _bearer_token(details: grpc.HandlerCallDetails) -> str | None:
-    for key, value in details.invocation_metadata or ():
-        if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
-            return value[7:].strip()
-    return None
-
-
-def _same(given: str | None, token: str | None) -> bool:
-    return given is not None and token is not None and hmac.compare_digest(given.encode(), token.encode())
 
 
 def _refusing(error: Exception) -> grpc.RpcMethodHandler:

@@ -1,6 +1,7 @@
 """amoeba.v1.InferenceService."""
 
 import uuid
+from dataclasses import replace
 
 import grpc
 
@@ -8,9 +9,11 @@ import amoeba_jax
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import RequestError
-from amoeba_jax.outputs import RequestOutput
-from serving.grpc_server.front_door import Call, FrontDoor
-from serving.grpc_server.messages import read_params, read_prompt, response
+from amoeba_jax.outputs import RequestDelta
+from serving.grpc_server.calls import Call
+from serving.grpc_server.field_limits import check_length
+from serving.grpc_server.front_door import FrontDoor
+from serving.grpc_server.messages import read_params, read_prompt, responses, usage
 
 Context = grpc.aio.ServicerContext
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -24,38 +27,53 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream what is generated for a prompt."""
-        self._front_door.check_model(request.model)
+        front_door, caller = self._front_door, self._front_door.callers.caller(context)
+        front_door.check_model(request.model)
+        check_length("request_id", len(request.request_id), "max_id_chars", front_door.limits, "characters")
+        check_length("cache_salt", len(request.cache_salt), "max_salt_chars", front_door.limits, "characters")
         call = Call(
-            request_id=request.request_id or uuid.uuid4().hex,
-            prompt=read_prompt(request, "prompt"),
-            params=read_params(request.params),
-            client=client_of(context),
+            name=request.request_id,
+            prompt=read_prompt(request, "prompt", front_door.limits, front_door.backend.max_model_len),
+            params=read_params(request.params, front_door.limits, caller),
+            caller=caller,
             timeout_s=time_left(context),
+            num_bytes=request.ByteSize(),
             cache_salt=request.cache_salt,
             trace_headers=trace_headers(context),
         )
+        # What the client calls it. One that it has not named has a name all the same, by which it could be found.
+        shown_id = request.request_id or uuid.uuid4().hex
+        completion_tokens = 0
 
-        async def send(before: RequestOutput | None, output: RequestOutput) -> None:
-            await context.write(response(before, output))
+        async def send(delta: RequestDelta) -> None:
+            nonlocal completion_tokens
+            completion_tokens += delta.num_tokens
+            ended = usage(delta, completion_tokens) if delta.finished else None
+            for message in responses(shown_id, delta, ended):
+                await context.write(message)
 
-        await self._front_door.serve(call, send)
+        await front_door.serve(replace(call, name=shown_id), send)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The token ids of a text or a conversation."""
-        self._front_door.check_model(request.model)
+        front_door = self._front_door
+        front_door.check_model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokens = await self._front_door.tokenize(read_prompt(request, "input"), special)
-        return pb.TokenizeResponse(token_ids=tokens)
+        async with front_door.admitted(front_door.callers.caller(context), request.ByteSize(), time_left(context)):
+            prompt = read_prompt(request, "input", front_door.limits, front_door.backend.max_model_len)
+            return pb.TokenizeResponse(token_ids=await front_door.tokenize(prompt, special))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
-        self._front_door.check_model(request.model)
-        vocabulary = self._front_door.backend.dims.config.vocab_size
-        if (largest := max(request.token_ids, default=0)) >= vocabulary:
-            raise RequestError(f"token id {largest} is outside the vocabulary [0, {vocabulary})")
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        decode = self._front_door.tokenizer().decode
-        return pb.DetokenizeResponse(text=await self._front_door.control(decode, list(request.token_ids), skip))
+        front_door = self._front_door
+        front_door.check_model(request.model)
+        async with front_door.admitted(front_door.callers.caller(context), request.ByteSize(), time_left(context)):
+            front_door.check_num_tokens("token_ids", len(request.token_ids))
+            vocabulary = front_door.backend.dims.config.vocab_size
+            if (largest := max(request.token_ids, default=0)) >= vocabulary:
+                raise RequestError(f"token id {largest} is outside the vocabulary [0, {vocabulary})")
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            return pb.DetokenizeResponse(text=await front_door.detokenize(list(request.token_ids), skip))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served."""
@@ -70,11 +88,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
             eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else (),
             bos_token_id=tokenizer.bos_token_id if tokenizer else None,
+            limits=vars(self._front_door.limits),
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a request."""
-        return pb.AbortResponse(aborted=await self._front_door.abort(request.request_id))
+        front_door = self._front_door
+        return pb.AbortResponse(aborted=await front_door.abort(front_door.callers.caller(context), request.request_id))
 
 
 def time_left(context: Context) -> float | None:
@@ -88,8 +108,3 @@ def trace_headers(context: Context) -> dict[str, str]:
     """Where the client's trace is, by W3C Trace Context."""
     metadata = context.invocation_metadata() or ()
     return {key: value for key, value in metadata if key in _TRACE_HEADERS and isinstance(value, str)}
-
-
-def client_of(context: Context) -> str:
-    """The client's address without its port: connections of one machine count together."""
-    return context.peer().rpartition(":")[0]

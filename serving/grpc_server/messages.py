@@ -1,13 +1,17 @@
 """amoeba.v1 messages to and from what the engine takes and gives."""
 
+from collections.abc import Iterator, Sized
+from typing import Any
+
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
-from amoeba_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
-from serving.grpc_server.front_door import Prompt
-from serving.grpc_server.latest_output import num_tokens
+from serving.grpc_server.callers import Caller
+from serving.grpc_server.calls import Prompt
+from serving.grpc_server.config import Limits
+from serving.grpc_server.field_limits import check_length, check_lists, checked_params
 
-MAX_STOP_STRINGS = 16
 FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -15,70 +19,92 @@ FINISH_REASONS = {
 }
 
 
-def read_params(message: pb.SamplingParams) -> SamplingParams:
-    """Sampling settings. Raises `RequestError` for a value out of range."""
-    values = {field.name: value for field, value in message.ListFields()}
+# Tokens and log-probabilities in one message: some 2 ms of work for the event loop, and 64 KiB.
+_MAX_ENTRIES = 2048
+
+
+def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> SamplingParams:
+    """Sampling settings. Raises `RequestError` for a value out of range, or a list over its limit."""
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "allowed_token_ids" in values:
-        values["allowed_token_ids"] = list(values["allowed_token_ids"].ids)
-    if "logit_bias" in values:
-        values["logit_bias"] = dict(values["logit_bias"])
-    for name in ("stop", "stop_token_ids", "bad_words"):
+        values["allowed_token_ids"] = values["allowed_token_ids"].ids
+    check_lists({name: value for name, value in values.items() if isinstance(value, Sized)}, limits)
+    for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in values:
             values[name] = list(values[name])
-    return checked_params(**values)
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
+    return checked_params(values, limits, caller)
 
 
-def checked_params(**values: object) -> SamplingParams:
-    """`SamplingParams`, with the limits that only a server has. Raises `RequestError`."""
-    params = SamplingParams(**values)  # type: ignore[arg-type]
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop has {len(params.stop)} strings: at most {MAX_STOP_STRINGS} may be given")
-    return params
-
-
-def read_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str) -> Prompt:
-    """The prompt in a message's `oneof`. Raises `RequestError` where there is none."""
+def read_prompt(
+    message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, limits: Limits, max_tokens: int
+) -> Prompt:
+    """The prompt in a message's `oneof`. Raises `RequestError` where there is none, or it is over a limit."""
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
     if kind == "text":
+        check_length("the prompt", len(message.text), "max_prompt_chars", limits, "characters")
         return message.text
     if kind == "token_ids":
-        return list(message.token_ids.ids)  # type: ignore[union-attr]
+        ids = message.token_ids.ids  # type: ignore[union-attr]
+        if len(ids) > max_tokens:
+            raise RequestError(f"the prompt has {len(ids)} tokens: at most {max_tokens} may be given (max_model_len)")
+        return list(ids)
     if kind == "chat" and message.chat.messages:
+        check_length("the conversation", len(message.chat.messages), "max_chat_messages", limits, "messages")
         return [{"role": m.role, "content": m.content} for m in message.chat.messages]
     raise RequestError("the prompt is empty: give a text, token ids or a conversation")
 
 
-def response(before: RequestOutput | None, output: RequestOutput) -> pb.GenerateResponse:
-    """What was added between two outputs of a request."""
-    message = pb.GenerateResponse(request_id=output.request_id)
-    old = before.outputs if before is not None else (None,) * len(output.outputs)
-    for earlier, completion in zip(old, output.outputs, strict=True):
-        ended = completion.finish_reason is not None and (earlier is None or earlier.finish_reason is None)
-        if ended or len(completion.token_ids) > (len(earlier.token_ids) if earlier else 0):
-            message.completions.append(_completion(earlier, completion))
-    if output.finished:
-        message.usage.CopyFrom(usage(output))
-        for entry in output.prompt_logprobs or ():
-            message.prompt_logprobs.append(_logprobs(entry))
-    return message
+def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") -> Iterator[pb.GenerateResponse]:
+    """What was added to a request, as one message or, where it is long, as several.
+
+    Args:
+        usage: for the last message of a request that has ended.
+    """
+    message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
+    for entry in delta.prompt_logprobs:
+        if room <= 0:
+            yield message
+            message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
+        message.prompt_logprobs.append(_logprobs(entry))
+        room -= 1 + len(entry or ())
+    for completion in delta.completions:
+        start, count = 0, len(completion.token_ids)
+        while True:
+            stop = start
+            while stop < count and room > 0:
+                room -= 1 + (0 if completion.logprobs is None else len(completion.logprobs[stop]))
+                stop += 1
+            ended = stop == count
+            message.completions.append(_completion(completion, start, stop, ended))
+            if ended:
+                break
+            yield message
+            message, room, start = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES, stop
+    if usage is not None:
+        message.usage.CopyFrom(usage)
+    yield message
 
 
-def _completion(before: CompletionOutput | None, completion: CompletionOutput) -> pb.Completion:
-    text, start = (len(before.text), len(before.token_ids)) if before else (0, 0)
+def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
+    """Tokens `start .. stop` of what was added; the text, and how it ended, with the last of them."""
     message = pb.Completion(
-        index=completion.index,
-        text=completion.text[text:],
-        token_ids=completion.token_ids[start:],
+        index=delta.index,
+        token_ids=delta.token_ids[start:stop],
         logprobs=[
             _logprobs(entry, token)
-            for entry, token in zip((completion.logprobs or ())[start:], completion.token_ids[start:], strict=False)
+            for entry, token in zip((delta.logprobs or ())[start:stop], delta.token_ids[start:stop], strict=False)
         ],
-        finish_reason=FINISH_REASONS.get(completion.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
     )
-    if isinstance(completion.stop_reason, str):
-        message.stop_string = completion.stop_reason
-    elif completion.stop_reason is not None:
-        message.stop_token_id = completion.stop_reason
+    if not ended:
+        return message
+    message.text = delta.text
+    message.finish_reason = FINISH_REASONS.get(delta.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED)
+    if isinstance(delta.stop_reason, str):
+        message.stop_string = delta.stop_reason
+    elif delta.stop_reason is not None:
+        message.stop_token_id = delta.stop_reason
     return message
 
 
@@ -93,12 +119,12 @@ def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.
     )
 
 
-def usage(output: RequestOutput) -> pb.Usage:
-    """Tokens and times of a request."""
-    metrics: RequestMetrics = output.metrics
+def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
+    """Tokens and times of a request that has ended with a delta."""
+    metrics: RequestMetrics = delta.metrics
     return pb.Usage(
-        prompt_tokens=len(output.prompt_token_ids),
-        completion_tokens=num_tokens(output),
+        prompt_tokens=delta.num_prompt_tokens,
+        completion_tokens=completion_tokens,
         cached_tokens=metrics.num_cached_tokens,
         queue_s=metrics.queue_s,
         ttft_s=metrics.ttft_s,

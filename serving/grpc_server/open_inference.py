@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,18 @@ import grpc
 
 import amoeba_jax
 from amoeba_jax.errors import RequestError
-from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.outputs import RequestDelta
+from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.shorten import shorten
 from serving.grpc_server._proto import open_inference_pb2 as pb
 from serving.grpc_server._proto import open_inference_pb2_grpc as pb_grpc
-from serving.grpc_server.front_door import Call, FrontDoor, State
-from serving.grpc_server.inference_service import client_of, time_left, trace_headers
-from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, add_outputs, read_inputs, wanted_outputs
+from serving.grpc_server.calls import Call
+from serving.grpc_server.config import Limits
+from serving.grpc_server.field_limits import check_length
+from serving.grpc_server.front_door import FrontDoor, State
+from serving.grpc_server.inference_service import time_left, trace_headers
+from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, Replies, read_inputs, wanted_outputs
+from serving.grpc_server.output_coalescer import DeltaSum
 from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
 from serving.grpc_server.statuses import UnknownModelError, status_of
 
@@ -26,7 +31,8 @@ Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
 VERSION = "1"
 _PLATFORM = "amoeba_jax"
 # Parameters of a request that are no sampling settings.
-_ENVELOPE = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+_ENVELOPE = frozenset({"priority", "timeout", "cache_salt", "triton_enable_empty_final_response"})
+_MAX_PARAMETERS = 64
 # Requests of one stream that are under way; the next is read when one has ended.
 _MAX_PER_STREAM = 1024
 _DATA_TYPES = {
@@ -237,16 +243,20 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         name = self._front_door.backend.name
         started_ns = time.monotonic_ns()
 
-        async def send(before: RequestOutput | None, output: RequestOutput) -> None:
-            if not infer.streams and not output.finished:
-                return
+        replies, whole = Replies(infer.outputs, infer.call.params.n, infer.prefix), DeltaSum()
+
+        async def send(delta: RequestDelta) -> None:
+            if not infer.streams:
+                whole.add(delta)
+                if not delta.finished:
+                    return
+                delta = whole.take() or delta
             message = pb.ModelInferResponse(model_name=name, model_version=VERSION, id=infer.id)
-            message.parameters["triton_final_response"].bool_param = output.finished
-            first = before if infer.streams else None
-            add_outputs(message, infer.outputs, first, output, infer.prefix if first is None else "")
+            message.parameters["triton_final_response"].bool_param = delta.finished
+            replies.add_outputs(message, delta)
             await write(message)
-            if output.finished and output.metrics.queue_s is not None:
-                self._queue.add(round(output.metrics.queue_s * 1e9))
+            if delta.finished and delta.metrics.queue_s is not None:
+                self._queue.add(round(delta.metrics.queue_s * 1e9))
 
         try:
             await self._front_door.serve(infer.call, send)
@@ -258,32 +268,66 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> _Infer:
         """Raises `RequestError` or `UnknownModelError`."""
+        front_door = self._front_door
+        limits, caller = front_door.limits, front_door.callers.caller(context)
         self._check_model(request.model_name, request.model_version)
+        check_length("id", len(request.id), "max_id_chars", limits, "characters")
         inputs = read_inputs(request)
         outputs = wanted_outputs(request, inputs)
         text = decode_utf8("text_input", inputs.text)
         streams = inputs.flag("stream")
+        params = params_from_settings(_settings(request, inputs, limits), limits, caller)
+        if not streams:
+            _check_reply(params, limits)
         call = Call(
-            request_id=request.id or uuid.uuid4().hex,
+            name=request.id,
             prompt=text,
-            params=params_from_settings(_settings(request, inputs)),
-            client=client_of(context),
+            params=params,
+            caller=caller,
             timeout_s=_timeout_s(request, context),
+            num_bytes=request.ByteSize(),
+            cache_salt=_cache_salt(request, limits),
+            unique_name=False,  # Triton's clients may use an id again
             trace_headers=trace_headers(context),
         )
         excluded = inputs.flag("exclude_input_in_output", default=streams)
         return _Infer(request.id, call, streams, outputs, "" if excluded else text)
 
 
-def _settings(request: pb.ModelInferRequest, inputs: Inputs) -> dict[str, Any]:
+def _check_reply(params: SamplingParams, limits: Limits) -> None:
+    """Raise `RequestError` where a reply in one message could become too long."""
+    entries = params.n * params.max_tokens * (1 + (0 if params.logprobs is None else 1 + params.logprobs))
+    if entries > limits.max_reply_entries:
+        raise RequestError(
+            f"n={params.n} samples of max_tokens={params.max_tokens} with logprobs={params.logprobs} could be "
+            f"{entries} tokens and log-probabilities in one reply: at most {limits.max_reply_entries} may be "
+            "(max_reply_entries), or send it with stream"
+        )
+
+
+def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
+    if "cache_salt" not in request.parameters:
+        return ""
+    salt = _parameter("cache_salt", request.parameters["cache_salt"])
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a text, got {shorten(salt)}")
+    check_length("cache_salt", len(salt), "max_salt_chars", limits, "characters")
+    return salt
+
+
+def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
     """Sampling settings by name: from the tensor, or else from the request's parameters."""
+    if len(request.parameters) > _MAX_PARAMETERS:
+        raise RequestError(
+            f"there are {len(request.parameters)} request parameters: at most {_MAX_PARAMETERS} are known"
+        )
     parameters = {key: _parameter(key, value) for key, value in request.parameters.items()}
     data = inputs.values.get("sampling_parameters")
     if isinstance(data, bytes):
-        values = parse_settings(data)
+        values = parse_settings(data, limits)
         strangers = sorted(set(parameters) - _ENVELOPE)
         if strangers:
-            raise RequestError(f"request parameters {strangers[:8]} and sampling_parameters: send one of them")
+            raise RequestError(f"request parameters {shorten(strangers)} and sampling_parameters: send one of them")
     else:
         values = {key: value for key, value in parameters.items() if key not in _ENVELOPE}
     if parameters.get("priority"):
@@ -306,7 +350,7 @@ def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
     if "timeout" in request.parameters:
         timeout_us = _parameter("timeout", request.parameters["timeout"])
         if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us < 0:
-            raise RequestError(f"timeout must be microseconds, an integer of at least 0, got {timeout_us!r}")
+            raise RequestError(f"timeout must be microseconds, an integer of at least 0, got {shorten(timeout_us)}")
         if timeout_us:
             limits.append(timeout_us / 1e6)
     return min(limits, default=None)

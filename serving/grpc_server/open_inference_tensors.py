@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass
 
 from amoeba_jax.errors import RequestError
-from amoeba_jax.outputs import CompletionOutput, RequestOutput
+from amoeba_jax.outputs import CompletionDelta, RequestDelta
 from serving.grpc_server._proto import open_inference_pb2 as pb
 
 INPUTS = {
@@ -105,67 +105,67 @@ def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, 
     return tuple(name for name in names if not listed or name in listed)
 
 
-def add_outputs(
-    message: pb.ModelInferResponse,
-    names: tuple[str, ...],
-    before: RequestOutput | None,
-    output: RequestOutput,
-    prefix: str = "",
-) -> None:
-    """Add what came between two outputs of a request. `prefix` stands before each text."""
-    parts = [_Part(c, before.outputs[i] if before else None) for i, c in enumerate(output.outputs)]
-    for name in names:
-        shape = [1] if name == "num_input_tokens" else [len(parts)]
-        message.outputs.add(name=name, datatype=OUTPUTS[name], shape=shape)
-        message.raw_output_contents.append(_encode(name, parts, output, prefix))
+class Replies:
+    """Makes the messages of one request from what is new.
+
+    Args:
+        names: of the outputs that a message has.
+        num_samples: each output but `num_input_tokens` has an element for each.
+        prefix: stands before the text of each sample, in the first message.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_samples: int, prefix: str):
+        self._names = names
+        self._prefix = prefix
+        self._ended = ["null"] * num_samples
+        self._cumulative = [0.0] * num_samples
+
+    def add_outputs(self, message: pb.ModelInferResponse, delta: RequestDelta) -> None:
+        """Add what is new."""
+        new: list[CompletionDelta | None] = [None] * len(self._ended)
+        for completion in delta.completions:
+            new[completion.index] = completion
+            self._cumulative[completion.index] = completion.cumulative_logprob or 0.0
+            if completion.finish_reason is not None:
+                self._ended[completion.index] = completion.finish_reason
+        for name in self._names:
+            shape = [1] if name == "num_input_tokens" else [len(new)]
+            message.outputs.add(name=name, datatype=OUTPUTS[name], shape=shape)
+            message.raw_output_contents.append(self._encode(name, new, delta.num_prompt_tokens))
+        self._prefix = ""
+
+    def _encode(self, name: str, new: list[CompletionDelta | None], num_prompt_tokens: int) -> bytes:
+        match name:
+            case "text_output":
+                return _pack_texts([self._prefix + (it.text if it else "") for it in new])
+            case "finish_reason":
+                return _pack_texts(self._ended)
+            case "logprobs":
+                return _pack_texts([_logprobs_json(it) for it in new])
+            case "cumulative_logprob":
+                return struct.pack(f"<{len(new)}f", *self._cumulative)
+            case "num_input_tokens":
+                return struct.pack("<I", num_prompt_tokens)
+            case "num_output_tokens":
+                return struct.pack(f"<{len(new)}I", *(len(it.token_ids) if it else 0 for it in new))
+        raise AssertionError(f"no output {name}")
 
 
-def _encode(name: str, parts: list["_Part"], output: RequestOutput, prefix: str) -> bytes:
-    match name:
-        case "text_output":
-            return _pack_texts([prefix + part.text for part in parts])
-        case "finish_reason":
-            return _pack_texts([part.completion.finish_reason or "null" for part in parts])
-        case "logprobs":
-            return _pack_texts([part.logprobs_json() for part in parts])
-        case "cumulative_logprob":
-            return struct.pack(f"<{len(parts)}f", *(part.completion.cumulative_logprob or 0.0 for part in parts))
-        case "num_input_tokens":
-            return struct.pack("<I", len(output.prompt_token_ids))
-        case "num_output_tokens":
-            return struct.pack(f"<{len(parts)}I", *(part.num_tokens for part in parts))
-    raise AssertionError(f"no output {name}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A sample, and what of it was sent before."""
-
-    completion: CompletionOutput
-    before: CompletionOutput | None
-
-    @property
-    def text(self) -> str:
-        return self.completion.text[len(self.before.text) if self.before else 0 :]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.completion.token_ids) - (len(self.before.token_ids) if self.before else 0)
-
-    def logprobs_json(self) -> str:
-        """A list with an object for each token, by token id; `null` if none were asked for."""
-        if self.completion.logprobs is None:
-            return "null"
-        start = len(self.completion.token_ids) - self.num_tokens
-        return json.dumps(
-            [
-                {
-                    str(token): {"logprob": it.logprob, "rank": it.rank, "decoded_token": it.decoded_token}
-                    for token, it in entry.items()
-                }
-                for entry in self.completion.logprobs[start:]
-            ]
-        )
+def _logprobs_json(delta: CompletionDelta | None) -> str:
+    """A list with an object for each token that was added, by token id; `null` if none were asked for."""
+    if delta is None:
+        return "[]"
+    if delta.logprobs is None:
+        return "null"
+    return json.dumps(
+        [
+            {
+                str(token): {"logprob": it.logprob, "rank": it.rank, "decoded_token": it.decoded_token}
+                for token, it in entry.items()
+            }
+            for entry in delta.logprobs
+        ]
+    )
 
 
 def _pack_texts(texts: list[str]) -> bytes:

@@ -14,6 +14,7 @@ from amoeba_jax.errors import ConfigError
 from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
 from serving.grpc_server.admin_service import AdminService
 from serving.grpc_server.backend import Backend
+from serving.grpc_server.callers import Callers
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.guard import Guard
@@ -53,7 +54,8 @@ class Server:
         if tracing is not None:
             self.metrics.on_transformed = tracing.transformed
             self.metrics.on_not_transformed = tracing.not_transformed
-        self.front_door = FrontDoor(config.limits, self.metrics, tracing)
+        callers = Callers(config.api_tokens, config.admin_token)
+        self.front_door = FrontDoor(config.limits, self.metrics, tracing, callers)
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -73,7 +75,7 @@ class Server:
             await server.start()
 
     def _new_server(self, services: list[str]) -> grpc.aio.Server:
-        guard = Guard(self.config.api_token, self.config.admin_token)
+        guard = Guard(self.front_door.callers)
         server = grpc.aio.server(interceptors=[guard], options=_options(self.config.limits))
         if INFERENCE in services:
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.front_door), server)
@@ -140,7 +142,7 @@ class Server:
 def _options(limits: Limits) -> Sequence[tuple[str, int]]:
     return (
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
         # A port that is in use is an error, not one to share.

@@ -5,9 +5,11 @@ from typing import Any
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
-from serving.grpc_server.messages import checked_params
+from amoeba_jax.shorten import shorten
+from serving.grpc_server.callers import Caller
+from serving.grpc_server.config import Limits
+from serving.grpc_server.field_limits import check_length, checked_params
 
-MAX_JSON_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 4
 _INTEGERS = frozenset(
     {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "priority"},
@@ -20,31 +22,30 @@ _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids"
 KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS
 
 
-def parse_settings(data: bytes) -> dict[str, Any]:
+def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
     """The object in a JSON text: `SamplingParams` by name. Raises `RequestError`."""
-    if len(data) > MAX_JSON_BYTES:
-        raise RequestError(f"sampling_parameters has {len(data)} bytes: at most {MAX_JSON_BYTES} may be given")
+    check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
     text = decode_utf8("sampling_parameters", data)
     if (depth := _depth(text)) > MAX_JSON_DEPTH:
         raise RequestError(f"sampling_parameters is nested {depth} deep: at most {MAX_JSON_DEPTH} is allowed")
     try:
         values = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise RequestError(f"sampling_parameters is not valid JSON: {error}") from error
+        raise RequestError(f"sampling_parameters is not valid JSON: {error.msg} at character {error.pos}") from error
     except ValueError as error:  # an integer of thousands of digits
-        raise RequestError(f"sampling_parameters cannot be read: {error}") from error
+        raise RequestError(f"sampling_parameters cannot be read: {shorten(str(error))}") from error
     if not isinstance(values, dict):
         raise RequestError(f"sampling_parameters must be a JSON object, not {type(values).__name__}")
     return values
 
 
-def params_from_settings(values: dict[str, Any], **forced: Any) -> SamplingParams:
+def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
     """Settings by name, numbers possibly as strings (as Triton's examples send them). Raises `RequestError`."""
     unknown = sorted(set(values) - KNOWN)
     if unknown:
-        raise RequestError(f"unknown sampling parameters {unknown[:8]}: known are {', '.join(sorted(KNOWN))}")
+        raise RequestError(f"unknown sampling parameters {shorten(unknown)}: known are {', '.join(sorted(KNOWN))}")
     given = {name: _converted(name, value) for name, value in values.items() if value is not None}
-    return checked_params(**{**given, **forced})
+    return checked_params(given, limits, caller)
 
 
 def decode_utf8(name: str, data: bytes) -> str:

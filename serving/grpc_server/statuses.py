@@ -13,6 +13,7 @@ from amoeba_jax.errors import (
     NotANumberError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
     TransformError,
 )
 from serving.scheduler import UnknownPolicyError
@@ -72,14 +73,17 @@ _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (CredentialsError, grpc.StatusCode.UNAUTHENTICATED),
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
     (NotANumberError, grpc.StatusCode.INTERNAL),
+    (RequestFailedError, grpc.StatusCode.INTERNAL),
 )
 # What these say comes from deep inside, and is for the log.
 _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
     (NotANumberError, "the model's logits for this request are not numbers; other requests are not affected"),
+    (RequestFailedError, "the engine could not go on with this request; others are not affected: it may be sent again"),
     (TransformError, "the transformation failed on its way; the server's log says how it ended"),
 )
-_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*[\w.-]+[/\\][^\s'\",;:)]+")
+# What may be a path, as a whole: it is one if it has a folder in it.
+_WORD = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
@@ -102,6 +106,18 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def public_text(text: str) -> str:
-    """A text without file paths and memory addresses, cut to what fits a header."""
-    text = _ADDRESS.sub("(address)", _PATH.sub("(path)", text))
-    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 3]}..."
+    """A text without file paths and memory addresses, cut to what fits a header.
+
+    Cut before it is searched, so that long texts take no time; of what is left every character is looked at once.
+    """
+    cut = text[: 2 * MAX_MESSAGE_CHARS]
+    cut = _ADDRESS.sub("(address)", _WORD.sub(_without_path, cut))
+    whole = len(text) <= 2 * MAX_MESSAGE_CHARS and len(cut) <= MAX_MESSAGE_CHARS
+    return cut if whole else f"{cut[: MAX_MESSAGE_CHARS - 3]}..."
+
+
+def _without_path(match: re.Match[str]) -> str:
+    word = match[0]
+    root = 3 if word[1:2] == ":" else word.index("/") + 1
+    is_path = any(separator in word[root:].rstrip("/\\") for separator in "/\\")
+    return "(path)" if is_path else word

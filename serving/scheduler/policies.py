@@ -26,5 +26,5 @@ POLICY_NAMES = tuple(_MAKERS)
 def make_policy(name: str, admission: Admission | None = None, config: AmoebaConfig | None = None) -> Policy:
     """A policy by its name; of `config` the baselines use only `reserved_growth`. Raises `UnknownPolicyError`."""
     if name not in _MAKERS:
-        raise UnknownPolicyError(f"policy {name!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
+        raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
     return _MAKERS[name](admission or Admission(), config or AmoebaConfig())

@@ -22,7 +22,6 @@ from amoeba_jax.engine.sampling import (
     TokenLogprobs,
     bad_word_pairs,
     pack,
-    pair_bucket,
     sampling_row,
     state_rows,
     unpack_logprobs,
@@ -146,9 +145,7 @@ class State:
             self.last_tokens = self.last_tokens.at[case.slot].set(case.output[-1])
 
     def step(self, logits: np.ndarray, rows: list[StepRow]) -> SamplingResult:
-        # At least 32, so that tests need no programs that differ in this alone.
-        num_pairs = pair_bucket(max(32, sum(len(row.pairs) for row in rows)))
-        packed = jnp.asarray(pack(rows, len(logits), num_pairs))
+        packed = jnp.asarray(pack(rows, len(logits), full=True))
         x = jnp.asarray(logits.T, jnp.float32)
         self.last_tokens, self.flags, result = jit_draw_full(x, self.last_tokens, self.flags, self.bias, packed)
         return unpack_result(np.array(result))

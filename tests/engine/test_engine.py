@@ -12,7 +12,9 @@ import pytest
 from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.errors import EngineClosedError, RequestError
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.recovery import MAX_FAILURES, MAX_IN_A_ROW
+from amoeba_jax.errors import EngineClosedError, RequestError, RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -153,19 +155,32 @@ def test_stream_that_never_starts_takes_nothing(llm: LLM):
     del stream
 
 
-def test_failed_step_ends_requests_with_its_cause_and_frees_the_memory(tmp_path: Path, compile_cache: str):
+def test_device_that_fails_every_step_ends_requests_with_its_cause_and_then_the_engine(
+    tmp_path: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
     directory = tiny_model("llama2", tmp_path)
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
     llm = LLM(directory, device_memory="16MiB", compile_cache=compile_cache, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = llm.generate([[1, 2, 3]], params)[0].outputs
 
     def broken(*_: object) -> None:
         raise OSError("the device is gone")
 
-    llm._engine.instances[0].launch_plan = broken  # a fault that no bad request can cause
-    with pytest.raises(EngineClosedError, match="the device is gone") as failure:
-        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    assert isinstance(failure.value.__cause__, OSError)
+    with monkeypatch.context() as patch:
+        patch.setattr(Instance, "launch_plan", broken)  # a fault that no bad request can cause
+        with pytest.raises(RequestFailedError, match="the device is gone") as failure:
+            llm.generate([[1, 2, 3]], params)
+        assert isinstance(failure.value.__cause__, OSError)
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == expected
+    assert llm.stats.failed_steps == MAX_FAILURES
+    monkeypatch.setattr(Instance, "launch_plan", broken)
+    for _ in range(MAX_IN_A_ROW // MAX_FAILURES):
+        with pytest.raises(RequestFailedError):
+            llm.generate([[1, 2, 3]], params)
+    with pytest.raises(EngineClosedError, match="the device is gone"):
+        llm.generate([[1, 2, 3]], params)
     with pytest.raises(EngineClosedError):
         llm.generate([[1]])
     llm.close()

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from device_memory import live_bytes
 from tiny_models import tiny_config, tiny_model
+from transform_cases import Background, after_each_switch, requests, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.loading import put_copies
 from amoeba_jax.engine.program import is_sharded, leaf_variables
+from amoeba_jax.engine.reports import memory_report
 from amoeba_jax.models.decoder import Segment
 from sharding.params import ParamSpec
 
@@ -53,6 +55,27 @@ def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_c
             for device in range(4):
                 assert now[device] - before.get(device, 0) == report.device_bytes(device)
     assert live_bytes() == before, "close() leaves device buffers behind"
+
+
+def test_report_has_what_a_transformation_takes_on_its_devices_alone(
+    directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    settings = {"device_memory": "32MiB", "page_size": 8, "kv_cache_tokens": 1024, "max_num_batched_tokens": 16}
+    with LLM(directory, num_devices=4, compile_cache=compile_cache, progress=False, **settings) as llm:
+        before, staging = llm.memory(), llm._engine.cluster.memory_plan.staging_bytes
+        assert len(before.reserved_bytes) == 4
+        reports = []
+        after_each_switch(monkeypatch, lambda transition: reports.append(memory_report(llm._engine)))
+        running = Background(llm, *requests(8, max_tokens=64))
+        wait_until_decoding(llm, 8)
+        extra = llm.transform(2, devices=[2, 3], variant="basic").extra_bytes
+        running.result()
+        assert extra > staging, "or there is nothing to see"
+        assert reports
+        for report in reports:
+            taken = [now - then for now, then in zip(report.reserved_bytes, before.reserved_bytes, strict=True)]
+            assert taken == [0, 0, extra - staging, extra - staging]
+        assert llm.memory().reserved_bytes == before.reserved_bytes
 
 
 def test_weights_exist_once_per_device(llm: LLM):

@@ -76,7 +76,7 @@ def test_rows_without_state_ignore_what_is_in_their_slot():
 def test_state_is_updated_in_place():
     vocabulary = 5000
     state = State(vocabulary)
-    packed = jnp.asarray(pack([], ROWS, 8))
+    packed = jnp.asarray(pack([], ROWS, full=True))
     x = jnp.zeros((vocabulary, ROWS))
     compiled = jit_draw_full.lower(x, state.last_tokens, state.flags, state.bias, packed).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= state.flags.nbytes

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,16 @@ from sampling_cases import logprobs_of
 from amoeba_jax import SamplingParams
 from amoeba_jax.engine.sampling import (
     ANY_TOKEN,
+    FIELDS,
+    MAX_BAD_WORD_PAIRS,
     NO_SLOT,
+    SamplingRow,
     StepRow,
     bad_word_ids,
     bad_word_pairs,
     logprob_entry,
     pack,
-    pair_bucket,
+    sample_seed,
     sampling_row,
     state_rows,
 )
@@ -38,7 +43,53 @@ def test_state_rows_hold_prompt_stops_and_counts():
     assert (flags.dtype, bias.dtype) == (np.int32, np.float32)
 
 
+def test_tokens_outside_the_vocabulary_have_no_state():
+    """A tokenizer can have more tokens than the model has logits for, and a config can name an end that is no token."""
+    params = SamplingParams(min_tokens=1)
+    row = sampling_row(params, 0, 8, (-1, 7, 8, 500), bad_words=((8,), (1, 8), (8, 1), (3,), (3, 7)))
+    assert (row.banned, row.bad_words) == ((3,), ((3, 7),))
+    flags, bias = state_rows(row, prompt=[7], output=[])
+    np.testing.assert_array_equal(flags, [0, 0, 0, 0, 0, 0, 0, 1 + 2])
+    np.testing.assert_array_equal(bias, [0, 0, 0, -np.inf, 0, 0, 0, 0])
+
+
+def test_words_that_cannot_come_need_no_state():
+    row = sampling_row(SamplingParams(max_tokens=2), 0, 8, (), bad_words=((8,), (9, 1), (1, 2, 3)))
+    assert (row.kind, row.uses_state) == ("draw", False)
+
+
+def test_client_stop_tokens_are_told_from_ends_of_generation():
+    row = sampling_row(SamplingParams(stop_token_ids=[3, 900]), 0, 8, (7,))
+    assert row.stop_ids == {3, 900}
+    assert row.held_back == (3, 7)
+
+
+# Seeds.
+
+
+def test_rows_of_one_request_differ_in_their_seed_alone():
+    words = ((1,), (1, 2), (3, 4, 5))
+    first = sampling_row(SamplingParams(top_p=0.5, top_k=3, min_tokens=2), 7, 8, (2,), words)
+    for seed in (0, 2**31, 2**32 - 1):
+        other, made = first.with_seed(seed), sampling_row(first.params, seed, 8, (2,), words)
+        np.testing.assert_array_equal(other.settings, made.settings)
+        assert (other.endings, other.two_tokens) == (first.endings, first.two_tokens)
+    np.testing.assert_array_equal(first.settings, sampling_row(first.params, 7, 8, (2,), words).settings)
+
+
+def test_samples_of_all_requests_have_seeds_of_their_own():
+    seeds = [sample_seed(*numbers) for numbers in product([0, 1, 2**32, -1], range(50), range(16))]
+    assert len(set(seeds)) == 4 * 50 * 16
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    bits = np.unpackbits(np.array(seeds, np.uint32).view(np.uint8)).reshape(-1, 32).mean(axis=0)
+    assert np.abs(bits - 0.5).max() < 6 * 0.5 / np.sqrt(len(seeds))
+
+
 # Bad words.
+
+
+def pairs_of(row: SamplingRow, output: Sequence[int], in_flight: bool) -> list[list[int]]:
+    return bad_word_pairs(row, output, in_flight).T.tolist()
 
 
 def matches(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> set[int]:
@@ -57,27 +108,51 @@ def matches(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> set[int]
 )
 def test_pairs_ban_what_would_complete_a_word(words: tuple, output: list[int]):
     row = sampling_row(SamplingParams(), 0, 8, (), words)
-    pairs = bad_word_pairs(row, output, in_flight=False)
+    pairs = pairs_of(row, output, in_flight=False)
     assert {last for last, _ in pairs} <= {ANY_TOKEN}
     assert {banned for _, banned in pairs} == matches(words, output)
     if output:
-        pairs = bad_word_pairs(row, output[:-1], in_flight=True)
+        pairs = pairs_of(row, output[:-1], in_flight=True)
         assert {banned for last, banned in pairs if last == output[-1]} == matches(words, output)
 
 
 def test_pairs_in_flight_name_the_token_they_wait_for():
     row = sampling_row(SamplingParams(), 0, 8, (), bad_words=((1, 2), (3, 4, 5), (6,), (7, 4, 5)))
-    assert bad_word_pairs(row, [0, 3], in_flight=True) == [(1, 2), (4, 5)]
-    assert bad_word_pairs(row, [0, 3], in_flight=False) == []
-    assert bad_word_pairs(row, [3, 4], in_flight=False) == [(ANY_TOKEN, 5)]
-    assert bad_word_pairs(row, [], in_flight=True) == [(1, 2)]
+    assert pairs_of(row, [0, 3], in_flight=True) == [[1, 2], [4, 5]]
+    assert pairs_of(row, [0, 3], in_flight=False) == []
+    assert pairs_of(row, [3, 4], in_flight=False) == [[ANY_TOKEN, 5]]
+    assert pairs_of(row, [], in_flight=True) == [[1, 2]]
+    assert pairs_of(row, [], in_flight=False) == []
 
 
-@pytest.mark.parametrize(
-    ("pairs", "size"), [(0, 64), (1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (1000, 1024)]
-)
-def test_pairs_are_padded_to_a_power_of_two(pairs: int, size: int):
-    assert pair_bucket(pairs) == size
+class WatchedOutput(list[int]):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_token_is_compared_with_the_few_words_that_it_can_go_on_with(in_flight: bool):
+    words = tuple((100 + i, 300 + i, 5) for i in range(100)) + tuple((7, i, 6) for i in range(3))
+    row = sampling_row(SamplingParams(), 0, 1000, (), words)
+    for last, candidates in ((7, 3), (120, 1), (900, 0)):
+        output = WatchedOutput([1, 2, last] if in_flight else [1, 2, last, 4])
+        bad_word_pairs(row, output, in_flight)
+        assert output.reads <= 6 * (candidates + 1), "of 103 words; checks of shapes read it too"
+
+
+def test_more_bad_words_than_a_row_has_room_for_are_refused():
+    words = tuple((first, second) for first in range(20) for second in range(20))
+    row = sampling_row(SamplingParams(), 0, 20, (), words[:MAX_BAD_WORD_PAIRS] * 2 + ((5,), (1, 20)))
+    packed = pack([StepRow(row, 0, 0, 0, bad_word_pairs(row, [3], in_flight=True))], 1, full=True)
+    assert packed[len(FIELDS) :].reshape(2, -1).T.tolist() == [list(word) for word in words[:MAX_BAD_WORD_PAIRS]]
+    message = rf"bad_words have {MAX_BAD_WORD_PAIRS + 1} forms of several tokens, .* limit of {MAX_BAD_WORD_PAIRS}"
+    with pytest.raises(RequestError, match=message):
+        sampling_row(SamplingParams(), 0, 20, (), words[: MAX_BAD_WORD_PAIRS + 1])
 
 
 class LetterTokenizer(Tokenizer):
@@ -89,6 +164,9 @@ class LetterTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
         return [ord(c) + 1000 * (text[:1] == " ") for c in text.lstrip() if not c.isdigit()]
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
 
 
 class SpacelessTokenizer(LetterTokenizer):
@@ -102,6 +180,12 @@ def test_bad_words_have_tokens_with_and_without_a_space():
     assert bad_word_ids([], LetterTokenizer()) == ()
     with pytest.raises(RequestError, match=r"bad_words.*'12'"):
         bad_word_ids(["a", "12"], LetterTokenizer())
+
+
+def test_words_that_are_refused_are_named_in_short():
+    with pytest.raises(RequestError) as error:
+        bad_word_ids(["1" * 10**6], LetterTokenizer())
+    assert len(str(error.value)) < 300
 
 
 # Packing.
@@ -143,16 +227,27 @@ def test_packed_settings_arrive_bit_for_bit():
     rows = [
         StepRow(sampling_row(p, s, 8, ()), i, 131071 + i, 0) for i, (p, s) in enumerate(zip(params, seeds, strict=True))
     ]
-    packed = pack(rows, 5).reshape(11, 5)
+    packed = pack(rows, 5).reshape(len(FIELDS), 5)
     np.testing.assert_array_equal(packed[0], [0, 1, 2, NO_SLOT, NO_SLOT])
     np.testing.assert_array_equal(packed[1, :3], [131071, 131072, 131073])
-    np.testing.assert_array_equal(packed[3, :3].view(np.uint32), seeds)
-    np.testing.assert_array_equal(packed[4, :3], [5, -1, 10**6])
+    np.testing.assert_array_equal(packed[FIELDS.index("seed"), :3].view(np.uint32), seeds)
+    np.testing.assert_array_equal(packed[FIELDS.index("top_k"), :3], [5, -1, 10**6])
     floats = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-    for field, name in zip(packed[5:], floats, strict=True):
+    for field, name in zip(packed[FIELDS.index("temperature") :], floats, strict=True):
         expected = np.array([getattr(p, name) for p in params], np.float32)
         np.testing.assert_array_equal(field[:3], expected.view(np.int32), err_msg=name)
     assert (packed[1:, 3:] == 0).all(), "padding"
+
+
+def test_each_row_has_its_own_pairs():
+    plain, worded = (sampling_row(SamplingParams(), 0, 9, (), words) for words in ((), ((1, 2), (3, 4, 5), (6, 7))))
+    rows = [StepRow(row, 0, 9, 2, bad_word_pairs(row, [0, 3], in_flight=True)) for row in (plain, worded)]
+    packed = pack(rows, 3, full=True)
+    size = len(FIELDS) * 3
+    fields, pairs = packed[:size].reshape(-1, 3), packed[size:].reshape(2, 3, MAX_BAD_WORD_PAIRS)
+    np.testing.assert_array_equal(fields[FIELDS.index("num_pairs")], [0, 3, 0])
+    np.testing.assert_array_equal(pairs[:, 1, :3], [[1, 6, 4], [2, 7, 5]])
+    assert pack([], 3, full=True).size == packed.size
 
 
 def test_entry_has_the_token_and_the_likeliest():

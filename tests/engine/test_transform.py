@@ -25,9 +25,10 @@ from transform_cases import (
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance, StepPlan
+from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.program import HeadOutput
 from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import StepPlan
 from amoeba_jax.engine.transform_job import Job, TransformOptions, check_options
 from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError

@@ -3,14 +3,17 @@
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import tiny_config, write_byte_tokenizer, write_model
+from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
@@ -171,12 +174,12 @@ def test_error_of_one_program_ends_the_others():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("amoeba-compile")]
 
 
-def test_strict_mode_refuses_one_request_alone(llm: LLM):
-    """Pairs of the same beginning apply together, so that one step has more of them than it has room for."""
-    words = [f"a{chr(98 + i % 24)}" for i in range(24)] + [f"a{chr(65 + i % 26)}" for i in range(26)]
-    words += [f"a{digit}" for digit in "0123456789"] + [f"a{mark}" for mark in "!#$%&()*+,-./:;<=>?@[]^_"]
-    assert len(set(words)) > 64
-    params = SamplingParams(temperature=0, max_tokens=4, bad_words=words, ignore_eos=True)
+def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The one whose program is not there: here by the name of one that no warm-up made."""
+    requests = llm._engine.cluster.executables.requests
+    draw_full = requests.draw_full
+    monkeypatch.setattr(requests, "draw_full", lambda *sizes: draw_full(*sizes[:-1], sizes[-1] + 1))
+    params = SamplingParams(temperature=0, max_tokens=4, bad_words=["ab"], ignore_eos=True)
     load = Background(llm, [[5, 6, 7]], LONG)
     wait_until_decoding(llm, 1)
     with pytest.raises(NotCompiledError, match="draw_full"):
@@ -184,6 +187,39 @@ def test_strict_mode_refuses_one_request_alone(llm: LLM):
     (output,) = load.result()
     assert len(output.outputs[0].token_ids) == 40
     assert llm.stats.late_programs == 0
+
+
+def test_one_program_draws_with_all_options_for_a_number_of_rows(llm: LLM):
+    cluster = llm._engine.cluster
+    keys = [request.key for request in catalogue(cluster.plan, cluster.executables, (1, 2))]
+    draws = [key for key in keys if isinstance(key, ProgramKey) and key.kind == "draw_full"]
+    # By device and logits, `[V, R]`.
+    assert len({(key.devices, key.shape[0]) for key in draws}) == len(draws) > 2
+
+
+def test_bad_words_of_many_requests_need_no_program_of_their_own(directory: Path, compile_cache: str):
+    """Each bans what it said before: 96 pairs and more hold in every step."""
+    letters = {byte_token(letter): letter for letter in ascii_lowercase}
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+    free = [
+        SamplingParams(seed=i, max_tokens=40, allowed_token_ids=tuple(letters), ignore_eos=True)
+        for i, _ in enumerate(prompts)
+    ]
+    with make(directory, compile_cache, num_devices=1, max_num_seqs=4, strict_compile=True) as llm:
+        llm.warmup()
+
+        def texts(params: list[SamplingParams]) -> list[str]:
+            outputs = llm.generate(prompts, params)
+            assert [output.error for output in outputs] == [None] * 4
+            return ["".join(letters[token] for token in output.outputs[0].token_ids) for output in outputs]
+
+        said = [list(dict.fromkeys(map("".join, pairwise(text))))[:24] for text in texts(free)]
+        assert min(map(len, said)) == 24
+        params = [replace(each, bad_words=words) for each, words in zip(free, said, strict=True)]
+        for text, words in zip(texts(params), said, strict=True):
+            assert len(text) == 40
+            assert not [word for word in words if word in text]
+        assert llm.stats.late_programs == 0
 
 
 def test_strict_mode_refuses_a_transformation_alone(llm: LLM):

@@ -90,7 +90,7 @@ class Live:
         self.loop.run(asyncio.wait_for(self.server.front_door._idle.wait(), TIMEOUT_S))
         admission = self.server.front_door.admission
         assert (admission.ids, admission.queued_requests, admission.queued_tokens) == (set(), 0, 0)
-        assert not admission._clients
+        assert not admission._requests_of
         # The engine takes a request that was cancelled out between two steps.
         idle = (0, 0, 0)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == idle for v in self.llm.instances))

@@ -1,7 +1,11 @@
 """`amoeba doctor` and what it is made of."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -10,6 +14,8 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
+from amoeba_jax import platform
+from amoeba_jax.platform import NCCL_SPLITTING, cuda_may_start, nccl_splitting, without_nccl_splitting
 from serving import doctor, host_checks
 from serving.cli import app
 from serving.compile_watch import CompileWatch
@@ -79,6 +85,120 @@ def test_taken_port_warns(monkeypatch: pytest.MonkeyPatch):
         other.listen()
         monkeypatch.setattr(host_checks, "GRPC_PORT", other.getsockname()[1])
         assert host_checks._grpc_port().status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        ("", None),
+        ("--xla_dump_to=/tmp/x", None),
+        (f"{NCCL_SPLITTING}_of_another=false", None),
+        (f"--xla_dump_to=/tmp/x {NCCL_SPLITTING}=true", "true"),
+        (f"{NCCL_SPLITTING}", "true"),
+        (f"{NCCL_SPLITTING}=true {NCCL_SPLITTING}=false", "false"),
+    ],
+)
+def test_nccl_splitting_is_switched_off_unless_the_user_has_set_it(flags: str, setting: str | None):
+    environ = {"XLA_FLAGS": flags}
+    assert nccl_splitting(environ) == setting
+    changed = without_nccl_splitting(environ)
+    assert changed == (f"{flags} {NCCL_SPLITTING}=false".strip() if setting is None else flags)
+    assert nccl_splitting({"XLA_FLAGS": changed}) == (setting or "false")
+
+
+def test_flags_in_a_file_are_read_and_nothing_is_appended_to_its_name(tmp_path: Path):
+    """XLA ends a process whose XLA_FLAGS is no flag and no file."""
+    (tmp_path / "with").write_text(f"--xla_dump_to=/tmp/x\n{NCCL_SPLITTING}=false\n")
+    (tmp_path / "without").write_text("--xla_dump_to=/tmp/x")
+    environ = {"XLA_FLAGS": str(tmp_path / "with")}
+    assert nccl_splitting(environ) == "false"
+    assert without_nccl_splitting(environ) == environ["XLA_FLAGS"]
+    with pytest.raises(ValueError, match=f"a file without {NCCL_SPLITTING}"):
+        without_nccl_splitting({"XLA_FLAGS": str(tmp_path / "without")})
+
+
+@pytest.fixture
+def cuda_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the plug-in of JAX for CUDA, as far as finding it goes, which is on the path of imports."""
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_gpus_may_start_where_the_plugin_is_and_jax_may_use_it(cuda_plugin: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = {"": True, "cuda": True, "cpu,gpu": True, "cpu": False, "tpu,cpu": False}
+    assert {platforms: cuda_may_start(platforms) for platforms in asked} == asked
+    monkeypatch.setattr(platform, "_CUDA_PLUGINS", ("no_such_plugin",))
+    assert not any(map(cuda_may_start, asked))
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugin", "started", "expected"),
+    [
+        ("", True, False, f"--xla_cpu_enable_fast_math=false {NCCL_SPLITTING}=false"),
+        ("cpu", True, False, "--xla_cpu_enable_fast_math=false"),
+        ("", False, False, "--xla_cpu_enable_fast_math=false"),
+        ("", True, True, "--xla_cpu_enable_fast_math=false"),
+    ],
+    ids=["plug-in", "excluded", "no plug-in", "too late"],
+)
+def test_jax_starts_with_the_flag_where_gpus_may_start(
+    cuda_plugin: Path, platforms: str, plugin: bool, started: bool, expected: str
+):
+    """XLA ends a process with a flag that it does not know: this one starts, and so XLA knows the flag."""
+    script = f"""
+import os, jax
+from amoeba_jax.platform import serving_devices
+if {started}:
+    jax.devices()
+serving_devices(1)
+jax.numpy.zeros(1).block_until_ready()
+print(os.environ["XLA_FLAGS"])
+"""
+    environ = {**os.environ, "JAX_PLATFORMS": platforms, "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+    path = [str(cuda_plugin)] if plugin else []
+    environ["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected
+
+
+def test_xla_knows_the_flag():
+    """In a process of its own, which XLA would end. A JAX without it must not be given it."""
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{NCCL_SPLITTING}=false"}
+    script = "import jax; jax.jit(lambda x: x + 1)(1.0).block_until_ready()"
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def allow_platforms() -> Iterator[Callable[[str], None]]:
+    """Changes JAX_PLATFORMS as JAX has read it, until the end of a test."""
+    before = jax.config.values["jax_platforms"]
+    yield lambda platforms: jax.config.update("jax_platforms", platforms)
+    jax.config.update("jax_platforms", before)
+
+
+def test_doctor_tells_how_nccl_splitting_is_set(
+    cuda_plugin: Path, tmp_path: Path, allow_platforms: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "flags").write_text("--xla_dump_to=/tmp/x")
+    allow_platforms("")
+    for started, flags, status, advice in (
+        (False, "", "ok", ""),
+        (True, "", "warn", "in XLA_FLAGS before JAX starts"),
+        (False, f"{NCCL_SPLITTING}=false", "ok", ""),
+        (False, f"{NCCL_SPLITTING}=true", "warn", f"set {NCCL_SPLITTING}=false in XLA_FLAGS"),
+        (False, str(tmp_path / "flags"), "warn", f"add {NCCL_SPLITTING}=false to it"),
+        (False, str(tmp_path / "missing"), "fail", "unset XLA_FLAGS"),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setattr(host_checks, "jax_has_started", lambda started=started: started)
+        finding = host_checks._nccl_splitting()
+        assert (finding.status, advice in finding.advice) == (status, True), flags
+    allow_platforms("cpu")
+    assert host_checks._nccl_splitting() == doctor.Finding("NCCL splitting", "ok", "JAX starts no NVIDIA GPUs here")
 
 
 def test_missing_default_model_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

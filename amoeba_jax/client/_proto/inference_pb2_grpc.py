@@ -96,7 +96,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request of any client. Its stream ends with finish reason ABORT.
+        """Ends a request of the caller, by its id; with the admin token, or where the server has no tokens, also those of
+        others. Its stream ends with finish reason ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

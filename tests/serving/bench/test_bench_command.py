@@ -15,6 +15,7 @@ from live_server import TIMEOUT_S, Live
 from typer.testing import CliRunner
 
 from serving.cli import app
+from serving.grpc_server.callers import Caller
 from serving.grpc_server.statuses import LimitError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -41,10 +42,10 @@ def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     admission = live.server.front_door.admission
     admit = admission.admit
 
-    def refusing(request_id: str, client: str) -> Any:
-        if request_id.endswith(ending):
+    def refusing(caller: Caller, num_bytes: int, name: str, unique: bool) -> Any:
+        if name.endswith(ending):
             raise LimitError("no room for this one")
-        return admit(request_id, client)
+        return admit(caller, num_bytes, name, unique)
 
     monkeypatch.setattr(admission, "admit", refusing)
 
@@ -157,14 +158,14 @@ def test_waits_for_a_server_that_is_loading(start: Callable[..., Live]):
 
 def test_ctrl_c_reports_what_was_done(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     running = threading.Event()
-    astream = live.llm.astream
+    astream = live.llm.astream_deltas
 
     async def watched(*arguments: Any, **more: Any) -> Any:
         async for output in astream(*arguments, **more):
             running.set()
             yield output
 
-    monkeypatch.setattr(live.llm, "astream", watched)
+    monkeypatch.setattr(live.llm, "astream_deltas", watched)
     command = [sys.executable, "-m", "serving.cli", "bench", "--target", live.target, "--num-prompts", "2"]
     command += [*SMALL[:3], "3000", "--result-filename", str(tmp_path / "result.json")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ from amoeba_jax.client import AsyncClient
 from serving.bench.cluster_watch import ClusterWatch, count_transformations
 from serving.bench.load import Load, LoadConfig, Outcome
 from serving.bench.workload import PlannedRequest
+from serving.grpc_server.calls import Call
+from serving.grpc_server.output_coalescer import Send
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -41,14 +42,15 @@ def run_load(live: Live, requests: list[PlannedRequest], stop_at: str | None = N
 def test_every_request_gets_the_tokens_of_its_prompt(live: Live, monkeypatch: pytest.MonkeyPatch):
     requests = planned((5, 4), (300, 9), (40, 1))
     sent: dict[str, tuple[list[int], SamplingParams]] = {}
-    astream = live.llm.astream
+    serve = live.server.front_door.serve
 
-    def watched(prompt: list[int], params: SamplingParams, *, request_id: str, **more: Any) -> Any:
-        sent[request_id] = prompt, params
-        return astream(prompt, params, request_id=request_id, **more)
+    async def watched(call: Call, send: Send) -> None:
+        assert isinstance(call.prompt, list)
+        sent[call.name] = call.prompt, call.params
+        await serve(call, send)
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.llm, "astream", watched)
+        patch.setattr(live.server.front_door, "serve", watched)
         records = run_load(live, requests, seed=3).records
     assert len(sent) == 3
     for request, record in zip(requests, records, strict=True):

@@ -70,7 +70,8 @@ def test_every_setting_arrives(live, params: SamplingParams):
             }
         last = mine[-1]
         assert (last.stop_string or last.stop_token_id or None) == output.stop_reason
-    assert len(messages[-1].prompt_logprobs) == len(expected.prompt_logprobs or ())
+    prompt_logprobs = [position for message in messages for position in message.prompt_logprobs]
+    assert len(prompt_logprobs) == len(expected.prompt_logprobs or ())
 
 
 def test_many_requests_at_once_get_their_own_answers(live):

@@ -13,6 +13,7 @@ from tiny_models import byte_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
+from amoeba_jax.client._proto import inference_pb2 as pb
 from serving.scheduling import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -53,6 +54,28 @@ def test_streams_are_right_while_instances_change(live: Live, count: int):
         assert tokens == expected[index][: len(tokens)]
         assert len(tokens) == len(expected[index]) or index in cancelled
     live.check_idle()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_requests_with_short_deadlines_leave_nothing_behind(live: Live, count: int):
+    """The client's gRPC and the server's own time limit both end a request at the same moment."""
+    choose = random.Random(3)
+    endless = pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+    timeouts = [choose.uniform(0.05, 0.15) for _ in range(count)]
+
+    def ask(index: int) -> grpc.StatusCode:
+        try:
+            list(live.generate(text=f"request {index}", params=endless, timeout=timeouts[index]))
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined]
+        return grpc.StatusCode.OK
+
+    with ThreadPoolExecutor(50) as threads:
+        codes = set(threads.map(ask, range(count)))
+    assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
+    live.check_idle()
+    door = live.server.front_door
+    wait_until(lambda: not door._generating and not door._closing)
 
 
 CACHE = 512

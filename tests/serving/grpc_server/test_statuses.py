@@ -14,14 +14,17 @@ from amoeba_jax import SamplingParams
 from amoeba_jax.client import requests
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
-from amoeba_jax.outputs import RequestOutput
-from serving.grpc_server.front_door import Call
+from amoeba_jax.outputs import RequestDelta
+from serving.grpc_server import output_coalescer
+from serving.grpc_server.callers import Caller
+from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import SlowReaderError, public_text
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LONG = pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 Status = grpc.StatusCode
+CALLER = Caller("test", "connection")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +174,13 @@ def test_deadline_in_the_queue(live: Live):
 
 def test_own_deadline_of_a_request_is_kept_without_the_client(live: Live):
     """As for one of many requests of a stream, which have no deadline that gRPC knows."""
-    sent: list[RequestOutput] = []
+    sent: list[RequestDelta] = []
 
-    async def send(_: RequestOutput | None, output: RequestOutput) -> None:
-        sent.append(output)
+    async def send(delta: RequestDelta) -> None:
+        sent.append(delta)
 
-    call = Call("timed", "hello", SamplingParams(temperature=0, max_tokens=3000), "test", timeout_s=0.5)
-    with pytest.raises(ValueError, match="time is over"):
+    call = Call("timed", "hello", SamplingParams(temperature=0, max_tokens=3000), CALLER, timeout_s=0.5)
+    with pytest.raises(ValueError, match="deadline exceeded"):
         live.loop.run(live.server.front_door.serve(call, send))
     assert sent
     live.check_idle()
@@ -221,8 +224,9 @@ def test_cancelling_at_any_moment_leaves_nothing(live: Live):
     live.check_idle()
 
 
-def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live]):
-    live = start(max_buffered_tokens=64)
+def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_coalescer, "CUT_OFF_S", 0.1)
+    live = start(max_buffered_tokens=64 * 21)
     # Messages of log-probabilities are long, and this client's buffers are small.
     params = SamplingParams(temperature=0, max_tokens=3500, logprobs=20, ignore_eos=True)
     message = pb.GenerateRequest(text="hello", params=requests.params_message(params))
@@ -238,16 +242,17 @@ def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live]):
     live.check_idle()
 
 
-def test_slow_reader_holds_no_more_than_the_limit(live: Live):
+def test_slow_reader_is_cut_off_once_it_is_over_the_limit(live: Live, monkeypatch: pytest.MonkeyPatch):
     """The engine goes on at its own pace; what is not read is bounded."""
+    monkeypatch.setattr(output_coalescer, "CUT_OFF_S", 0.0)
     stuck = threading.Event()
 
-    async def never(_: RequestOutput | None, __: RequestOutput) -> None:
+    async def never(_: RequestDelta) -> None:
         stuck.set()
         await asyncio.Event().wait()
 
-    call = Call("slow", "hello", SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), "test")
-    with pytest.raises(SlowReaderError, match="1025 tokens"):
+    call = Call("slow", "hello", SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), CALLER)
+    with pytest.raises(SlowReaderError, match="limit of 1024 "):
         live.loop.run(live.server.front_door.serve(call, never))
     assert stuck.is_set()
     live.check_idle()

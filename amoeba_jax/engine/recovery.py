@@ -1,0 +1,100 @@
+"""What becomes of an instance whose programs failed on the device: its requests are computed again from their tokens.
+
+Programs take the cache over (it is donated) and return it. One that fails, for lack of memory say, has lost the extents
+that it had taken, and so have the steps behind it. Weights are never donated by steps.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterable
+
+import jax
+
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.step_plan import Row
+from amoeba_jax.errors import RequestFailedError
+from amoeba_jax.stats import EngineStats
+from sharding.mesh import is_lost
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Steps of one request that may fail before it ends with an error: it could be the reason."""
+MAX_IN_A_ROW = 16
+"""Failures of any instances, with no step in between that succeeds, from which on the engine gives up."""
+
+
+class Recovery:
+    """Puts instances in the place of those that lost their cache. Used by the dispatcher thread only.
+
+    Args:
+        requeue: takes a sequence off its instance, to be computed again.
+        reject: ends a sequence with an error.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        requeue: Callable[[Instance, Sequence], None],
+        reject: Callable[[Sequence, Exception], None],
+        stats: EngineStats,
+    ):
+        self._cluster, self._requeue, self._reject, self._stats = cluster, requeue, reject, stats
+        self._in_a_row = 0
+
+    def succeeded(self, rows: Iterable[Row]) -> None:
+        """Results of a step have arrived."""
+        self._in_a_row = 0
+        for row in rows:
+            row.sequence.num_failures = 0
+
+    def check(self, instance: Instance, error: Exception) -> None:
+        """Recover an instance if what failed has taken some of its buffers along."""
+        buffers: list[jax.Array] = [extent for extents in instance.kv for extent in extents]
+        buffers += [instance.state.flags, instance.state.bias, instance.last_tokens]
+        if any(is_lost(buffer) for buffer in buffers):
+            self.recover(instance, error, ())
+
+    def recover(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
+        """Give an instance an empty cache, and have its sequences computed again.
+
+        Args:
+            error: what a step, or another program, failed with.
+            rows: of that step. A sequence that was part of `MAX_FAILURES` such steps ends.
+
+        Raises `error` after `MAX_IN_A_ROW` failures without a success: the device itself does not work.
+        """
+        self._in_a_row += 1
+        self._stats.failed_steps += 1
+        if self._in_a_row > MAX_IN_A_ROW:
+            raise error
+        logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
+        involved = list(dict.fromkeys(row.sequence for row in rows))
+        lost = [row.sequence for step in instance.pending for row in step.sampled]
+        for sequence in (*involved, *lost):
+            sequence.num_in_flight = 0  # its tokens will not come
+        instance.pending.clear()
+        instance.cache.clear()
+        instance.cache.enabled = False  # what it holds is lost: there is nothing to keep
+        for sequence in list(instance.running):
+            self._requeue(instance, sequence)
+        self._replace(instance)
+        for sequence in involved:
+            if sequence.finished:
+                continue
+            sequence.num_failures += 1
+            if sequence.num_failures >= MAX_FAILURES:
+                failure = RequestFailedError(
+                    f"request {sequence.request_id}: {sequence.num_failures} of its steps failed in a row: {error}"
+                )
+                failure.__cause__ = error
+                self._reject(sequence, failure)
+
+    def _replace(self, instance: Instance) -> None:
+        try:
+            self._cluster.rebuild(instance)
+        except Exception:
+            gc.collect()  # what the error's frames held may be what there is no memory for
+            self._cluster.rebuild(instance)

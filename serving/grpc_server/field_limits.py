@@ -1,0 +1,63 @@
+"""Limits of the fields of a request, checked by length before anything reads their content."""
+
+from collections.abc import Mapping, Sized
+from typing import Any
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.sampling_params import SamplingParams
+from serving.grpc_server.callers import Caller
+from serving.grpc_server.config import Limits
+
+# Of each list in the sampling settings: the limit of its elements, and that of the characters of each.
+_LISTS = {
+    "stop": ("max_stop_strings", "max_stop_string_chars"),
+    "stop_token_ids": ("max_stop_token_ids", None),
+    "bad_words": ("max_bad_words", "max_bad_word_chars"),
+    "logit_bias": ("max_logit_bias", None),
+    "allowed_token_ids": ("max_allowed_token_ids", None),
+}
+
+
+def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
+    """Raise `RequestError` for a field that is longer than a limit allows."""
+    limit = getattr(limits, limit_name)
+    if length > limit:
+        raise RequestError(f"{name} has {length} {what}: at most {limit} may be given ({limit_name})")
+
+
+def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
+    """Raise `RequestError` for a list of sampling settings, by name, that has too many elements or one too long."""
+    for name, (most, most_chars) in _LISTS.items():
+        value = values.get(name)
+        if isinstance(value, str):
+            value = (value,)
+        if not isinstance(value, Sized):
+            continue  # not given, or refused for what it is
+        check_length(name, len(value), most, limits)
+        if most_chars is not None and not isinstance(value, Mapping):
+            for index, text in enumerate(value):  # type: ignore[arg-type]
+                if isinstance(text, str):
+                    check_length(f"{name}[{index}]", len(text), most_chars, limits, "characters")
+
+
+def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
+    """Sampling settings by name, within a server's limits. Raises `RequestError`."""
+    check_lists(values, limits)
+    params = SamplingParams(**values)
+    if params.priority < limits.min_priority and not caller.has_admin_token:
+        raise RequestError(
+            f"priority={params.priority} is below {limits.min_priority}, the lowest that this server allows without "
+            "the admin's token (min_priority)"
+        )
+    return params
+
+
+def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
+    """Raise `RequestError` for a text of so many characters, which cannot be a prompt that fits any context."""
+    check_length("the prompt", length, "max_prompt_chars", limits, "characters")
+    limit = max_model_len * longest_token_chars
+    if length > limit:
+        raise RequestError(
+            f"the prompt has {length} characters, which are more than {max_model_len} tokens (max_model_len) could "
+            f"stand for: at most {limit}"
+        )

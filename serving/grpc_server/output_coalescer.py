@@ -1,0 +1,164 @@
+"""What a client has not been sent of a request yet: put together while it is slow, and bounded."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from amoeba_jax.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestMetrics
+from amoeba_jax.sampling_params import SamplingParams
+from serving.grpc_server.statuses import SlowReaderError
+
+Send = Callable[[RequestDelta], Awaitable[None]]
+"""Called with what is new."""
+
+CUT_OFF_S = 2.0
+"""How long a write may stay blocked once too much has come behind it."""
+LAST_READ_S = 60.0
+"""How long the end of a request waits for a client that does not read it."""
+# After that a write gets this long to prove that only this event loop was late to see it end.
+_GRACE_S = 0.1
+
+
+@dataclass
+class _Grown:
+    """What was added to one sample."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: CompletionDelta) -> None:
+        self.text.append(delta.text)
+        self.tokens += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class DeltaSum:
+    """Adds up deltas of one request. Adding takes time for what is new alone."""
+
+    def __init__(self) -> None:
+        self._latest: RequestDelta | None = None
+        self._grown: dict[int, _Grown] = {}
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+
+    def add(self, delta: RequestDelta) -> None:
+        """Take in the next delta."""
+        self._latest = delta
+        self._prompt_logprobs += delta.prompt_logprobs
+        for completion in delta.completions:
+            self._grown.setdefault(completion.index, _Grown()).add(completion)
+
+    def take(self) -> RequestDelta | None:
+        """All that was added since the last call, as one delta; None if nothing was."""
+        latest = self._latest
+        if latest is None:
+            return None
+        completions = tuple(
+            CompletionDelta(
+                index,
+                "".join(grown.text),
+                tuple(grown.tokens),
+                None if grown.logprobs is None else tuple(grown.logprobs),
+                grown.cumulative_logprob,
+                grown.finish_reason,
+                grown.stop_reason,
+            )
+            for index, grown in sorted(self._grown.items())
+        )
+        metrics: RequestMetrics = latest.metrics
+        added = RequestDelta(
+            latest.request_id,
+            latest.num_prompt_tokens,
+            completions,
+            metrics,
+            latest.finished,
+            tuple(self._prompt_logprobs),
+        )
+        self._latest, self._grown, self._prompt_logprobs = None, {}, []
+        return added
+
+
+class OutputCoalescer:
+    """Stands between a request and its client: what comes while a message is being written is one message then.
+
+    A client counts as slow for what comes while a write to it is blocked, and only if that write stays blocked: a
+    server that is late itself cuts no one off.
+
+    Args:
+        max_tokens: of each sample, that may come while a write is blocked; see `Limits.max_buffered_tokens`.
+    """
+
+    def __init__(self, max_tokens: int, params: SamplingParams):
+        self._max_tokens = max(max_tokens * params.n // (1 + (params.logprobs or 0)), params.n)
+        self._sum = DeltaSum()
+        self._news = asyncio.Event()
+        self._closed = self._ended = False
+        self._write: asyncio.Timeout | None = None
+        self._num_unread = 0
+
+    def put(self, delta: RequestDelta) -> None:
+        """Take in what is new."""
+        self._sum.add(delta)
+        self._ended = delta.finished
+        self._news.set()
+        if self._write is not None:
+            too_many = self._num_unread > self._max_tokens
+            self._num_unread += delta.num_tokens
+            if self._ended:
+                self._cut_off_after(LAST_READ_S)
+            elif self._num_unread > self._max_tokens and not too_many:
+                self._cut_off_after(CUT_OFF_S)
+
+    async def send_all(self, send: Send) -> None:
+        """Send what comes, up to the end of the request, or until `close`.
+
+        Raises `SlowReaderError` where the client reads too little for too long.
+        """
+        finished = False
+        while not finished:
+            await self._news.wait()
+            if self._closed:
+                return
+            self._news.clear()
+            delta = self._sum.take()
+            assert delta is not None, "there is news"
+            try:
+                async with asyncio.timeout(None) as self._write:
+                    self._num_unread = 0
+                    if self._ended:
+                        self._cut_off_after(LAST_READ_S)
+                    await send(delta)
+            except TimeoutError:
+                raise SlowReaderError(
+                    f"the client has not read for a while, and {self._num_unread} tokens have come since, over the "
+                    f"limit of {self._max_tokens} (max_buffered_tokens): read faster"
+                ) from None
+            finally:
+                self._write = None
+            finished = delta.finished
+
+    def close(self) -> None:
+        """Begin to send nothing more. What is being sent is sent."""
+        self._closed = True
+        self._news.set()
+
+    def _cut_off_after(self, seconds: float) -> None:
+        """End the present write then, if it is still under way."""
+        loop, write = asyncio.get_running_loop(), self._write
+
+        def suspect() -> None:
+            if self._write is write:
+                loop.call_later(_GRACE_S, cut_off)
+
+        def cut_off() -> None:
+            if write is not None and self._write is write:
+                write.reschedule(loop.time())
+
+        loop.call_later(seconds, suspect)

@@ -1,0 +1,224 @@
+"""Devices whose instances cannot be made again after a restart failed: the engine goes on, and they come back."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from device_memory import live_bytes
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
+from transform_cases import SHARED, Background, decoding, make, requests, tokens, wait_until_decoding
+
+from amoeba_jax import LLM
+from amoeba_jax.engine import cluster as cluster_module
+from amoeba_jax.engine import weights
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.errors import RequestError, TransformError
+from sharding.mesh import SubMesh
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+MANY, LAST = 10**9, -1
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    directory = tiny_model("llama2", tmp_path_factory.mktemp("models"))
+    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """The engine as 4 x TP1 without requests, and found so afterwards, with no page or byte lost."""
+    before = booked(llm)
+    yield llm
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+    check_idle(llm)
+    assert booked(llm) == before
+
+
+class NoMemory:
+    """Has allocations of weights and caches fail, numbered from 1, while `fails(number)`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool] = lambda number: False):
+        self.fails, self.count = fails, 0
+        monkeypatch.setattr(weights, "put", self._failing(weights.put))
+        monkeypatch.setattr(jnp, "zeros", self._failing(jnp.zeros))
+
+    def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.fails(self.count):
+                raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: injected at allocation {self.count}")
+            return allocate(*arguments, **options)
+
+        return call
+
+
+def revive(llm: LLM) -> None:
+    """Have the engine bring back what is out of service, as its loop does once a second."""
+    cluster = llm._engine.cluster
+
+    def now() -> None:
+        cluster._next_revival_s = 0.0
+        cluster.revive()
+
+    llm._dispatcher.call(now).result(TIMEOUT_S)
+
+
+def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
+    """Each device's ledger, and its live bytes that the ledger does not have."""
+    ledgers, live = llm._engine.cluster.ledgers, live_bytes()
+    unbooked = [live[device] - ledger.live_bytes for device, ledger in enumerate(ledgers)]
+    return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
+
+
+def lose(llm: LLM, degree: int, devices: list[int] | None = None) -> None:
+    """Have a restart fail on all allocations, and so leave devices out of service."""
+    with pytest.MonkeyPatch.context() as patch:
+        NoMemory(patch, lambda number: True)
+        with pytest.raises(TransformError, match="out of service"):
+            llm.transform(degree, devices, "restart")
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+@pytest.mark.parametrize(
+    ("start", "count"),
+    [
+        (3, 2),
+        (LAST, 1),
+        (LAST, MANY),
+        (1, MANY),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(LAST, 2, marks=pytest.mark.slow),
+        pytest.param(2, MANY, marks=pytest.mark.slow),
+        pytest.param(3, MANY, marks=pytest.mark.slow),
+        pytest.param(30, MANY, marks=pytest.mark.slow),
+    ],
+)
+def test_restart_without_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, start: int, count: int):
+    """Some or all allocations fail from one on: its instances are as they were, or out of service until there is memory
+    again. The engine and the other instances go on, and then every byte has its owner again.
+    """
+    devices, degree, other = [0, 1], 1 if up else 2, 2 if up else 1
+    asked = requests(8, max_tokens=32)
+    expected = tokens(idle.generate(*asked))
+    idle.transform(degree, devices)
+    with monkeypatch.context() as patch:
+        memory = NoMemory(patch)
+        idle.transform(other, devices, "restart")
+    first = memory.count if start == LAST else start
+    idle.transform(degree, devices)
+    before, ids = booked(idle), [view.id for view in idle.instances]
+    running = Background(idle, *asked)
+    wait_until_decoding(idle, 4)
+    with monkeypatch.context() as patch:
+        NoMemory(patch, lambda number: first <= number < first + count)
+        how = "out of service until they can" if count == MANY else "its instances are as they were"
+        with pytest.raises(TransformError, match=rf"RESOURCE_EXHAUSTED.*{how}.*computed again\)"):
+            idle.transform(other, devices, "restart")
+        if count == MANY:
+            assert [view.id for view in idle.instances] == [2, 3]
+            with pytest.raises(RequestError, match="out of service"):
+                idle.transform(other, devices)
+            assert tokens(running.result()) == expected
+    revive(idle)
+    assert tokens(running.result()) == expected
+    assert [view.id for view in idle.instances] == ids
+    assert booked(idle) == before
+    idle.transform(other, devices)
+    assert tokens(idle.generate(*asked)) == expected
+
+
+def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Though the error, whose frames hold it, lives on as the cause of the one that the caller gets."""
+    idle.transform(2, [0, 1])
+    take_back, make_instance, reads, live = Cluster.take_back, Cluster.empty_instance, [], []
+    ledgers, (_, unbooked) = idle._engine.cluster.ledgers[:2], booked(idle)
+
+    def counted(*arguments: Any) -> Any:
+        reads.append(memory.count)
+        return make_instance(*arguments)
+
+    def watched(*arguments: Any) -> Any:
+        booked_weights = [sum(size for (_, what), size in d.entries.items() if what != "kv cache") for d in ledgers]
+        now = live_bytes()
+        live.append([now[device] - unbooked[device] - booked_weights[device] for device in (0, 1)])
+        return take_back(*arguments)
+
+    with monkeypatch.context() as patch:
+        memory = NoMemory(patch)
+        patch.setattr(Cluster, "empty_instance", counted)
+        idle.transform(1, [0, 1], "restart")
+        idle.transform(2, [0, 1])
+        memory.fails, memory.count = lambda number: number == reads[0], 0
+        patch.setattr(Cluster, "take_back", watched)
+        with pytest.raises(TransformError, match=r"weights cannot be read again.*as they were"):
+            idle.transform(1, [0, 1], "restart")
+    assert live == [[0, 0]], "the weights that its degree has, and no cache"
+
+
+def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    before, make_instance = booked(idle), Cluster.empty_instance
+
+    def fails_on_1(cluster: Cluster, group: SubMesh, released: int) -> Any:
+        instance = make_instance(cluster, group, released)
+        if group.start == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return instance
+
+    lose(idle, 2, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "empty_instance", fails_on_1)
+        for _ in range(2):
+            revive(idle)
+            assert [view.id for view in idle.instances] == [0, 2, 3]
+    revive(idle)
+    assert [view.id for view in idle.instances] == [0, 1, 2, 3]
+    assert booked(idle) == before
+
+
+def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The more apart the longer an attempt takes, and not at all while nothing is out of service."""
+    cluster, now, tried = idle._engine.cluster, [100.0], []
+
+    def fails(*arguments: Any) -> Any:
+        tried.append(now[0])
+        now[0] += 2.0
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    def time_passes() -> None:
+        for later in (0.5, 0.4, 0.2, 10.0, 25.0, 1.5):
+            now[0] += later
+            assert not cluster.revive()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "empty_instance", fails)
+        assert not idle._dispatcher.call(cluster.revive).result(TIMEOUT_S)
+        assert tried == []
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        lose(idle, 2, [0, 1])
+        patch.setattr(Cluster, "empty_instance", fails)
+        idle._dispatcher.call(time_passes).result(TIMEOUT_S)
+        assert tried == pytest.approx([101.1, 103.1, 141.6, 143.6]), "two groups each time"
+    revive(idle)
+    assert not cluster.lost
+
+
+def test_requests_wait_while_no_instance_is_left(idle: LLM):
+    """For those that come back; new ones too."""
+    running, expected = decoding(idle, 4, requests(8, max_tokens=32))
+    lose(idle, 4)
+    assert idle.instances == ()
+    late = Background(idle, *running.asked)
+    revive(idle)
+    assert tokens(running.result()) == expected
+    assert tokens(late.result()) == expected
+    assert [view.tensor_parallel_size for view in idle.instances] == [1] * 4
