@@ -92,12 +92,11 @@ class Dispatcher:
             self._engine.close()
 
     def _serve(self) -> bool:
-        """Wait for a call, a result, or the time of a placement, and serve all calls that are queued. False: stop."""
+        """Wait for a call, a result, or `Engine.interval_s`, and serve all calls that are queued. False: stop."""
         block = True
         while True:
-            placement = self._engine.placement
             try:
-                item = self._calls.get(block=block, timeout=None if placement is None else placement.interval_s)
+                item = self._calls.get(block=block, timeout=self._engine.interval_s)
             except queue.Empty:
                 return True
             block = False

@@ -11,7 +11,7 @@ import jax
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
-from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
@@ -19,6 +19,7 @@ from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
 from amoeba_jax.engine.room import Room
 from amoeba_jax.engine.sequence import Sequence, Update
+from amoeba_jax.engine.siblings import Siblings
 from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.engine.transformation import Transformations
@@ -68,6 +69,7 @@ class Engine:
         self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
         self.results = Results(self.reject, self._remove, self._report, self._failed, self.recovery, self.stats)
         self.waiting: list[Sequence] = []
+        self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
         self.placement: Placement | None = None
         self._num_changes = 0
         self._numbers = itertools.count()
@@ -141,9 +143,16 @@ class Engine:
         return self._num_changes + self.results.num_arrived
 
     @property
+    def interval_s(self) -> float | None:
+        """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
+        if self.cluster.lost:
+            return REVIVE_INTERVAL_S
+        return None if self.placement is None else self.placement.interval_s
+
+    @property
     def has_requests(self) -> bool:
-        """Requests are waiting or running. (Siblings wait for one that is.)"""
-        return bool(self.waiting) or any(instance.running for instance in self.instances)
+        """Requests are waiting or running. (Siblings wait for one that is, or are held for want of slots.)"""
+        return bool(self.waiting) or bool(self.siblings.held) or any(instance.running for instance in self.instances)
 
     # Requests
 
@@ -229,13 +238,8 @@ class Engine:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self._num_changes += 1
-        self._release_siblings(sequence)
-
-    def _release_siblings(self, leader: Sequence) -> None:
-        siblings, leader.siblings = leader.siblings, []
-        for sibling in siblings:
-            if not sibling.finished:
-                self._enqueue(sibling)
+        self.siblings.remove(sequence)
+        self.siblings.release(sequence)
 
     # Steps
 
@@ -244,6 +248,8 @@ class Engine:
 
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
+        if self.cluster.revive():
+            self._num_changes += 1
         self._admit()
         launched, seen = False, ()
         while seen != self.instances:  # a transformation may end here and leave others
@@ -253,8 +259,8 @@ class Engine:
                     launched = True
                     self._admit()
         pending = any(instance.pending for instance in self.instances)
-        if self.placement is not None:
-            return launched  # what waits may wait for its decision
+        if self.placement is not None or self.cluster.lost:
+            return launched  # what waits may wait for its decision, or for devices that are out of service
         if not launched and not pending and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
         return launched
@@ -303,9 +309,9 @@ class Engine:
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
         """It came before instances became smaller, or before those failed that should have become larger."""
-        return not self.transformations.busy and all(
-            i.capacity_tokens < sequence.max_total_tokens for i in self.instances
-        )
+        if self.transformations.busy or self.cluster.lost:
+            return False  # there may be larger ones again
+        return all(i.capacity_tokens < sequence.max_total_tokens for i in self.instances)
 
     # For a placement
 
@@ -391,7 +397,7 @@ class Engine:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.stats.preemptions += 1
-        self._release_siblings(sequence)
+        self.siblings.release(sequence)
         self._enqueue(sequence)
 
     def _retire(self, instance: Instance, sequence: Sequence) -> None:
@@ -439,7 +445,7 @@ class Engine:
         """The sequences whose prompt is through with a step that was launched: their siblings may begin."""
         ended = [r.sequence for r in plan.rows if r.start < len(r.sequence.prompt) <= r.start + r.length]
         for sequence in ended:
-            self._release_siblings(sequence)
+            self.siblings.release(sequence)
         return ended
 
     def _refuse(self, instance: Instance, plan: StepPlan, error: StepNotLaunchedError) -> None:
@@ -488,9 +494,11 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""
         self.transformations.fail(error)
-        sequences = [*self.waiting, *(s for instance in self.instances for s in instance.running)]
+        sequences = [*self.waiting, *self.siblings.held]
+        sequences += [s for instance in self.instances for s in instance.running]
         sequences += [sibling for sequence in sequences for sibling in sequence.siblings]
         self.waiting.clear()
+        self.siblings.clear()
         for instance in self.instances:
             instance.running.clear()
             instance.pending.clear()

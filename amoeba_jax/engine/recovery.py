@@ -95,6 +95,12 @@ class Recovery:
     def _replace(self, instance: Instance) -> None:
         try:
             self._cluster.rebuild(instance)
+            return
         except Exception:
-            gc.collect()  # what the error's frames held may be what there is no memory for
+            logger.exception("the cache of instance %d cannot be made again", instance.id)
+        gc.collect()  # what the error's frames held may be what there is no memory for
+        try:
             self._cluster.rebuild(instance)
+        except Exception:
+            instance.kv.clear()
+            self._cluster.take_back([instance])

@@ -15,7 +15,7 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
             devices=instance.group.device_indices,
             tensor_parallel_size=instance.tp,
             running=len(instance.running),
-            waiting=len(engine.waiting),
+            waiting=len(engine.waiting) + len(engine.siblings.held),
             kv_used_pages=instance.pages.num_total_pages - instance.cache.num_available_pages,
             kv_total_pages=instance.pages.num_total_pages,
             num_cached_pages=instance.cache.num_evictable_pages,

@@ -11,7 +11,7 @@ from tiny_models import tiny_config, write_model
 from transform_cases import SETTINGS, Background, after_each_switch, make, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.room import Room
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.engine.transition import Transition
@@ -145,12 +145,13 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         scarce._request(prompt(length, i), params, lambda _: None, None, None) for i, length in enumerate(lengths)
     ]
     sequences = [handle.sequences[0] for handle in handles]
-    choose = Engine._choose_instance
+    choose = Room.choose
 
-    def chosen(engine: Engine, sequence: Sequence) -> Any:
-        if sequence.num_preemptions or len(engine.instances) < 4:
-            return choose(engine, sequence)
-        return engine.instances[homes[sequences.index(sequence)]]
+    def chosen(room: Room, sequence: Sequence) -> Any:
+        instances = scarce._engine.instances
+        if sequence.num_preemptions or len(instances) < 4:
+            return choose(room, sequence)
+        return instances[homes[sequences.index(sequence)]]
 
     def serve() -> int:
         engine = scarce._engine
@@ -162,7 +163,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         engine.end_transformations()
         return sum(group.recomputed for group in report.result().groups)
 
-    monkeypatch.setattr(Engine, "_choose_instance", chosen)
+    monkeypatch.setattr(Room, "choose", chosen)
     recomputed = scarce._dispatcher.call(serve).result(TIMEOUT_S)
     wait_until(lambda: all(sequence.finished for sequence in sequences))
     scarce._end(handles)
