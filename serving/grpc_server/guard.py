@@ -1,7 +1,7 @@
 """Every call passes here first: its token, its message's form, and its errors as statuses."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,7 +12,6 @@ from serving.grpc_server.callers import Callers, bearer_token
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
 
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
-_OURS = ("/amoeba.v1.", "/inference.")
 # Load balancers ask without a token.
 _OPEN = "/grpc.health.v1.Health/"
 
@@ -40,8 +39,7 @@ class Guard(grpc.aio.ServerInterceptor):
             self._check_token(handler_call_details)
         except (CredentialsError, ForbiddenError) as error:
             return _refusing(error)
-        ours = handler_call_details.method.startswith(_OURS)
-        return _guarded(handler) if ours else handler
+        return _guarded(handler)
 
     def _check_token(self, details: grpc.HandlerCallDetails) -> None:
         callers = self._callers
@@ -77,13 +75,17 @@ def _guarded(handler: Any) -> grpc.RpcMethodHandler:
         except (DecodeError, UnicodeDecodeError):
             return _Malformed
 
-    def guard(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def guard(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
                 if request is _Malformed:
                     raise RequestError("the message is damaged, or has a text that is not UTF-8")
-                return await behavior(_well_formed(request) if handler.request_streaming else request, context)
-            except asyncio.CancelledError:
+                answer = behavior(_well_formed(request) if handler.request_streaming else request, context)
+                if not isinstance(answer, AsyncIterator):
+                    return await answer
+                async for message in answer:
+                    await context.write(message)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception as error:
                 await context.abort(*status_of(error))

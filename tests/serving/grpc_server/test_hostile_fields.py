@@ -255,3 +255,25 @@ def test_long_replies_come_in_pieces(live: Live):
     ]
     assert max(sum(len(p.tokens) for p in message.prompt_logprobs) for message in messages) < 2200
     assert len(messages) > 4
+
+
+@pytest.mark.parametrize(
+    ("path", "streams"),
+    [
+        ("/grpc.health.v1.Health/Check", False),
+        ("/grpc.health.v1.Health/Watch", True),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", True),
+        ("/amoeba.v1.InferenceService/Tokenize", False),
+    ],
+)
+@pytest.mark.parametrize("message", [b"\x0a\x02\xff\xfe", b"\xff\xff"])
+def test_damaged_messages_are_the_clients_fault_in_every_service(live: Live, path: str, streams: bool, message: bytes):
+    def call() -> None:
+        if streams:
+            list(live.channel.stream_stream(path)(iter([message]), timeout=TIMEOUT_S))
+        else:
+            live.channel.unary_unary(path)(message, timeout=TIMEOUT_S)
+
+    code, text = code_and_text(call)
+    assert code is Status.INVALID_ARGUMENT
+    assert "damaged" in text
