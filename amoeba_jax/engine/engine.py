@@ -11,7 +11,7 @@ import jax
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.batcher import plan_step
-from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster
+from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
@@ -210,6 +210,7 @@ class Engine:
         client's own fault; what is not known here becomes a `RequestFailedError`."""
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
             logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
+            drop_frames(error)
             failure = RequestFailedError(f"request {sequence.request_id} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             error = failure
@@ -463,7 +464,7 @@ class Engine:
     def _failed(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
         """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree."""
         if instance.transition is not None:
-            self.transformations.lost(instance, error)
+            self.transformations.lost(instance, error, rows)
         else:
             self.recovery.recover(instance, error, rows)
 

@@ -16,7 +16,15 @@ from amoeba_jax.engine.pace import Pace
 from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey, segment_keys
 from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, sampling_row, state_rows
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.step_plan import PendingStep, Row, SamplingState, StepInputs, StepNotLaunchedError, StepPlan
+from amoeba_jax.engine.step_plan import (
+    PendingStep,
+    Row,
+    SamplingState,
+    StateLostError,
+    StepInputs,
+    StepNotLaunchedError,
+    StepPlan,
+)
 from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.sampling_params import SamplingParams
@@ -143,7 +151,7 @@ class Instance:
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that has its pages. Where that fails, it is not taken.
 
-        Raises whatever its program does. `state` may be lost then: see `SamplingState.replace_lost`.
+        Raises whatever its program does, or `StateLostError`.
         """
         program = rows = None
         if sequence.sampling.uses_state:
@@ -156,11 +164,14 @@ class Instance:
         state = self.state
         try:
             state.flags, state.bias = program(state.flags, state.bias, np.int32(sequence.slot), *rows)
-        except Exception:
+        except Exception as error:
             self.running.remove(sequence)
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
-            raise
+            if not state.is_lost:
+                raise
+            state.replace_lost()
+            raise StateLostError(f"what sampling remembers is lost: {error}") from error
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
         """Give a sequence pages for so many tokens, in all views.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.cluster import Cluster, drop_frames
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.step_plan import Row
+from amoeba_jax.engine.step_plan import Row, StateLostError
 from amoeba_jax.errors import RequestFailedError
 from amoeba_jax.stats import EngineStats
 from sharding.mesh import is_lost
@@ -52,6 +52,9 @@ class Recovery:
 
     def check(self, instance: Instance, error: Exception) -> None:
         """Recover an instance if what failed has taken some of its buffers along."""
+        if isinstance(error, StateLostError):
+            self.recover(instance, error, ())
+            return
         buffers: list[jax.Array] = [extent for extents in instance.kv for extent in extents]
         buffers += [instance.state.flags, instance.state.bias, instance.last_tokens]
         if any(is_lost(buffer) for buffer in buffers):
@@ -71,6 +74,7 @@ class Recovery:
         if self._in_a_row > MAX_IN_A_ROW:
             raise error
         logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
+        drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
         lost = [row.sequence for step in instance.pending for row in step.sampled]
         for sequence in (*involved, *lost):

@@ -55,12 +55,22 @@ class SamplingState:
         shape = (num_slots, vocab_size)
         return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed program has taken its buffers along."""
+        return is_lost(self.flags) or is_lost(self.bias)
+
     def replace_lost(self) -> None:
         """Put zeros in the place of buffers that a failed program has taken along."""
         self.flags, self.bias = (
             jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
             for array in (self.flags, self.bias)
         )
+
+
+class StateLostError(RuntimeError):
+    """A program has failed, for the reason that is its cause, and taken the rows of all of a device's sequences in
+    `SamplingState` along. They are zeros now."""
 
 
 class StepNotLaunchedError(RuntimeError):

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.cluster import Cluster, drop_frames
 from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.restart import RestartError, check_growth, restart
 from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.step_plan import StepNotLaunchedError, StepPlan
+from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import Active, Job, TransformOptions, check_options, next_groups
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
@@ -109,7 +109,11 @@ class Transformations:
                     if isinstance(error, OutOfPagesError | RequestError):
                         kind = type(error) if isinstance(error, RequestError) else RequestError
                         raise kind(f"the transformation is refused: {error}") from error
-                    raise
+                    drop_frames(error)
+                    degree = job.options.tensor_parallel_size
+                    raise TransformError(
+                        f"the transformation to TP{degree} failed: {error} (it had not begun; all is as it was)"
+                    ) from error
                 job.error = error
                 job.outcomes.append("what had not begun is as it was")
         if job.active:
@@ -319,6 +323,8 @@ class Transformations:
         instance = transition.instance
         if not transition.up:
             self._drain(instance)
+            if instance not in self._active:
+                return  # a step's results could not be read: see `lost`
         if active.steps and not instance.pending:  # nobody else will tell when the last switch is over
             jax.block_until_ready([instance.kv, *(member.kv for member in transition.members)])
         if transition.up:
@@ -357,8 +363,11 @@ class Transformations:
         arrived = [settling for settling in self._settling if settling[1].done()]
         self._settling = [settling for settling in self._settling if settling not in arrived]
         for active, result in arrived:
-            result.result()  # a failure of what the layers were left with is the engine's
-            self._settle(active)
+            error = result.exception()
+            if error is None:
+                self._settle(active)
+            else:
+                self._fail_settling(active, error)
 
     def _settle(self, active: Active) -> None:
         self._reserve(active.devices, 0)
@@ -378,15 +387,44 @@ class Transformations:
             how = "its instances are as they were"
         self._end_failed(active, error, how)
 
-    def lost(self, instance: Instance, error: Exception) -> None:
-        """A step of an instance in transition failed on its devices: its results cannot be read. The group goes on at
-        the higher degree with an empty cache, whether or not a layer has switched: its pages may be lost."""
+    def lost(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
+        """A step of these rows of an instance in transition failed on its devices: its results cannot be read. The
+        group goes on at the higher degree with an empty cache, whether or not a layer has switched: its pages may be
+        lost."""
         active = self._active[instance]
+        for row in rows:
+            row.sequence.num_in_flight = 0
         logger.error("a step failed during a transformation of devices %s", active.devices, exc_info=error)
         self._recover(active)
         self._end_failed(active, error, "its requests are computed again")
 
-    def _end_failed(self, active: Active, error: Exception, how: str) -> None:
+    def _fail_settling(self, active: Active, error: BaseException) -> None:
+        """What a group was left with cannot be read: its cache, which is made again with its step, or its weights."""
+        how = "its requests are computed again"
+        if not active.transition.up:
+            instances = [i for i in self._cluster.instances if i.id in active.devices]
+            for instance in instances:
+                self._give_up(instance)
+            # What was restored counts as released again, and is loaded.
+            programs, weights = active.transition.programs, self._cluster.weights
+            for layer in range(programs.num_layers):
+                weights.release(programs.group, layer, programs.released[1], programs.released[0])
+            self._cluster.take_back(instances)
+            how = f"its weights are loaded again, and {how}"
+        self._end_failed(active, error, how)
+
+    def _give_up(self, instance: Instance) -> None:
+        """Have the sequences of an instance whose cache is lost computed again."""
+        for row in (row for step in instance.pending for row in step.sampled):
+            row.sequence.num_in_flight = 0  # its token never comes; also if it was preempted a moment ago
+        instance.pending.clear()
+        instance.cache.clear()
+        instance.cache.enabled = False
+        for sequence in list(instance.running):
+            self._requeue(instance, sequence)
+
+    def _end_failed(self, active: Active, error: BaseException, how: str) -> None:
+        drop_frames(error)
         self._reserve(active.devices, 0)
         active.job.fail(error, active.devices, how)
         active.job.active -= 1
@@ -403,7 +441,7 @@ class Transformations:
         self._settling.clear()
 
     def _abort(self, active: Active) -> None:
-        """Before the point of no return: nothing has moved, and the view to come is dropped."""
+        """Before the point of no return: nothing has moved and no step has run, and the view to come is dropped."""
         transition = active.transition
         instance = transition.instance
         del self._active[instance]
@@ -411,8 +449,8 @@ class Transformations:
             instance.transition = None
             instance.cache.enabled = self._cluster.config.prefix_caching
             return
-        self._drain(instance)
         instance.transition = None
+        instance.state.replace_lost()  # taking the sequences back writes their rows again
         instance.running.clear()
         old = []
         for before, member in zip(active.old, transition.members, strict=True):
@@ -428,12 +466,8 @@ class Transformations:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
         del self._active[instance]
-        # Tokens that never come, of sequences that were preempted a moment ago too.
-        for row in (row for step in instance.pending for row in step.sampled):
-            row.sequence.num_in_flight = 0
-        instance.pending.clear()
-        for sequence in list(instance.running):
-            self._requeue(instance, sequence)
+        self._give_up(instance)
+        instance.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)
         allocators = [cluster.new_allocator(released) for _ in instance.group.devices]

@@ -1,0 +1,194 @@
+"""A load of all kinds of requests, in a process of its own.
+
+Some have answers that are known; others are cancelled, too late, or so long that instances merge for them. Now and then
+instances are transformed by hand.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import grpc
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client import AsyncClient
+from amoeba_jax.client._proto import inference_pb2 as pb
+from attacks.pressure import ADMIN, INFERENCE, Attacker, Call, Tally, generate, infer, start
+from attacks.processes import Child
+
+_KNOWN = (
+    "Once upon a time",
+    "Lily and Tom went to the park",
+    "The little dog was sad because",
+    "Mom said, be careful with the big red ball",
+    "One day, a boy named Ben found a key in the garden and",
+)
+_GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+_KNOWN_TIMEOUT_S = 60.0
+
+
+@dataclass
+class MixReport:
+    """What became of the load: `wrong` has answers that were not the first ones, `checked` how many were compared."""
+
+    tally: Tally = field(default_factory=Tally)
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Mix:
+    """The load, as the process that measures sees it. It runs from the beginning, when the server must be idle."""
+
+    def __init__(self, target: str, seed: int, one_device_tokens: int):
+        self._child = Child(_main, target, seed, one_device_tokens)
+        self._child.receive(_KNOWN_TIMEOUT_S * len(_KNOWN))
+
+    def finish(self) -> MixReport:
+        """Send no more, wait for answers, and return what became of all. Raises `ChildError`."""
+        self._child.send("finish")
+        return self._child.receive(180)
+
+    def __enter__(self) -> "Mix":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._child.close()
+
+
+def _main(pipe: Connection, target: str, seed: int, one_device_tokens: int) -> None:
+    asyncio.run(_Load(pipe, target, seed, one_device_tokens).run())
+
+
+class _Load:
+    def __init__(self, pipe: Connection, target: str, seed: int, one_device_tokens: int):
+        self._pipe, self._target = pipe, target
+        self._dice = random.Random(seed)
+        self._one_device_tokens = one_device_tokens
+        self._report = MixReport()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        sender = Attacker(self._target, 0)
+        sender.tally = self._report.tally
+        await sender.connect()
+        async with AsyncClient(self._target) as client:
+            first = [(await client.generate(text, _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0].token_ids for text in _KNOWN]
+            self._pipe.send("ready")
+            every_s: list[tuple[float, Callable[[], Awaitable[None]]]] = [
+                (0.5, lambda: self._check(client, first)),
+                (0.5, lambda: self._check_infer(sender, client, first)),
+                (0.2, lambda: self._any(sender)),
+                (0.3, lambda: self._any(sender)),
+                (0.5, lambda: self._cancel(sender)),
+                (1.0, lambda: self._abort(sender)),
+                (5.0, lambda: self._long(sender)),
+                (20.0, lambda: self._transform(sender)),
+            ]
+            loops = [asyncio.ensure_future(self._repeat(pause_s, what)) for pause_s, what in every_s]
+            while not self._pipe.poll():
+                await asyncio.sleep(0.2)
+            self._over.set()
+            await asyncio.gather(*loops)
+        await sender.close()
+        self._pipe.send(self._report)
+
+    async def _repeat(self, pause_s: float, what: Callable[[], Awaitable[None]]) -> None:
+        while not self._over.is_set():
+            await what()
+            try:
+                async with asyncio.timeout(self._dice.uniform(0, 2 * pause_s)):
+                    await self._over.wait()
+            except TimeoutError:
+                continue
+
+    async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
+        """A greedy request, which has its first answer again."""
+        which = self._dice.randrange(len(_KNOWN))
+        try:
+            answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0].token_ids
+        except grpc.aio.AioRpcError as error:
+            self._report.tally.add("known", error.code().name, error.details() or "")
+            return
+        self._report.tally.add("known", "OK")
+        self._compare(which, answer, first[which])
+
+    async def _check_infer(self, sender: Attacker, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
+        """The same by the Open Inference Protocol, which has texts."""
+        which = self._dice.randrange(len(_KNOWN))
+        settings = json.dumps({"temperature": 0, "max_tokens": _GREEDY.max_tokens, "ignore_eos": True})
+        call = infer("known, Open Inference", sender.info.model, settings, text=_KNOWN[which])
+        try:
+            text = (await client.detokenize(first[which], timeout_s=_KNOWN_TIMEOUT_S)).strip()
+            data = await start(self._channel(sender), call)
+        except grpc.aio.AioRpcError as error:
+            self._report.tally.add(call.label, error.code().name, error.details() or "")
+            return
+        self._report.tally.add(call.label, "OK")
+        self._compare(which, text.encode() in data, True)
+
+    def _compare(self, which: int, answer: object, expected: object) -> None:
+        self._report.checked += 1
+        if answer != expected and len(self._report.wrong) < 20:
+            self._report.wrong.append(f"{_KNOWN[which]!r}: {answer} instead of {expected}")
+
+    async def _any(self, sender: Attacker) -> None:
+        """A request with settings of all kinds; one in eight has too little time."""
+        dice = self._dice
+        tokens = dice.randint(1, 64)
+        late = dice.random() < 0.125
+        timeout_s = dice.uniform(0.01, 0.2) if late else 60.0
+        params = {"max_tokens": tokens, "temperature": dice.choice((0.5, 1.0)), "top_k": dice.choice((0, 5, 50))}
+        params |= dice.choice(({}, {"seed": 3}, {"n": 4}, {"stop": ["."]}, {"logprobs": 5}, {"presence_penalty": 1.0}))
+        ids = dice.choices(range(3, sender.info.vocab_size), k=dice.randint(1, 200))
+        match dice.randrange(4):
+            case 0:
+                call = infer("Open Inference", sender.info.model, json.dumps(params), timeout_s=timeout_s)
+            case 1:
+                settings = json.dumps(params)
+                call = infer("Open Inference stream", sender.info.model, settings, stream=True, timeout_s=timeout_s)
+            case _:
+                message = pb.SamplingParams(**params)
+                call = generate("sampled", message, token_ids=pb.TokenIds(ids=ids), timeout_s=timeout_s)
+        if late:
+            call = Call("too late", call.path, call.data, call.timeout_s)
+        await sender.send(call, self._channel(sender))
+
+    async def _cancel(self, sender: Attacker) -> None:
+        """A request that its client leaves."""
+        params = pb.SamplingParams(max_tokens=500, ignore_eos=True, n=self._dice.choice((1, 3)))
+        call = start(self._channel(sender), generate("cancelled", params))
+        await asyncio.sleep(self._dice.uniform(0, 0.5))
+        call.cancel()
+        sender.tally.add("cancelled", "dropped")
+
+    async def _abort(self, sender: Attacker) -> None:
+        """A request that is ended by its id."""
+        name = f"to be aborted {time.monotonic_ns()}"
+        params = pb.SamplingParams(max_tokens=500, ignore_eos=True)
+        channel = self._channel(sender)
+        sending = asyncio.ensure_future(sender.send(generate("aborted", params, request_id=name), channel))
+        await asyncio.sleep(self._dice.uniform(0, 0.3))
+        message = pb.AbortRequest(request_id=name)
+        await sender.send(Call("abort", INFERENCE + "Abort", message.SerializeToString()), channel)
+        await sending
+
+    async def _long(self, sender: Attacker) -> None:
+        """A request that one device cannot hold, where the context is longer than that."""
+        most = sender.info.max_model_len - 40
+        length = min(most, self._dice.randint(self._one_device_tokens, 2 * self._one_device_tokens))
+        ids = pb.TokenIds(ids=self._dice.choices(range(3, sender.info.vocab_size), k=length))
+        params = pb.SamplingParams(max_tokens=32, ignore_eos=True)
+        await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
+
+    async def _transform(self, sender: Attacker) -> None:
+        """A transformation by hand, which the policy's own may be in the way of."""
+        message = pb.TransformRequest(tensor_parallel_size=self._dice.choice((1, 2, 4)), layers_per_step=2)
+        call = Call("transform", ADMIN + "Transform", message.SerializeToString(), timeout_s=60)
+        await sender.send(call, self._channel(sender))
+
+    def _channel(self, sender: Attacker) -> grpc.aio.Channel:
+        return self._dice.choice(sender.channels)

@@ -1,0 +1,239 @@
+"""What attacks are made of: calls that are sent again and again as raw bytes, and a tally of their answers."""
+
+import asyncio
+import itertools
+import struct
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from amoeba_jax.client._proto import inference_pb2 as pb
+from serving.grpc_server._proto import open_inference_pb2 as oip
+
+INFERENCE, ADMIN, OPEN_INFERENCE = (
+    "/amoeba.v1.InferenceService/",
+    "/amoeba.v1.AdminService/",
+    "/inference.GRPCInferenceService/",
+)
+# What the server refuses is for it to say: the client lets everything pass.
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", 2**22),
+    ("grpc.absolute_max_metadata_size", 2**22),
+    # Each channel is a connection of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_CLIENT_STREAMS = frozenset({"ModelStreamInfer", "ServerReflectionInfo"})
+_SERVER_STREAMS = _CLIENT_STREAMS | {"Generate", "WatchCluster", "Watch"}
+_TEXT_CHARS = 200
+# What a stream of the Open Inference Protocol says where other calls have the status INTERNAL.
+_INTERNAL = "internal error"
+_CALLS_AT_MOST = 200_000
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as its bytes. `label` names its kind in reports."""
+
+    label: str
+    path: str
+    data: bytes
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a call was answered: gRPC's status, or "error message" for an error within a stream, and its text."""
+
+    status: str
+    text: str
+    num_bytes: int
+
+
+@dataclass
+class Tally:
+    """How calls were answered.
+
+    Attributes:
+        statuses: how often which status came, by the label of the call.
+        first_texts: the first error text of each of them, cut.
+        longest_text: characters of the longest error text, and the label of its call.
+    """
+
+    seconds: float = 0.0
+    sent: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    statuses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    first_texts: dict[tuple[str, str], str] = field(default_factory=dict)
+    longest_text: tuple[int, str] = (0, "")
+
+    def add(self, label: str, status: str, text: str = "") -> None:
+        """Count an answer."""
+        self.statuses[label, status] += 1
+        if text:
+            self.first_texts.setdefault((label, status), text[:_TEXT_CHARS])
+            self.longest_text = max(self.longest_text, (len(text), label))
+
+    def by_status(self) -> dict[str, int]:
+        """Answers of all calls by status."""
+        counts: Counter[str] = Counter()
+        for (_, status), count in self.statuses.items():
+            counts[status] += count
+        return dict(counts.most_common())
+
+    def report(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        rows = [
+            {"call": label, "status": status, "count": count, "text": self.first_texts.get((label, status), "")}
+            for (label, status), count in sorted(self.statuses.items())
+        ]
+        names = ("seconds", "sent", "bytes_sent", "bytes_received", "longest_text")
+        return {name: getattr(self, name) for name in names} | {"by_status": self.by_status(), "answers": rows}
+
+
+class Attacker:
+    """Connections to a server, and what an attack does with them, for `seconds`."""
+
+    def __init__(self, target: str, seconds: float, connections: int = 4):
+        self.seconds = seconds
+        self.target = target
+        self.tally = Tally()
+        self.info = pb.GetModelInfoResponse()
+        self.channels = [grpc.aio.insecure_channel(target, OPTIONS) for _ in range(connections)]
+
+    async def connect(self) -> None:
+        """Learn what is served, as any client may. Raises `grpc.RpcError`."""
+        self.info = await self.ask("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        for channel in self.channels:
+            await channel.close()
+
+    async def ask(self, method: str, message: Any, answer: Any) -> Any:
+        """Call an RPC of `InferenceService` while an attack is prepared; it is not counted. Raises `grpc.RpcError`."""
+        call = self.channels[0].unary_unary(
+            INFERENCE + method, type(message).SerializeToString, response_deserializer=answer.FromString
+        )
+        return await call(message, timeout=60)
+
+    async def flood(self, calls: Sequence[Call], at_once: int, until: float | None = None) -> None:
+        """Send the calls in turns, `at_once` of them at any time, until the attack's time is over."""
+        end = until or time.monotonic() + self.seconds
+        turns = itertools.islice(itertools.cycle(calls), _CALLS_AT_MOST)
+
+        async def send(channel: grpc.aio.Channel) -> None:
+            while time.monotonic() < end and (call := next(turns, None)) is not None:
+                await self.send(call, channel)
+
+        # Calls that have begun may not hold the attack up much longer than it is meant to be.
+        with_end = asyncio.gather(*(send(self.channels[i % len(self.channels)]) for i in range(at_once)))
+        try:
+            async with asyncio.timeout(end - time.monotonic() + 5):
+                await with_end
+        except TimeoutError:
+            pass
+
+    async def send(self, call: Call, channel: grpc.aio.Channel) -> str:
+        """Make one call and read its answer; returns the status, which is counted."""
+        self.tally.sent += 1
+        self.tally.bytes_sent += len(call.data)
+        try:
+            answer = await exchange(channel, call)
+        except asyncio.CancelledError:
+            self.tally.add(call.label, "unanswered")
+            raise
+        self.tally.bytes_received += answer.num_bytes
+        self.tally.add(call.label, answer.status, answer.text)
+        return answer.status
+
+    async def longest(self, build: Callable[[int], Call], largest: int) -> int:
+        """Return the largest `max_tokens` that the server takes, of `largest` and its halves; at least 1."""
+        tokens = largest
+        while tokens > 1:
+            call = build(tokens)
+            rpc = start(self.channels[0], Call(call.label, call.path, call.data, timeout_s=5))
+            try:
+                await (rpc if isinstance(rpc, grpc.aio.UnaryUnaryCall) else rpc.read())
+                break
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                    break
+            finally:
+                rpc.cancel()
+            tokens //= 2
+        return tokens
+
+
+async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
+    """Make one call and read all of its answer. Errors within a stream of answers count as its status."""
+    rpc, num_bytes, status, text = start(channel, call), 0, "OK", ""
+    try:
+        if isinstance(rpc, grpc.aio.UnaryUnaryCall):
+            num_bytes = len(await rpc)
+        else:
+            async for data in rpc:
+                num_bytes += len(data)
+                if call.path.endswith("/ModelStreamInfer"):
+                    text = oip.ModelStreamInferResponse.FromString(data).error_message or text
+        if text:
+            status = "INTERNAL" if _INTERNAL in text else "error message"
+    except grpc.aio.AioRpcError as error:
+        status, text = error.code().name, error.details() or ""
+    finally:
+        rpc.cancel()
+    return Answer(status, text, num_bytes)
+
+
+def start(channel: grpc.aio.Channel, call: Call) -> Any:
+    """Begin a call with a message that is sent as it is; streams of requests have this one."""
+    method = call.path.rpartition("/")[2]
+    if method in _CLIENT_STREAMS:
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield call.data
+
+        return channel.stream_stream(call.path)(requests(), timeout=call.timeout_s)
+    if method in _SERVER_STREAMS:
+        return channel.unary_stream(call.path)(call.data, timeout=call.timeout_s)
+    return channel.unary_unary(call.path)(call.data, timeout=call.timeout_s)
+
+
+def generate(label: str, params: pb.SamplingParams | None = None, *, timeout_s: float = 20.0, **fields: Any) -> Call:
+    """A `Generate` call; its prompt is a short text unless there is one among the fields."""
+    if not {"text", "token_ids", "chat"} & set(fields):
+        fields["text"] = "Once upon a time"
+    message = pb.GenerateRequest(params=params or pb.SamplingParams(max_tokens=2), **fields)
+    return Call(label, INFERENCE + "Generate", message.SerializeToString(), timeout_s)
+
+
+def infer(
+    label: str,
+    model: str,
+    settings: str | bytes = '{"max_tokens": 2}',
+    *,
+    text: str = "Once upon a time",
+    stream: bool | None = None,
+    timeout_s: float = 20.0,
+    **fields: Any,
+) -> Call:
+    """A `ModelInfer` call, or one of `ModelStreamInfer` where `stream` is given; settings are JSON."""
+    settings = settings.encode() if isinstance(settings, str) else settings
+    tensor = oip.ModelInferRequest.InferInputTensor
+    values = {"text_input": text.encode(), "sampling_parameters": settings}
+    inputs = [tensor(name=name, datatype="BYTES", shape=[1]) for name in values]
+    raw = [struct.pack("<I", len(value)) + value for value in values.values()]
+    if stream is not None:
+        inputs.append(tensor(name="stream", datatype="BOOL", shape=[1]))
+        raw.append(bytes([stream]))
+    inputs.extend(fields.pop("more_inputs", ()))
+    raw.extend(fields.pop("more_raw", ()))
+    message = oip.ModelInferRequest(model_name=model, inputs=inputs, raw_input_contents=raw, **fields)
+    method = "ModelInfer" if stream is None else "ModelStreamInfer"
+    return Call(label, OPEN_INFERENCE + method, message.SerializeToString(), timeout_s)

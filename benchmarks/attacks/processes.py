@@ -1,0 +1,62 @@
+"""A function in a process of its own, and a pipe to it."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class ChildError(RuntimeError):
+    """The process has ended, or has not answered in time."""
+
+
+class Child:
+    """Runs `function(pipe, *arguments)` in a new process until `close`.
+
+    `nice` takes priority from it: a load generator shares the machine's cores with the server, and must not win.
+    """
+
+    def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(function, theirs, arguments, nice), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises `ChildError` if the process has ended."""
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise ChildError("the process has ended") from error
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return the next message. Raises `ChildError`."""
+        try:
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ChildError("the process has ended") from error
+        raise ChildError(f"the process has not answered within {timeout_s:g} s")
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _run(function: Callable[..., None], pipe: Connection, arguments: tuple[Any, ...], nice: int) -> None:
+    if nice:
+        os.nice(nice)
+    function(pipe, *arguments)

@@ -1,0 +1,237 @@
+"""Damaged messages to every RPC of a server, which must refuse them, stay as it is, and go on.
+
+    python benchmarks/fuzz.py [--count 100000] [--seed 0] [--json fuzz.json]
+
+Valid messages whose fields go to their limits and beyond, have the wrong type, come twice, or are no UTF-8, and
+messages that are cut or have other bytes, are sent to all RPCs but `AdminService.Drain`, a few dozen at a time. After
+every thousand a greedy request must have its first answer. The exit code is 1 if it had another, if the server ended,
+if a status was INTERNAL (unless logits were not numbers) or UNKNOWN, or if the server has grown by more than 5% since
+the first tenth.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from attacks import server
+from attacks.pressure import OPTIONS, Call, exchange
+from attacks.seeds import Rpc, rpcs
+from attacks.wire import Mutator
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.client import AsyncClient
+
+BATCH = 1000
+MAX_GROWTH = 0.05
+MIN_PER_SECOND = 500
+_AT_ONCE = 48
+_CONNECTIONS = 4
+_KNOWN_PROMPT = "Once upon a time there was"
+_KNOWN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+# Text of the one INTERNAL that a request may cause: its settings have made the logits infinite.
+_NOT_NUMBERS = "not numbers"
+_BUGS = ("INTERNAL", "UNKNOWN")
+_FINDINGS = 50
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A status that no message should have, and the message."""
+
+    rpc: str
+    status: str
+    text: str
+    message: str
+
+
+@dataclass
+class FuzzReport:
+    """What became of the messages.
+
+    Attributes:
+        statuses: how often which status came, by RPC.
+        findings: the first message for each INTERNAL and UNKNOWN of another text.
+        wrong_answers: what the known request got instead of its first answer.
+        rss_mib: memory of the server after each batch, if its process is known; `warm` is the first that counts.
+    """
+
+    sent: int = 0
+    seconds: float = 0.0
+    statuses: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    findings: dict[tuple[str, str, str], Finding] = field(default_factory=dict)
+    wrong_answers: list[str] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+    warm: int = 0
+
+    @property
+    def growth(self) -> float:
+        """By what share the server has grown since it was warm; NaN if its memory is not known."""
+        return self.rss_mib[-1] / self.rss_mib[self.warm] - 1 if len(self.rss_mib) > self.warm else math.nan
+
+    @property
+    def problems(self) -> list[str]:
+        """Criteria that do not hold; the rate is no criterion."""
+        problems = [f"{it.rpc}: {it.status} {it.text!r} for {it.message}" for it in self.findings.values()]
+        problems += [f"the known request: {answer}" for answer in self.wrong_answers]
+        if self.growth > MAX_GROWTH:
+            problems.append(f"the server has grown by {self.growth:.1%}, more than {MAX_GROWTH:.0%}")
+        return problems
+
+    def count(self, rpc: Rpc, data: bytes, status: str, text: str) -> None:
+        """Add an answer."""
+        name = rpc.path.rpartition(".")[2]
+        self.statuses[name][status] += 1
+        if status in _BUGS and _NOT_NUMBERS not in text and len(self.findings) < _FINDINGS:
+            self.findings.setdefault((name, status, text[:60]), Finding(name, status, text[:300], data[:500].hex()))
+
+
+def run_fuzz(target: str, count: int, seed: int, rss_mib: Callable[[], float] | None = None) -> FuzzReport:
+    """Send `count` messages to a server and return what became of them; see `fuzz`."""
+    return asyncio.run(fuzz(target, count, seed, rss_mib))
+
+
+async def fuzz(
+    target: str,
+    count: int,
+    seed: int,
+    rss_mib: Callable[[], float] | None = None,
+    on_batch: Callable[[FuzzReport], None] = lambda report: None,
+) -> FuzzReport:
+    """Send messages in batches; `rss_mib` measures the server after each.
+
+    Messages depend on the seed and the model's name alone. Ends early where the known request has no answer. Instances
+    and policy are set back at the end. Raises `grpc.RpcError` if the server does not answer at the beginning.
+    """
+    report, began = FuzzReport(), time.monotonic()
+    async with AsyncClient(target) as client:
+        right = await _known_answer(client)
+        kinds = rpcs((await client.model_info(timeout_s=60)).model)
+        mutator = Mutator(seed)
+        channels = [grpc.aio.insecure_channel(target, OPTIONS) for _ in range(_CONNECTIONS)]
+        try:
+            while report.sent < count:
+                size = min(BATCH, count - report.sent)
+                chosen = mutator.random.choices(kinds, [rpc.weight for rpc in kinds], k=size)
+                await _send_batch(channels, chosen, mutator, report)
+                report.seconds = time.monotonic() - began
+                if rss_mib is not None:
+                    report.rss_mib.append(rss_mib())
+                    if report.sent <= count // 10:
+                        report.warm = len(report.rss_mib) - 1
+                on_batch(report)
+                try:
+                    answer = await _known_answer(client)
+                except grpc.aio.AioRpcError as error:
+                    report.wrong_answers.append(f"{error.code().name} {error.details()} after {report.sent} messages")
+                    break
+                if answer != right:
+                    report.wrong_answers.append(f"{answer} after {report.sent} messages, not {right}")
+            else:
+                await _set_back(client)
+        finally:
+            for channel in channels:
+                await channel.close()
+    return report
+
+
+async def _known_answer(client: AsyncClient) -> tuple[int, ...]:
+    return (await client.generate(_KNOWN_PROMPT, _KNOWN, timeout_s=60))[0].token_ids
+
+
+async def _send_batch(
+    channels: list[grpc.aio.Channel], chosen: list[Rpc], mutator: Mutator, report: FuzzReport
+) -> None:
+    turns = iter(chosen)
+
+    async def send(channel: grpc.aio.Channel) -> None:
+        for rpc in turns:
+            data = mutator.mutate(mutator.random.choice(rpc.seeds), rpc.request)
+            report.sent += 1
+            answer = await exchange(channel, Call("", rpc.path, data, rpc.timeout_s))
+            report.count(rpc, data, answer.status, answer.text)
+
+    await asyncio.gather(*(send(channels[i % len(channels)]) for i in range(_AT_ONCE)))
+
+
+async def _set_back(client: AsyncClient) -> None:
+    """Split what `Transform` has merged, and let the default policy go on, where one runs."""
+    for policy in ("static", "amoeba"):
+        try:
+            await client.set_policy(policy, timeout_s=60)
+            if policy == "static":
+                while any(i.tensor_parallel_size > 1 for i in (await client.cluster(timeout_s=60)).instances):
+                    await client.transform(1, timeout_s=60)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+
+
+def show(report: FuzzReport, console: Console) -> None:
+    """A table of statuses by RPC, and the criteria."""
+    names = sorted({status for counts in report.statuses.values() for status in counts})
+    table = Table("RPC", title=f"{report.sent} messages, {report.sent / report.seconds:.0f}/s")
+    for name in names:
+        table.add_column(name, justify="right")
+    for rpc, counts in sorted(report.statuses.items()):
+        table.add_row(rpc, *(str(counts[name] or "") for name in names))
+    console.print(table)
+    if report.rss_mib:
+        first, last = report.rss_mib[report.warm], report.rss_mib[-1]
+        console.print(f"server memory: {first:.0f} MiB after the first tenth, {last:.0f} MiB at the end")
+    for problem in report.problems:
+        console.print(f"PROBLEM: {problem}", markup=False)
+    if report.sent < MIN_PER_SECOND * report.seconds:
+        console.print(f"slower than {MIN_PER_SECOND} messages/s")
+
+
+def plain(report: FuzzReport) -> dict[str, Any]:
+    """The report for JSON."""
+    return {
+        "sent": report.sent,
+        "seconds": report.seconds,
+        "statuses": report.statuses,
+        "findings": [vars(finding) for finding in report.findings.values()],
+        "wrong_answers": report.wrong_answers,
+        "rss_mib": report.rss_mib,
+        "problems": report.problems,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    server.add_options(parser)
+    options = parser.parse_args()
+    console = Console(width=200, highlight=False)
+
+    def on_batch(report: FuzzReport) -> None:
+        if report.sent % (10 * BATCH) == 0:
+            rate, rss = report.sent / report.seconds, report.rss_mib[-1]
+            console.print(f"{report.sent} messages, {rate:.0f}/s, {rss:.0f} MiB, {len(report.findings)} findings")
+
+    with server.running_server(options) as running:
+        report = asyncio.run(fuzz(running.target, options.count, options.seed, running.rss_mib, on_batch))
+        alive = running.alive
+    show(report, console)
+    if not alive:
+        console.print("PROBLEM: the server has ended")
+    if options.json:
+        options.json.write_text(json.dumps(plain(report), indent=2) + "\n")
+    if report.problems or not alive:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

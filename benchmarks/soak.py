@@ -1,0 +1,264 @@
+"""A mixed load for half an hour, and attacks beside it in random order: what changes over time.
+
+    python benchmarks/soak.py [--minutes 30] [--baseline-minutes 5] [--attacks errors,lists,...] [--json soak.json]
+
+Short and long requests, sampled and greedy, by both protocols, cancelled, aborted and too late, and transformations by
+hand and by the policy; beside them the innocent requests of hostile.py, which are timed. Attacks begin after the
+baseline. The exit code is 1 unless: greedy answers were always the first ones; nothing runs and no page is used at the
+end; the server's memory was flat; the p99 of innocent requests was within 1.5 times that of the baseline, and none
+failed; no status was INTERNAL or UNKNOWN; and the server was alive.
+"""
+
+import argparse
+import json
+import math
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attacks import innocent, server
+from attacks.catalogue import ATTACKS, Siege, chosen
+from attacks.idle import wait_until_idle
+from attacks.innocent import Answer, Innocents, figures
+from attacks.mix import Mix, MixReport
+from attacks.pressure import Tally
+from attacks.processes import ChildError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+MAX_P99_RATIO = 1.5
+_RSS_EVERY_S = 5.0
+_IDLE_WITHIN_S = 60.0
+_BUGS = ("INTERNAL", "UNKNOWN")
+
+
+class MemoryWatch:
+    """Samples the memory of a server from a thread, until `stop`."""
+
+    def __init__(self, running: server.Running):
+        self.samples: list[tuple[float, float]] = []
+        self._began, self._running, self._stop = time.monotonic(), running, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_RSS_EVERY_S) and self._running.alive:
+            self.samples.append(((time.monotonic() - self._began) / 60, self._running.rss_mib()))
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._stop.set()
+        self._thread.join()
+
+
+def slope(samples: list[tuple[float, float]]) -> float:
+    """Return the slope, MiB a minute, of a line through the last two thirds of (minute, MiB); NaN of fewer than two."""
+    late = samples[len(samples) // 3 :]
+    mean_x = sum(x for x, _ in late) / max(len(late), 1)
+    spread = sum((x - mean_x) ** 2 for x, _ in late)
+    return sum((x - mean_x) * y for x, y in late) / spread if spread else math.nan
+
+
+@dataclass
+class Soak:
+    """What was seen.
+
+    Attributes:
+        left: what the server had at the end, when all clients had gone.
+        bugs: INTERNAL and UNKNOWN statuses, with their first text.
+        attacks: how often which attack ran.
+    """
+
+    baseline: list[Answer] = field(default_factory=list)
+    attacked: list[Answer] = field(default_factory=list)
+    rss: list[tuple[float, float]] = field(default_factory=list)
+    mix: MixReport | None = None
+    attacks: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    bugs: dict[str, str] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+    left: str = "the server was not asked"
+    alive: bool = False
+    log: str = ""
+
+    def add(self, name: str, tally: Tally) -> None:
+        """Count the answers of an attack or of the mixed load."""
+        self.statuses.update(tally.by_status())
+        for (label, status), count in tally.statuses.items():
+            if status in _BUGS:
+                text = tally.first_texts.get((label, status), "")
+                self.bugs.setdefault(f"{name}, {label}: {status}", f"{count} times: {text}")
+
+
+def criteria(soak: Soak, max_slope: float) -> dict[str, tuple[bool, str]]:
+    """Whether each criterion holds, and the figures."""
+    before, during = figures(soak.baseline), figures(soak.attacked)
+    ratio, steepness = during.p99_s / before.p99_s, slope(soak.rss)
+    wrong = soak.mix.wrong if soak.mix else ["the mixed load has not answered"]
+    failures = Counter(before.failures) + Counter(during.failures)
+    return {
+        "greedy answers are the first ones": (
+            not wrong,
+            "; ".join(wrong) or f"all {soak.mix.checked if soak.mix else 0}",
+        ),
+        "nothing is left at the end": (soak.left == "nothing", soak.left),
+        "memory is flat": (
+            steepness <= max_slope,
+            f"{steepness:+.2f} MiB/min over the last two thirds, limit {max_slope:g}",
+        ),
+        "p99 of innocent requests": (
+            ratio <= MAX_P99_RATIO,
+            f"{1e3 * during.p99_s:.0f} ms, {ratio:.2f} x {1e3 * before.p99_s:.0f} ms, limit {MAX_P99_RATIO} x",
+        ),
+        "no innocent request failed": (not failures, str(dict(failures) or "none")),
+        "no status INTERNAL or UNKNOWN": (not soak.bugs, "; ".join(f"{k} {v}" for k, v in soak.bugs.items()) or "none"),
+        "the server is alive": (soak.alive, "yes" if soak.alive else soak.log),
+    }
+
+
+class Runner:
+    """A run, step by step, with a line for each minute."""
+
+    def __init__(self, options: argparse.Namespace, running: server.Running, innocents: Innocents, console: Console):
+        self._options, self._running, self._innocents, self._console = options, running, innocents, console
+        self._began, self._lines = time.monotonic(), 0
+        self._recent: list[Answer] = []
+        self._dice = random.Random(options.seed)
+        self.soak = Soak()
+
+    @property
+    def minutes(self) -> float:
+        """How long it runs already."""
+        return (time.monotonic() - self._began) / 60
+
+    def baseline(self) -> None:
+        """The load without attacks."""
+        self._innocents.start()
+        while self.minutes < self._options.baseline_minutes and self._running.alive:
+            time.sleep(1)
+            self._gather(self.soak.baseline)
+
+    def attack(self, names: list[str]) -> None:
+        """The load beside attacks, all of them once before one comes again."""
+        queue: list[str] = []
+        while self.minutes < self._options.minutes and self._running.alive:
+            queue = queue or self._dice.sample(names, len(names))
+            name = queue.pop()
+            self.soak.attacks[name] += 1
+            try:
+                siege = Siege(self._running.target, name, self._dice.uniform(5, 10))
+                siege.begin()
+                self.soak.add(name, siege.end())
+            except ChildError as error:
+                self.soak.troubles.append(f"{name}: {error}")
+            self._gather(self.soak.attacked)
+
+    def finish(self, mix: Mix) -> None:
+        """End the load and look what is left."""
+        try:
+            self.soak.attacked += self._innocents.finish()
+            self.soak.mix = mix.finish()
+            self.soak.add("mix", self.soak.mix.tally)
+        except ChildError as error:
+            self.soak.troubles.append(str(error))
+        _, self.soak.left = wait_until_idle(self._running.target, time.monotonic(), _IDLE_WITHIN_S)
+        self.soak.alive, self.soak.log = self._running.alive, self._running.log_tail()
+
+    def _gather(self, answers: list[Answer]) -> None:
+        """Add the answers of innocent requests since the last time."""
+        taken = self._innocents.take()
+        answers += taken
+        self._recent += taken
+        if int(self.minutes) > self._lines:
+            self._lines = int(self.minutes)
+            seen = figures(self._recent)
+            self._console.print(
+                f"minute {self._lines}: {seen.count} innocent requests, median {1e3 * seen.median_s:.0f} ms, p99 "
+                f"{1e3 * seen.p99_s:.0f} ms, worst {1e3 * seen.worst_s:.0f} ms, failures {seen.failures}; "
+                f"{self._running.rss_mib():.0f} MiB; {self.soak.attacks.total()} attacks"
+            )
+            self._recent = []
+
+
+def run(options: argparse.Namespace, console: Console) -> Soak:
+    """The whole run; ends early where the server has ended."""
+    with (
+        server.running_server(options) as running,
+        Innocents(running.target, options.rate, options.innocent_address, options.seed) as innocents,
+        Mix(running.target, options.seed, options.kv_cache_tokens) as mix,
+    ):
+        watch, runner = MemoryWatch(running), Runner(options, running, innocents, console)
+        runner.baseline()
+        runner.attack(chosen(options.attacks))
+        runner.finish(mix)
+        watch.stop()
+        runner.soak.rss = watch.samples
+        return runner.soak
+
+
+def show(soak: Soak, held: dict[str, tuple[bool, str]], console: Console) -> None:
+    """What was seen, and the criteria."""
+    times = Table("innocent requests", title="times in ms")
+    for column in ("count", "TTFT p50", "p99", "worst", "p50", "p99", "worst"):
+        times.add_column(column, justify="right")
+    for name, answers in (("baseline", soak.baseline), ("beside attacks", soak.attacked)):
+        seen = figures(answers)
+        row = (seen.ttft_median_s, seen.ttft_p99_s, seen.ttft_worst_s, seen.median_s, seen.p99_s, seen.worst_s)
+        times.add_row(name, str(seen.count), *(f"{1e3 * time_s:.0f}" for time_s in row))
+    console.print(times)
+    console.print(f"attacks: {dict(soak.attacks)}")
+    console.print(f"answers to them and to the mixed load: {dict(soak.statuses)}")
+    for trouble in soak.troubles:
+        console.print(f"trouble: {trouble}", markup=False)
+    table = Table("criterion", "holds", "figures")
+    for name, (holds, text) in held.items():
+        table.add_row(name, "yes" if holds else "NO", escape(text))
+    console.print(table)
+
+
+def plain(soak: Soak, held: dict[str, tuple[bool, str]]) -> dict[str, Any]:
+    """The run for JSON."""
+    return {
+        "baseline": asdict(figures(soak.baseline)),
+        "beside_attacks": asdict(figures(soak.attacked)),
+        "rss_mib_by_minute": soak.rss,
+        "rss_slope_mib_per_min": slope(soak.rss),
+        "attacks": soak.attacks,
+        "statuses": soak.statuses,
+        "mix": soak.mix.tally.report() if soak.mix else None,
+        "troubles": soak.troubles,
+        "criteria": {name: {"holds": holds, "figures": text} for name, (holds, text) in held.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="with the baseline")
+    parser.add_argument("--baseline-minutes", type=float, default=5.0, help="without attacks")
+    parser.add_argument("--attacks", default="", help=f"of {', '.join(ATTACKS)}; default: all")
+    parser.add_argument("--max-slope", type=float, default=1.0, help="MiB a minute that counts as flat memory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    innocent.add_options(parser)
+    server.add_options(parser)
+    # One device holds less than the context: instances merge for longer prompts.
+    parser.set_defaults(kv_cache_tokens=1024)
+    options = parser.parse_args()
+    chosen(options.attacks)
+    console = Console(width=180, highlight=False)
+    soak = run(options, console)
+    held = criteria(soak, options.max_slope)
+    show(soak, held, console)
+    if options.json:
+        options.json.write_text(json.dumps(plain(soak, held), indent=2) + "\n")
+    if not all(holds for holds, _ in held.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What tests of failures have in common: one load that needs every kind of program, and faults that happen once in it.
+
+The load runs in the dispatcher thread, step by step: each run makes the same calls in the same order, as long as no
+fault changes what there is to do. So "the third `device_put`" is the same one every time.
+"""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import compilation_cache
+from serving_checks import TIMEOUT_S, forget_prefixes
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.accumulate import wait_for
+from amoeba_jax.engine import executables as executables_module
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.executables import Executable, Executables
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.transform_job import TransformOptions
+from amoeba_jax.errors import RequestError, TransformError
+from amoeba_jax.request import Delivery, Request
+from amoeba_jax.transform import TransformVariant
+
+MAX_ROUNDS = 600
+"""Steps after which a load that has not ended never will."""
+NO_MEMORY = "RESOURCE_EXHAUSTED: injected"
+DONATED: dict[str, tuple[int, ...]] = {
+    "step": (1,),
+    "draw_full": (2,),
+    "set_state": (0, 1),
+    "page_copy": (0,),
+    "exchange": (0,),
+    "restore": (1,),
+}
+"""Arguments that programs take over, by kind; others take none."""
+
+_COMMON: dict[str, Any] = {"max_tokens": 18, "ignore_eos": True}
+EARLY: dict[str, tuple[list[int], SamplingParams]] = {
+    "greedy": ([*range(3, 24)], SamplingParams(temperature=0, **_COMMON)),
+    "penalized": ([40, 41, 42, 43, 44], SamplingParams(temperature=1, seed=1, repetition_penalty=1.3, **_COMMON)),
+    "drawn": ([50, 51, 52, 53, 54, 55, 56], SamplingParams(temperature=1, seed=2, logprobs=1, **_COMMON)),
+    "two": ([60, 61, 62, 63, 64, 65], SamplingParams(temperature=0.8, seed=3, n=2, **_COMMON)),
+    "prompt": ([70, 71, 72, 73, 74], SamplingParams(temperature=0, prompt_logprobs=1, **_COMMON)),
+}
+LATE: dict[str, tuple[list[int], SamplingParams]] = {
+    "late": ([80, 81, 82], SamplingParams(temperature=0.8, seed=4, n=2, presence_penalty=0.5, **_COMMON)),
+}
+
+
+@dataclass
+class Outcome:
+    """What became of a load's requests, by name, and of its transformations."""
+
+    requests: dict[str, tuple[tuple[int, ...], ...] | BaseException] = field(default_factory=dict)
+    transformations: list[BaseException | None] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[BaseException]:
+        """Of requests, then of transformations."""
+        every = [*self.requests.values(), *self.transformations]
+        return [result for result in every if isinstance(result, BaseException)]
+
+    @property
+    def tokens(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Of each continuation of the requests that did not fail."""
+        return {name: result for name, result in self.requests.items() if not isinstance(result, BaseException)}
+
+
+class Load:
+    """Requests of every kind on 2 x TP1, a merge while they decode, another request at TP2, and a split.
+
+    Args:
+        variant: of the transformations.
+        wrap_sink: changes what a sequence's updates go to.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED,
+        wrap_sink: Callable[[str, Sequence], None] = lambda name, sequence: None,
+    ):
+        self._llm, self._variant, self._wrap_sink = llm, variant, wrap_sink
+        self._asked: dict[str, tuple[Request, queue.SimpleQueue[Delivery]]] = {}
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Raises what ends the engine, and `AssertionError` where requests never end."""
+        forget_prefixes(self._llm)
+        self._llm._dispatcher.call(self._drive, self._llm._engine).result(TIMEOUT_S)
+        for name, (request, deliveries) in self._asked.items():
+            try:
+                outputs = wait_for(request, deliveries).outputs
+                self._outcome.requests[name] = tuple(output.token_ids for output in outputs)
+            except Exception as error:
+                self._outcome.requests[name] = error
+        return self._outcome
+
+    def _drive(self, engine: Engine) -> None:
+        self._submit(engine, EARLY)
+        self._until(engine, lambda: self._have(EARLY, 3))
+        self._transform(engine, 2)
+        self._submit(engine, LATE)
+        self._until(engine, lambda: self._have(LATE, 2))
+        self._transform(engine, 1)
+        self._until(engine, lambda: not engine.has_requests)
+
+    def _submit(self, engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> None:
+        for name, (prompt, params) in asked.items():
+            deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+            request = self._llm._request(prompt, params, deliveries.put, name, None, every_token=False)
+            for sequence in request.sequences:
+                self._wrap_sink(name, sequence)
+            self._asked[name] = request, deliveries
+            engine.submit([request.sequences[0]])
+
+    def _have(self, asked: dict[str, Any], count: int) -> bool:
+        sequences = [sequence for name in asked for sequence in self._asked[name][0].sequences]
+        return all(sequence.finished or len(sequence.output) >= count for sequence in sequences)
+
+    def _transform(self, engine: Engine, degree: int) -> None:
+        error: BaseException | None = None
+        try:
+            report = engine.transform(TransformOptions(degree, (0, 1), self._variant))
+            self._until(engine, lambda: not engine.transformations.busy)
+            error = report.exception(timeout=0)
+        except (RequestError, TransformError) as refused:
+            error = refused
+        self._outcome.transformations.append(error)
+
+    def _until(self, engine: Engine, done: Callable[[], bool]) -> None:
+        """What the dispatcher does, but that results are taken in only when all have arrived."""
+        for _ in range(MAX_ROUNDS):
+            if done():
+                return
+            engine.advance()
+            for instance in engine.instances:
+                for step in instance.pending:
+                    step.result.exception()
+            for _, result in engine.transformations._settling:
+                result.exception()
+            engine.collect()
+        raise AssertionError("the requests never end")
+
+
+class Faults:
+    """Has a program, or what is done for one, fail once.
+
+    Args:
+        kind: of programs.
+        how: `compile` (compiling fails), `load` (reading the compile cache fails), `before` (the program raises before
+            it has taken its donated arguments), `after` (it raises when it has), `poison` (it fails while it runs: its
+            results, and all that is computed from them, cannot be read), `unread` (its results are there, and the next
+            copy to the host fails).
+        number: which of the kind's calls, or compilations, from 1; 0: none.
+
+    Attributes:
+        calls: of programs, by kind.
+        happened: the fault has.
+    """
+
+    def __init__(self, kind: str = "", how: str = "", number: int = 0):
+        self.kind, self.how, self.number = kind, how, number
+        self.calls: Counter[str] = Counter()
+        self.happened = False
+        self._compiled = 0
+        self._fail_read = False
+
+    @contextmanager
+    def injected(self, llm: LLM) -> Iterator["Faults"]:
+        """While this lasts. The programs that are to fail when they are made are dropped first."""
+        if self.how in ("compile", "load"):
+            llm._dispatcher.call(drop_programs, llm._engine, self.kind).result(TIMEOUT_S)
+        get, compile_program, read = Executables.get, executables_module.compile_program, Instance._read
+        load, when_ready = compilation_cache.get_executable_and_time, Instance.when_ready
+
+        def faulty_get(executables: Executables, request: ProgramRequest) -> Any:
+            return _Program(get(executables, request), request, self)
+
+        def faulty_compile(request: ProgramRequest) -> Executable:
+            if request.kind == self.kind and self.how in ("compile", "load"):
+                self._compiled += 1
+                if self.how == "compile" and self._compiled == self.number:
+                    self.happened = True
+                    raise jax.errors.JaxRuntimeError(NO_MEMORY)
+                loading.kind = request.kind
+            try:
+                return compile_program(request)
+            finally:
+                loading.kind = None
+
+        def faulty_load(*arguments: Any) -> Any:
+            if self.how == "load" and getattr(loading, "kind", None) == self.kind and not self.happened:
+                self.happened = True
+                raise OSError("injected")
+            return load(*arguments)
+
+        def faulty_read(instance: Instance, array: jax.Array) -> "Future[np.ndarray]":
+            return self._unread() or read(instance, array)
+
+        def faulty_when_ready(instance: Instance, arrays: list[jax.Array]) -> "Future[Any]":
+            return self._unread() or when_ready(instance, arrays)
+
+        loading = threading.local()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Executables, "get", faulty_get)
+            patch.setattr(executables_module, "compile_program", faulty_compile)
+            patch.setattr(compilation_cache, "get_executable_and_time", faulty_load)
+            patch.setattr(Instance, "_read", faulty_read)
+            patch.setattr(Instance, "when_ready", faulty_when_ready)
+            yield self
+
+    def _unread(self) -> "Future[Any] | None":
+        if not self._fail_read:
+            return None
+        self._fail_read = False
+        failed: Future[Any] = Future()
+        failed.set_exception(jax.errors.JaxRuntimeError(NO_MEMORY))
+        return failed
+
+    def call(self, program: jax.stages.Compiled, request: ProgramRequest, arguments: tuple[Any, ...]) -> Any:
+        """Call a program, unless it is the one that fails."""
+        self.calls[request.kind] += 1
+        if self.how in ("compile", "load") or request.kind != self.kind or self.calls[self.kind] != self.number:
+            return program(*arguments)
+        self.happened = True
+        if self.how == "before":
+            raise jax.errors.JaxRuntimeError(NO_MEMORY)
+        results = program(*arguments)
+        if self.how == "after":
+            for index in DONATED.get(self.kind, ()):
+                for array in jax.tree.leaves(arguments[index]):
+                    assert array.is_deleted(), "donated"
+            raise jax.errors.JaxRuntimeError(NO_MEMORY)
+        if self.how == "unread":
+            self._fail_read = True
+            return results
+        return jax.tree.map(poisoned, results)
+
+
+@dataclass(frozen=True)
+class _Program:
+    program: jax.stages.Compiled
+    request: ProgramRequest
+    faults: Faults
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.faults.call(self.program, self.request, arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
+
+def drop_programs(engine: Engine, kind: str) -> None:
+    """Have the programs of a kind loaded again when they are needed."""
+    programs = engine.cluster.executables._store._programs
+    for key in [key for key, executable in programs.items() if executable.request.kind == kind]:
+        del programs[key]
+
+
+def poisoned(array: jax.Array) -> jax.Array:
+    """An array like one of a program that failed while it ran: to read it, or what follows from it, raises that."""
+    shards = [shard.data + _failing(shard.device).astype(array.dtype) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _failing(device: jax.Device) -> jax.Array:
+    """The result of a program that fails while it runs. On CPU its call would raise, were its argument there by then:
+    so that is something which takes a while."""
+    for _ in range(20):
+        try:
+            return _fail(_take_long(jax.device_put(np.ones((768, 768), np.float32), device)))
+        except jax.errors.JaxRuntimeError:
+            pass
+    raise AssertionError("the argument was always there at once")
+
+
+@jax.jit
+def _take_long(matrix: jax.Array) -> jax.Array:
+    return (matrix @ matrix)[0, 0]
+
+
+@jax.jit
+def _fail(number: jax.Array) -> jax.Array:
+    def fail(_: Any) -> Any:
+        raise RuntimeError(NO_MEMORY)
+
+    return jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), number)
+
+
+def only_fault(call: Callable[..., Any], number: int, error: Exception) -> tuple[Callable[..., Any], list[int]]:
+    """`call`, which fails the `number`-th time (from 1; 0: never), and the number of calls so far."""
+    count = [0]
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == number:
+            raise error
+        return call(*arguments, **options)
+
+    return wrapped, count

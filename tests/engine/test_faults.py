@@ -1,0 +1,238 @@
+"""Whatever fails once ends one request or one transformation at most: all others get the tokens that they always get.
+
+Logits that are no numbers are in test_nan_logits.py, failures at each boundary of a transformation in
+test_transform.py, and weights or caches that cannot be made again in test_out_of_service.py.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from device_memory import live_bytes
+from fault_cases import NO_MEMORY, Faults, Load, Outcome, only_fault
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_config, write_model
+
+from amoeba_jax import LLM
+from amoeba_jax.engine.sequence import Sequence, Update
+from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
+from amoeba_jax.request import Request
+from amoeba_jax.transform import TransformVariant
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+SETTINGS: dict[str, Any] = {
+    "num_devices": 2,
+    "device_memory": "8MiB",
+    "kv_cache_tokens": 256,
+    "page_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "segment_layers": 1,
+    "phase_pages": 16,
+    "progress": False,
+}
+MOVERS = {"migrate": TransformVariant.BASIC, "defragment": TransformVariant.BASIC}
+"""Variants that need programs which the default one does not."""
+CALLS = {
+    "step": 204,
+    "draw_full": 31,
+    "exchange": 9,
+    "set_state": 7,
+    "draw": 6,
+    "page_copy": 6,
+    "restore": 6,
+    "migrate": 6,
+    "defragment": 6,
+    "split": 5,
+    "join": 5,
+    "token_logprobs": 1,
+    "take_column": 1,
+}
+"""Of each kind of program in one load."""
+RESULTS = ("step", "draw", "draw_full", "token_logprobs", "take_column")
+"""Programs whose results the host reads soon."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tiny_config("llama2") | {"num_hidden_layers": 3}, tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    """2 x TP1."""
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> dict[str, Any]:
+    """Tokens of the load without a fault."""
+    outcome = Load(llm).run()
+    assert not outcome.failures
+    return outcome.tokens
+
+
+@pytest.fixture(autouse=True)
+def no_records() -> Iterator[None]:
+    """Pytest keeps log records, and with their errors the frames in which these came up, and device buffers."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def ledgers(llm: LLM) -> list[dict[Any, int]]:
+    """Each device's, but for what has no bytes."""
+    return [{key: size for key, size in it.entries.items() if size} for it in llm._engine.cluster.ledgers]
+
+
+def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dict[Any, int]]) -> None:
+    """One failure at most, of a known kind; all else as ever, then and afterwards."""
+    assert len(outcome.failures) <= 1, outcome.failures
+    for error in outcome.failures:
+        assert isinstance(error, RequestFailedError | TransformError | RequestError), repr(error)
+    outcome.failures.clear()
+    assert outcome.tokens == {name: expected[name] for name in outcome.tokens}
+    if len(llm.instances) == 1:  # the split was what failed
+        llm.transform(1)
+    again = Load(llm).run()
+    assert not again.failures
+    assert again.tokens == expected
+    check_idle(llm)
+    assert ledgers(llm) == before
+    page = llm.dims.pages.page_elems * 4
+    for device, ledger in enumerate(llm._engine.cluster.ledgers):
+        # Inputs of the last steps are not booked.
+        assert 0 <= live_bytes()[device] - ledger.live_bytes < 8 * page
+
+
+def cases(slow: bool) -> Iterator[Any]:
+    """Kind of program, how it fails, and in which of its calls."""
+    for kind, calls in CALLS.items():
+        for how in ("before", "after", "unread", "compile", "load"):
+            if (how == "unread" and kind not in RESULTS) or (
+                how == "load" and kind not in ("step", "exchange")
+            ):
+                continue
+            made = how in ("compile", "load")
+            default = [1] if made else [(calls + 1) // 2]
+            every = range(1, 4) if made else range(1, calls + 1, max(1, calls // 12))
+            for number in sorted(set(every) - set(default)) if slow else default:
+                marks = [pytest.mark.slow] if slow else []
+                yield pytest.param(kind, how, number, marks=marks, id=f"{kind}-{how}-{number}")
+
+
+@pytest.mark.parametrize(("kind", "how", "number"), [*cases(slow=False), *cases(slow=True)])
+def test_programs_that_fail_once(llm: LLM, expected: dict[str, Any], kind: str, how: str, number: int):
+    before = ledgers(llm)
+    fault = Faults(kind, how, number)
+    with fault.injected(llm):
+        outcome = Load(llm, MOVERS.get(kind, TransformVariant.IN_PLACE_OVERLAPPED)).run()
+    assert fault.happened or number > 1
+    check(llm, outcome, expected, before)
+
+
+def test_the_load_needs_every_program(llm: LLM, expected: dict[str, Any]):
+    calls = Faults()
+    for variant in (TransformVariant.IN_PLACE_OVERLAPPED, TransformVariant.BASIC):
+        faults = Faults()
+        with faults.injected(llm):
+            Load(llm, variant).run()
+        calls.calls |= faults.calls
+    assert calls.calls == CALLS
+
+
+@pytest.mark.parametrize(
+    "number", [*range(1, 400, 37), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 400))]
+)
+def test_copies_to_devices_that_fail_once(
+    llm: LLM, expected: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+):
+    before = ledgers(llm)
+    with monkeypatch.context() as patch:
+        failing, _ = only_fault(jax.device_put, number, jax.errors.JaxRuntimeError(NO_MEMORY))
+        patch.setattr(jax, "device_put", failing)
+        outcome = Load(llm).run()
+    check(llm, outcome, expected, before)
+
+
+@pytest.mark.parametrize("name", ["greedy", "two", "late"])
+def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any], name: str):
+    """Of a request whose news goes nowhere nothing can be told."""
+    before = ledgers(llm)
+    broken: list[Sequence] = []
+
+    def wrap(asked: str, sequence: Sequence) -> None:
+        sink = sequence.sink
+
+        def raising(update: Update) -> None:
+            if asked == name and not update.finished and len(sequence.output) == 2 and not broken:
+                broken.append(sequence)
+                raise ZeroDivisionError
+            sink(update)
+
+        sequence.sink = raising
+
+    load = Load(llm, wrap_sink=wrap)
+    outcome = Outcome()
+
+    def drive() -> None:
+        load._drive(llm._engine)
+
+    llm._dispatcher.call(drive).result(TIMEOUT_S)
+    assert [sequence.finish_reason for sequence in broken] == ["abort"]
+    for asked, (request, deliveries) in load._asked.items():
+        if asked != name:
+            delivery = deliveries.get(timeout=TIMEOUT_S)
+            assert not isinstance(delivery, BaseException)
+            outcome.requests[asked] = tuple(completion.token_ids for completion in delivery.completions)
+        else:
+            llm._end([request])
+    check(llm, outcome, expected, before)
+
+
+def test_a_caller_that_takes_no_output_harms_no_other(llm: LLM, expected: dict[str, Any]):
+    def raising(_: object) -> None:
+        raise ZeroDivisionError
+
+    request: Request = llm._request([1, 2, 3], None, raising, "broken", None)
+    llm._dispatcher.call(llm._engine.submit, [request.sequences[0]]).result(TIMEOUT_S)
+    assert Load(llm).run().tokens == expected
+    llm._end([request])
+
+
+_FULL_DISK = """
+import json, resource, signal, sys
+from amoeba_jax import LLM, SamplingParams
+directory, settings = json.loads(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write to a file fails from here on
+with LLM(directory, **settings) as llm:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    first = llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    llm.transform(2)
+    print(json.dumps([first, llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes are set as Linux has them")
+def test_a_full_disk_of_the_compile_cache_stops_nothing(llm: LLM, directory: Path, tmp_path: Path):
+    command = [sys.executable, "-c", _FULL_DISK]
+    arguments = json.dumps([str(directory), SETTINGS | {"compile_cache": str(tmp_path / "cache")}])
+    environment = os.environ | {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        [*command, arguments], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert len(first) == 8
+    assert first == second
