@@ -119,9 +119,7 @@ def cases(slow: bool) -> Iterator[Any]:
     """Kind of program, how it fails, and in which of its calls."""
     for kind, calls in CALLS.items():
         for how in ("before", "after", "unread", "compile", "load"):
-            if (how == "unread" and kind not in RESULTS) or (
-                how == "load" and kind not in ("step", "exchange")
-            ):
+            if (how == "unread" and kind not in RESULTS) or (how == "load" and kind not in ("step", "exchange")):
                 continue
             made = how in ("compile", "load")
             default = [1] if made else [(calls + 1) // 2]
