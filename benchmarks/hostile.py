@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, console: Console) -> list[Phase]:
             phases.append(phase)
             judge(phase, phases[0].seen)
             if not running.alive:
-                phase.problems.append(f"the server has ended with {running.process.returncode}: {running.log_tail()}")
+                phase.problems.append(f"the server has ended, {running.last_words()}")
             show_phase(phase, phases[0].seen, console)
             if phase.idle_after_s is None:
                 console.print("  what comes after this would say nothing: it was not sent")

@@ -167,7 +167,7 @@ class Runner:
         except ChildError as error:
             self.soak.troubles.append(str(error))
         _, self.soak.left = wait_until_idle(self._running.target, time.monotonic(), _IDLE_WITHIN_S)
-        self.soak.alive, self.soak.log = self._running.alive, self._running.log_tail()
+        self.soak.alive, self.soak.log = self._running.alive, self._running.last_words()
 
     def _gather(self, answers: list[Answer]) -> None:
         """Add the answers of innocent requests since the last time."""

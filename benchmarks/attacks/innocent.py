@@ -186,7 +186,11 @@ async def _forwarder(target: str, source: str) -> tuple[asyncio.Server, str]:
         writer.close()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+        try:
+            theirs = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+        except OSError:  # the server is gone, which the request will say
+            writer.close()
+            return
         await asyncio.gather(copy(reader, theirs[1]), copy(theirs[0], writer))
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)

@@ -46,9 +46,11 @@ class Running:
         """Resident memory of the process; NaN once it has ended."""
         return rss_mib(self.process.pid)
 
-    def log_tail(self, lines: int = 20) -> str:
-        """The last lines that it wrote."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def last_words(self) -> str:
+        """What it wrote about its end, without the traces of requests that ended with it."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith(("error:", "stopping", "stopped"))]
+        return f"exit code {self.process.poll()}: {' '.join(said) or ' '.join(lines[-3:])}"
 
 
 def rss_mib(pid: int) -> float:
@@ -67,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-tokens", type=int, default=16384, help="of each device")
     parser.add_argument("--max-num-seqs", type=int, default=32, help="of each device")
     parser.add_argument("--compile-cache", help="directory; default: the user's")
+    parser.add_argument("--server-log", type=Path, help="file to keep what the server writes")
     parser.add_argument("--no-warmup", action="store_true", help="compile while serving, which disturbs latencies")
 
 
@@ -92,7 +95,7 @@ def running_server(options: argparse.Namespace) -> Iterator[Running]:
         }
         if options.compile_cache:
             settings["compile_cache"] = options.compile_cache
-        config, log = Path(scratch) / "server.yaml", Path(scratch) / "server.log"
+        config, log = Path(scratch) / "server.yaml", options.server_log or Path(scratch) / "server.log"
         config.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "serving.cli", "serve", f"--config={config}"]
         if options.no_warmup:
