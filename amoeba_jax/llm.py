@@ -225,13 +225,18 @@ class LLM:
         request_id: str | None = None,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        client: str = "",
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
         """`astream` with what was added alone, and the request: for servers, whose work for a token must not grow with
-        what came before it. Arguments and errors are those of `astream`."""
+        what came before it. Arguments and errors are those of `astream`.
+
+        While several clients have requests, each has an equal share of slots and of the KV cache: `client` names whom
+        this request is counted for.
+        """
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         deliver = self._outputs.in_loop(loop, deliveries.put_nowait)
-        make = partial(self._request, prompt, params, deliver, request_id, cache_salt, deadline=deadline)
+        make = partial(self._request, prompt, params, deliver, request_id, cache_salt, deadline=deadline, client=client)
         # Long lists take a while to check, and words to tokenize.
         request = await loop.run_in_executor(None, make)
         self._register(request)
@@ -441,6 +446,7 @@ class LLM:
         cache_salt: str | None,
         every_token: bool = True,
         deadline: float | None = None,
+        client: str = "",
     ) -> Request:
         """A request that is checked, to be registered, submitted and ended by the caller. Changes nothing."""
         params = params or SamplingParams()
@@ -479,6 +485,7 @@ class LLM:
                     cache_salt=cache_salt,
                     leader=sequences[0] if sequences else None,
                     deadline=deadline,
+                    client=client,
                 )
             )
         sequences[0].siblings = sequences[1:]

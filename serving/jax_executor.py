@@ -171,9 +171,10 @@ class ScheduledPlacement:
 
 
 def _start_siblings(engine: Engine) -> None:
-    """Continuations of one prompt run beside the first of them, which has its pages, while they find room there."""
+    """Continuations of one prompt run beside the first of them, which has its pages, while they find room there. Those
+    beyond their client's share wait with the others."""
     for sequence in [s for s in engine.waiting if s.leader is not None and not s.num_in_flight]:
-        if (home := engine.room.leader_home(sequence)) is not None:
+        if not sequence.beyond_share and (home := engine.room.leader_home(sequence)) is not None:
             engine.start(home, sequence)
 
 
@@ -203,6 +204,7 @@ def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
         started=sequence.started_at is not None,
+        beyond_share=sequence.beyond_share,
     )
 
 
@@ -215,4 +217,5 @@ def _running_request(name: str, sequence: Sequence) -> RunningRequest:
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
+        beyond_share=sequence.beyond_share,
     )

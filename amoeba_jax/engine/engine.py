@@ -19,6 +19,7 @@ from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
 from amoeba_jax.engine.room import Room
 from amoeba_jax.engine.sequence import Sequence, Update
+from amoeba_jax.engine.shares import mark_beyond_share
 from amoeba_jax.engine.siblings import Siblings
 from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import TransformOptions
@@ -72,6 +73,7 @@ class Engine:
         self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
         self.placement: Placement | None = None
         self._num_changes = 0
+        self._shared_at = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -283,8 +285,22 @@ class Engine:
         while instance.pending:
             self.results.take(instance, instance.pending.popleft())
 
+    def _share_out(self) -> None:
+        """Put the waiting sequences in order, by their clients' shares."""
+        if self._shared_at == self.num_changes:
+            return
+        self._shared_at = self.num_changes
+        running = [sequence for instance in self.instances for sequence in instance.running]
+        slots = sum(instance.max_running for instance in self.instances)
+        tokens = sum(instance.capacity_tokens for instance in self.instances)
+        if mark_beyond_share(running, self.waiting, slots, tokens):
+            self.waiting.sort(key=lambda s: s.order)
+            self._num_changes += 1
+            self._shared_at = self.num_changes
+
     def _admit(self) -> None:
-        """Place waiting sequences, in order: nobody overtakes within a priority, so nobody starves."""
+        """Place waiting sequences, in order: nobody overtakes within a rank, so nobody starves."""
+        self._share_out()
         if self.placement is not None:
             self.placement.place(self)
             return
@@ -305,7 +321,7 @@ class Engine:
                     f"it needs {sequence.max_total_tokens} tokens, and no instance holds more than {capacity} any more"
                 )
                 self.reject(sequence, RequestError(message))
-            elif not self._preempt_lower_priority(sequence):
+            elif not self._preempt_lower_rank(sequence):
                 return
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
@@ -379,8 +395,8 @@ class Engine:
         assert copied is not None, "the leader has it too"
         instance.copy_page(*copied)
 
-    def _preempt_lower_priority(self, sequence: Sequence) -> bool:
-        """Preempt sequences of lower priority where that makes enough room for this one."""
+    def _preempt_lower_rank(self, sequence: Sequence) -> bool:
+        """Preempt sequences that rank behind this one where that makes enough room for this one."""
         found = self.room.victims(sequence)
         if found is None:
             return False

@@ -58,14 +58,14 @@ class Room:
         return min(candidates)[2] if candidates else None
 
     def victims(self, sequence: Sequence) -> tuple[Instance, list[Sequence]] | None:
-        """An instance, and sequences of lower priority than `sequence` there, the last in order first, that would have
+        """An instance, and sequences there that rank behind `sequence`, the last in order first, that would have
         to be preempted for it to start; None where no preemption would make enough room.
 
         Of several instances, the one whose victims are the last in order.
         """
         found: list[tuple[list[tuple[int, ...]], Instance, list[Sequence]]] = []
         for instance in self._suitable(sequence):
-            lower = [s for s in instance.running if s.params.priority > sequence.params.priority and not s.finished]
+            lower = [s for s in instance.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
             for count in range(1, len(lower) + 1):
                 if self._fits_without(instance, sequence, lower[:count]):

@@ -61,6 +61,8 @@ class Sequence:
         slot: its place in the instance's device-side arrays while it runs.
         page_keys: of its known tokens, once it is queued.
         deadline: by `time.monotonic()`; it is not started after that.
+        client: whom its slot and pages are counted for; see `shares.py`.
+        beyond_share: its client has its share of slots or pages without it, and other clients have requests.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class Sequence:
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None
     deadline: float | None = None
+    client: str = ""
 
     arrival: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -84,6 +87,7 @@ class Sequence:
     num_in_flight: int = 0
     num_cached: int | None = None
     num_preemptions: int = 0
+    beyond_share: bool = False
     slot: int = -1
     pages: SequencePages | None = None
     page_keys: PageKeys | None = None
@@ -95,8 +99,18 @@ class Sequence:
     finished_at: float | None = None
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Who is served first, and preempted last: by priority, then arrival."""
+    def order(self) -> tuple[int, ...]:
+        """Who is served first, and preempted last: within its client's share, by priority, then arrival."""
+        return (*self.rank, self.number, self.index)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sequences may be preempted for those of a lower rank."""
+        return (self.beyond_share, self.params.priority)
+
+    @property
+    def order_of_client(self) -> tuple[int, ...]:
+        """`order` among the sequences of one client."""
         return (self.params.priority, self.number, self.index)
 
     @property

@@ -27,8 +27,11 @@ class Backend(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        client: str = "",
     ) -> AsyncGenerator[tuple[Any, RequestDelta], None]:
         """What is new of a request, as it comes. Closing the generator ends the request and frees its pages.
+
+        While several clients have requests, each has an equal share of slots and of the KV cache.
 
         Raises `DeadlineError` if it has not started by `deadline`, a time of `time.monotonic()`.
         """

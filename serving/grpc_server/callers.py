@@ -16,6 +16,7 @@ class Caller:
         client: whom requests and bytes are counted for: the address without its port, so that connections of one
             machine count together.
         scope: within which a request's id names it: the token, or, without tokens, the connection.
+        account: whom slots and pages are counted for: the token, or, without tokens, the client.
         salt: what separates its cached prefixes from those of others; "" without tokens.
         has_admin_token: it has sent the admin's token.
         may_abort_all: it may end requests of others: an admin, or anyone where there are no tokens.
@@ -23,6 +24,7 @@ class Caller:
 
     client: str
     scope: str
+    account: str
     salt: str = ""
     has_admin_token: bool = False
     may_abort_all: bool = False
@@ -59,8 +61,9 @@ class Callers:
         client, is_admin = peer.rpartition(":")[0], self.is_admin(token)
         if token is not None and (is_admin or self.is_client(token)):
             name = hashlib.blake2b(token.encode(), digest_size=16, person=b"caller").hexdigest()
-            return Caller(client, f"token {name}", name, is_admin, is_admin)
-        return Caller(client, f"connection {peer}", may_abort_all=self.needs_no_token)
+            scope = f"token {name}"
+            return Caller(client, scope, scope, name, is_admin, is_admin)
+        return Caller(client, f"connection {peer}", client, may_abort_all=self.needs_no_token)
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

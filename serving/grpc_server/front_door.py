@@ -156,7 +156,12 @@ class FrontDoor:
 
         async def receive() -> None:
             stream = backend.astream_deltas(
-                tokens, call.params, request_id=ticket.id, cache_salt=call.salt, deadline=deadline
+                tokens,
+                call.params,
+                request_id=ticket.id,
+                cache_salt=call.salt,
+                deadline=deadline,
+                client=call.caller.account,
             )
             async with contextlib.aclosing(stream):
                 async for _, delta in stream:

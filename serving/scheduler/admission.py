@@ -59,9 +59,10 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: list[WaitingRequest]) -> list[Reject]:
-        """The last to arrive beyond the limits, those that ran before not counted."""
+        """Those over the limits, those that ran before not counted: first of all what is beyond its client's share, then
+        the last to arrive."""
         rejects, num_requests, num_tokens = [], 0, 0
-        for request in sorted(requests, key=lambda r: (r.arrival_s, r.request_id)):
+        for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:
                 continue
             if self.max_queued_requests is not None and num_requests >= self.max_queued_requests:

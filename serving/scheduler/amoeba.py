@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
-from serving.scheduler.preemption import preempt_for
+from serving.scheduler.preemption import preempt_for, rank
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve, freed_by_long
 from serving.scheduler.room import Room, fits_split
@@ -102,7 +102,7 @@ class _Round:
         self.room = Room(view, config.reserved_growth)
         self.reserve = Reserve.for_size(view, 0)
         self.pressed = False
-        self.lowest_priority = max((r.priority for i in view.instances for r in i.running), default=0)
+        self.last_rank = max((rank(r) for i in view.instances for r in i.running), default=(False, 0))
         self.busy = {i.id for i in view.instances if i.transition_to is not None or i.draining}
         """Instances that no merge may take: they split or merge, or make room for someone."""
         self.awaited: set[int] = set()
@@ -179,8 +179,8 @@ class _Round:
         return Dispatch(request.request_id, instance.id, reason)
 
     def _preempt(self, request: WaitingRequest) -> list[Preempt]:
-        """Make room for a request that fits nowhere now, if requests of lower priority run."""
-        if request.priority >= self.lowest_priority:
+        """Make room for a request that fits nowhere now, if requests run that rank behind it."""
+        if rank(request) >= self.last_rank:
             return []
         if (found := preempt_for(request, self.view, self.room, self.order)) is None:
             return []

@@ -12,7 +12,8 @@ class QueueOrder:
     A request is due at its deadline, and at the latest `patience_s` after its arrival; each level of priority moves
     that by `level_s`. The time is fixed on arrival, so waiting is ageing: requests that come later are due later, and
     at some time nobody comes any more who is due before it. A request that has waited `starving_s` goes ahead of all
-    that have not, however far their priorities are apart.
+    that have not, however far their priorities are apart. Requests beyond their client's share go last, in this order
+    too.
     """
 
     patience_s: float = 30.0
@@ -24,9 +25,14 @@ class QueueOrder:
 
     def key(self, request: WaitingRequest | RunningRequest, now_s: float) -> tuple[int, float, float, str]:
         """Sorts requests, those to be served first in front."""
-        if now_s - request.arrival_s >= self.starving_s:
+        if not request.beyond_share and now_s - request.arrival_s >= self.starving_s:
             return (0, request.arrival_s, request.arrival_s, request.request_id)
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)
-        return (1, due_s + request.priority * self.level_s, request.arrival_s, request.request_id)
+        return (
+            1 + request.beyond_share,
+            due_s + request.priority * self.level_s,
+            request.arrival_s,
+            request.request_id,
+        )

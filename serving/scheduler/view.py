@@ -24,6 +24,9 @@ class WaitingRequest:
     """When it is of no use to the client any more; None: never."""
     started: bool = False
     """It ran before and was preempted. It is never turned away for a full queue."""
+    beyond_share: bool = False
+    """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
+    that are within theirs."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class RunningRequest:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    beyond_share: bool = False
+    """As of a `WaitingRequest`: it may be preempted for one that is within its client's share."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
+from serving.scheduling import SchedulingConfig
 from serving.serve_config import serve_settings
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -177,3 +178,19 @@ def test_transformations_that_are_waited_for_are_limited(live: Live):
     (error,) = live.loop.run(wait())
     assert "which is the limit" in str(error)
     wait_until(lambda: door._num_transforming == 0)
+
+
+@pytest.mark.parametrize("policy", [None, "amoeba"])
+def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], policy: str | None):
+    """Of eight slots; many requests of the one wait besides those that have them."""
+    scheduling = None if policy is None else SchedulingConfig(policy)
+    live = start(api_token=("red", "blue"), scheduling=scheduling, max_requests_per_client=64)
+    streams = [generate(live.inference, "red", text=f"{n}", params=LONG) for n in range(24)]
+    wait_until(lambda: sum(view.running for view in live.llm.instances) == 8)
+    other = generate(live.inference, "blue", text="hello")
+    assert [message.completions[0].finish_reason for message in other][-1] == pb.FINISH_REASON_LENGTH
+    wait_until(lambda: sum(view.running for view in live.llm.instances) == 8)
+    assert live.server.front_door.admission.ids, "the others go on"
+    for stream in streams:
+        stream.cancel()
+    wait_until(lambda: not live.llm._requests)

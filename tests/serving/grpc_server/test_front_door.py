@@ -21,7 +21,7 @@ from serving.grpc_server.output_coalescer import OutputCoalescer
 from serving.grpc_server.statuses import SlowReaderError
 from serving.metrics import ServerMetrics
 
-CALLER = Caller("client", "connection")
+CALLER = Caller("client", "connection", "client")
 
 
 def delta(*, finished: bool = False) -> tuple[None, RequestDelta]:

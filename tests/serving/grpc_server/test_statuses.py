@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LONG = pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 Status = grpc.StatusCode
-CALLER = Caller("test", "connection")
+CALLER = Caller("test", "connection", "test")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""No client takes all slots or pages from others, and none waits for what nobody else wants."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving_checks import TIMEOUT_S, alone, check_idle
+from tiny_models import tiny_config, write_model
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.sampling import sampling_row
+from amoeba_jax.engine.sequence import Sequence
+from amoeba_jax.engine.shares import mark_beyond_share
+from amoeba_jax.outputs import RequestDelta
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+SLOTS, PAGES, PAGE_SIZE, CONTEXT = 4, 40, 4, 64
+
+
+def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, priority=priority)
+
+
+def sequence(client: str, number: int, length: int = 8, priority: int = 0) -> Sequence:
+    params = greedy(8, priority)
+    return Sequence(str(number), (1,) * length, params, sampling_row(params, 0, 211, ()), print, number=number, client=client)
+
+
+client_names = st.sampled_from(["red", "blue", "green"])
+queued = st.lists(st.tuples(client_names, st.integers(1, 64), st.integers(-1, 1)), max_size=30)
+
+
+@given(running=queued, waiting=queued, slots=st.integers(1, 32), tokens=st.integers(64, 512))
+def test_shares(running: list, waiting: list, slots: int, tokens: int):
+    made = [sequence(client, i, length, priority) for i, (client, length, priority) in enumerate(running + waiting)]
+    run, wait = made[: len(running)], made[len(running) :]
+    mark_beyond_share(run, wait, slots, tokens)
+    clients = {s.client for s in made}
+    within = [s for s in made if not s.beyond_share]
+    if len(clients) < 2:
+        assert within == made, "there is nobody to share with"
+        return
+    assert {s.client for s in within} == clients, "everyone has something"
+    for client, count in Counter(s.client for s in within).items():
+        held = sum(s.num_tokens for s in within if s.client == client)
+        assert count == 1 or (count * len(clients) <= slots and held * len(clients) <= tokens)
+        beyond = [s for s in run if s.client == client and s.beyond_share]
+        if beyond:  # those that wait take nothing from those that run
+            assert all(s.beyond_share for s in wait if s.client == client)
+    assert not mark_beyond_share(run, wait, slots, tokens), "what is marked once stays so"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    """Four slots, and pages for two sequences of the full context, and half of one more."""
+    directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "one")
+    with LLM(
+        directory,
+        device_memory="16MiB",
+        kv_cache_tokens=PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_num_batched_tokens=16,
+        max_num_seqs=SLOTS,
+        max_model_len=CONTEXT,
+        compile_cache=compile_cache,
+        progress=False,
+    ) as llm:
+        yield llm
+
+
+async def ask(llm: LLM, ended: list[str], client: str, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The tokens of a request; `ended` gets its client's name when it has ended."""
+    tokens: list[int] = []
+    deltas: list[RequestDelta] = []
+    async for _, delta in llm.astream_deltas(prompt, params, client=client):
+        deltas.append(delta)
+        for completion in delta.completions:
+            tokens += completion.token_ids
+    ended.append(client)
+    return tokens
+
+
+async def beside(
+    llm: LLM, hostile: list[tuple[list[int], SamplingParams]], late: str, params: SamplingParams
+) -> tuple[list[str], list[list[int]]]:
+    """All requests of `red` run or wait when one of `late` comes: who ended in which order, and what all got."""
+    ended: list[str] = []
+    tasks = [asyncio.ensure_future(ask(llm, ended, "red", prompt, p)) for prompt, p in hostile]
+    while llm.stats.decode_tokens == 0 or sum(view.waiting for view in llm.instances) < len(hostile) - SLOTS:
+        await asyncio.sleep(0)
+    tasks.append(asyncio.ensure_future(ask(llm, ended, late, [7, 8, 9], params)))
+    return ended, await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("length", [4, 30], ids=["slots", "pages"])
+@pytest.mark.parametrize("priority", [0, -9], ids=["equal", "urgent"])
+def test_another_client_goes_before_what_is_beyond_a_share(llm: LLM, length: int, priority: int):
+    """Of either: of one client's own requests the last comes last, as ever."""
+    hostile = [([n + 1] * length, greedy(CONTEXT - length, priority)) for n in range(12)]
+    before = llm.stats.preemptions
+    ended, tokens = asyncio.run(beside(llm, hostile, "blue", greedy(2)))
+    assert ended.index("blue") < 4, "it waited for a share, not for the queue"
+    assert llm.stats.preemptions > before
+    for (prompt, params), got in zip([*hostile, ([7, 8, 9], greedy(2))], tokens, strict=True):
+        assert tuple(got) == alone(llm, prompt, params)[0].token_ids
+    check_idle(llm)
+
+
+def test_a_client_alone_has_everything(llm: LLM):
+    hostile = [([n + 1] * 4, greedy(30)) for n in range(12)]
+    before = llm.stats.preemptions
+    ended, _ = asyncio.run(beside(llm, hostile, "red", greedy(2)))
+    assert ended == ["red"] * 13
+    assert llm.stats.preemptions == before
+    check_idle(llm)
