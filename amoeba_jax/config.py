@@ -63,6 +63,10 @@ class EngineConfig:
     """Most bytes that the compilation cache's directory may hold: programs that were not used for longest go first."""
     compile_jobs: int | None = None
     """Programs that `LLM.warmup` compiles at once. Default: as many as there are processors, at most 8."""
+    compile_beside: bool = True
+    """Compile programs that are missing beside the steps of running requests: a request waits for its own programs
+    alone, and steps take larger batches than they need while theirs are compiled. False: between steps, so that all
+    wait, and runs with the same requests take the same steps."""
     strict_compile: bool = False
     """Refuse what would have to be compiled after `LLM.warmup` of all degrees, instead of letting requests wait for it:
     a request alone (`NotCompiledError`), or a transformation."""

@@ -58,6 +58,8 @@ class JaxExecutor:
         self._engine, self._layers_per_step, self._on_transformed = engine, layers_per_step, on_transformed
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
+        self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
+        """Transformations that were asked for and whose programs are being compiled."""
         cluster = engine.cluster
         self._degrees = tuple(
             DegreeLimits(tp, engine.capacity_tokens(tp), cluster.buckets(tp).max_num_seqs)
@@ -65,9 +67,15 @@ class JaxExecutor:
         )
 
     def snapshot(self) -> ClusterView:
-        """The present state, without waiting requests whose last token is still on its way from the device."""
+        """The present state, without waiting requests whose last token is still on its way from the device, or that
+        nothing can be done for before a program has been compiled."""
         engine = self._engine
-        self._waiting = _by_name(s for s in engine.waiting if not s.num_in_flight)
+        self._waiting = _by_name(s for s in engine.waiting if not s.num_in_flight and not engine.awaits_program(s))
+        self._preparing = {
+            key: options
+            for key, options in self._preparing.items()
+            if not engine.transformations.request_programs(options)
+        }
         self._running = _by_name(s for instance in engine.instances for s in instance.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
@@ -80,6 +88,7 @@ class JaxExecutor:
             base_degree=engine.config.tensor_parallel_size,
             page_size=engine.dims.page_size,
             max_model_len=engine.max_model_len,
+            refused=frozenset(self._preparing),
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
@@ -114,6 +123,9 @@ class JaxExecutor:
                 engine.start(self._instance(instance_id), _known(self._waiting, request_id))
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
                 options = TransformOptions(degree, devices, layers_per_step=self._layers_per_step)
+                if not engine.transformations.request_programs(options):
+                    self._preparing[devices, degree] = options
+                    raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._on_transformed(action, done))
             case Preempt(request_id, PreemptKind.SOFT):
@@ -174,7 +186,11 @@ def _start_siblings(engine: Engine) -> None:
     """Continuations of one prompt run beside the first of them, which has its pages, while they find room there. Those
     beyond their client's share wait with the others."""
     for sequence in [s for s in engine.waiting if s.leader is not None and not s.num_in_flight]:
-        if not sequence.beyond_share and (home := engine.room.leader_home(sequence)) is not None:
+        if (
+            not sequence.beyond_share
+            and not engine.awaits_program(sequence)
+            and (home := engine.room.leader_home(sequence)) is not None
+        ):
             engine.start(home, sequence)
 
 

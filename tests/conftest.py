@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("NPROC", "16")
 
@@ -34,6 +35,23 @@ def pytest_configure(config: pytest.Config) -> None:
         from jaxtyping import install_import_hook
 
         install_import_hook(modules_with_shapes(), "beartype.beartype")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_between_steps() -> Iterator[None]:
+    """Engines of tests compile between steps unless they say otherwise: requests that were made at once are served at
+    once, whatever is compiled by then. test_compile_beside.py is about the other way, and servers that tests start in
+    processes of their own have it."""
+    from amoeba_jax import LLM  # when the hook for shape checks is there
+
+    make = LLM.__init__
+
+    def __init__(self: LLM, *args: Any, **settings: Any) -> None:
+        make(self, *args, **{"compile_beside": False, **settings})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "__init__", __init__)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """What an instance computes next: decodes of all running sequences, and beside them chunks of prompts."""
 
+from collections.abc import Iterator
+
 from amoeba_jax.engine.batch import BatchShape
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.sequence import Sequence
@@ -27,11 +29,42 @@ def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: boo
         return None
     chunk = buckets.chunk_size(prompts[0].num_left) if prompts else 0
     taken = prompts[: buckets.most_prompts(len(decodes), len(prompts), chunk)] if prompts else []
-    shape = buckets.step(len(decodes), len(taken), chunk)
+    return _plan(buckets.step(len(decodes), len(taken), chunk), decodes, taken)
+
+
+def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -> StepPlan:
     rows = [Row(index, s, s.num_computed, 1) for index, s in enumerate(decodes)]
-    for index, s in enumerate(taken, first_prompt_row(shape)):
-        rows.append(Row(index, s, s.num_computed, min(s.num_left, chunk)))
+    for index, s in enumerate(prompts, first_prompt_row(shape)):
+        rows.append(Row(index, s, s.num_computed, min(s.num_left, shape.groups[-1][1])))
     return StepPlan(shape, tuple(rows))
+
+
+def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
+    """Steps to compute while the programs of `plan_step`'s are compiled, the most useful first.
+
+    First those that leave no one out (larger shapes), then those without sequences that need the rarer samplers, those
+    without prompts, and those with the first sequences alone (smaller shapes).
+    """
+    active = sorted((s for s in running if s.num_left > 0 and not s.needs_prompt_logits), key=lambda s: s.order)
+    for left_out in ((), ("full",), ("draw", "full")):
+        taken = [s for s in active if s.sampling.kind not in left_out]
+        if left_out and len(taken) == len(active):
+            continue  # those were tried
+        decodes, prompts = [s for s in taken if s.num_left == 1], [s for s in taken if s.num_left > 1]
+        yield from _by_usefulness(decodes, prompts, buckets)
+
+
+def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
+    shapes = buckets.all()
+    if prompts:
+        wanted = buckets.chunk_size(prompts[0].num_left)
+        mixed = [s for s in shapes if s.num_tokens > s.num_rows and len(decodes) <= first_prompt_row(s)]
+        for shape in sorted(mixed, key=lambda s: (s.groups[-1][1] < wanted, abs(s.groups[-1][1] - wanted), s.num_rows)):
+            yield _plan(shape, decodes, prompts[: shape.groups[-1][0]])
+    if decodes:
+        alone = [s.num_rows for s in shapes if s.num_tokens == s.num_rows]
+        for rows in sorted(alone, key=lambda rows: (rows < len(decodes), abs(rows - len(decodes)))):
+            yield _plan(buckets.step(rows), decodes[:rows], [])
 
 
 def first_prompt_row(shape: BatchShape) -> int:

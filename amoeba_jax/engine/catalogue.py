@@ -1,6 +1,6 @@
 """Every program that serving can need, from sizes alone: no weights, no buffers, and no devices but their names."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from amoeba_jax.engine.batch import BatchShape
 from amoeba_jax.engine.batcher import prompt_logits_chunks
@@ -8,7 +8,7 @@ from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.plan import EnginePlan
 from amoeba_jax.engine.program import LogitsOf, segment_keys
 from amoeba_jax.engine.program_requests import ProgramRequest
-from amoeba_jax.engine.sampling import pack
+from amoeba_jax.engine.sampling import SamplerKind, packed_size
 from sharding.mesh import SubMesh
 
 
@@ -55,11 +55,28 @@ def step_requests(
         yield executables.requests.step(key, segment, group)
 
 
+def least_requests(
+    plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
+) -> Iterator[ProgramRequest]:
+    """The fewest programs with which an instance can serve any number of requests of some kinds: one step of decodes
+    and one with a prompt, the longest, and their samplers."""
+    buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
+    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[-1])
+    for shape in (buckets.step(buckets.max_num_seqs), prompts):
+        yield from step_requests(plan, executables, group, shape, released)
+        rows = shape.num_rows
+        if set(kinds) - {"greedy"}:
+            yield requests.draw(group, rows, slots, packed_size(rows))
+        if "full" in kinds:
+            yield requests.draw_full(group, rows, slots, packed_size(rows, full=True))
+            yield requests.set_state(group, slots)
+
+
 def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
     buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
     for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
-        yield requests.draw(group, rows, slots, pack([], rows).size)
-        yield requests.draw_full(group, rows, slots, pack([], rows, full=True).size)
+        yield requests.draw(group, rows, slots, packed_size(rows))
+        yield requests.draw_full(group, rows, slots, packed_size(rows, full=True))
     for chunk in prompt_logits_chunks(buckets):
         tokens = buckets.step(0, 1, chunk).num_tokens
         yield requests.token_logprobs(group, tokens)

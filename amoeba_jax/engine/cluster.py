@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.config import EngineConfig
+from amoeba_jax.engine.background import background_jobs
 from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.catalogue import step_requests
 from amoeba_jax.engine.executables import Executable, Executables
@@ -75,7 +76,12 @@ class Cluster:
         ]
         for ledger in self.ledgers:
             ledger.add("sampling", self.memory_plan.sampling_bytes)
-        self.executables = Executables(dims, strict=config.strict_compile)
+        self.executables = Executables(
+            dims,
+            strict=config.strict_compile,
+            beside=config.compile_beside,
+            jobs=background_jobs(config.compile_jobs),
+        )
         self.on_result: Callable[[], None] = lambda: None
         self.allocators: list[BuddyAllocator] = []
         self.instances: tuple[Instance, ...] = ()

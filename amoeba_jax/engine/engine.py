@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.batcher import plan_step
+from amoeba_jax.engine.batcher import other_plans, plan_step
 from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
@@ -62,7 +62,7 @@ class Engine:
         self.config = config
         self.dims = dims
         self.cluster = Cluster(config, dims, devices, open_weights, on_load)
-        self.cluster.on_result = lambda: self.on_result()
+        self.cluster.on_result = self.cluster.executables.background.on_arrival = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
         self.stats = EngineStats()
         self.room = Room(self.cluster)
@@ -109,6 +109,8 @@ class Engine:
             self.advance()
             self.drain()
             self.transformations.wait()
+            if self.transformations.awaits_programs:
+                self.cluster.executables.background.wait()
 
     def set_layout(self, tp: int) -> float:
         """Regroup all devices into instances of degree `tp`; returns the seconds it took.
@@ -251,7 +253,7 @@ class Engine:
 
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
-        if self.cluster.revive():
+        if self._take_programs() or self.cluster.revive():
             self._num_changes += 1
         self._admit()
         launched, seen = False, ()
@@ -264,9 +266,28 @@ class Engine:
         pending = any(instance.pending for instance in self.instances)
         if self.placement is not None or self.cluster.lost:
             return launched  # what waits may wait for its decision, or for devices that are out of service
-        if not launched and not pending and not self.transformations.busy and self.has_requests:
+        compiling = self.cluster.executables.background.num_left
+        if not launched and not pending and not compiling and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
         return launched
+
+    def _take_programs(self) -> bool:
+        """Take in programs that were compiled in the background. Return whether there were any."""
+        arrived = self.cluster.executables.take_arrived(self.cluster.reserve_temporaries)
+        if arrived:
+            self.transformations.retry()
+        return bool(arrived)
+
+    def awaits_program(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence cannot be placed yet for want of a program, which is compiled meanwhile."""
+        executables, wanted = self.cluster.executables, []
+        for instance in self.instances:
+            if sequence.sampling.uses_state:
+                wanted.append(executables.requests.set_state(instance.group, instance.num_slots))
+            # A leader waits for what its siblings need: they share its prompt's pages only while it runs.
+            if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
+                wanted.append(instance.page_copy_request)
+        return bool(wanted) and not executables.request(wanted)
 
     def collect(self) -> None:
         """Take in the results that have arrived, in the order of their steps."""
@@ -304,8 +325,7 @@ class Engine:
         if self.placement is not None:
             self.placement.place(self)
             return
-        while self.waiting:
-            sequence = self.waiting[0]
+        while (sequence := next((s for s in self.waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.deadline is not None and sequence.deadline < time.monotonic():
                 self.reject(sequence, DeadlineError("the request's time is over, and no instance has had room for it"))
                 continue
@@ -313,7 +333,7 @@ class Engine:
                 return  # preempted a moment ago: its last token is not known yet
             instance = self.room.choose(sequence)
             if instance is not None:
-                self.waiting.pop(0)
+                self.waiting.remove(sequence)
                 self._place(instance, sequence)
             elif self._fits_nowhere(sequence):
                 capacity = max(instance.capacity_tokens for instance in self.instances)
@@ -442,7 +462,7 @@ class Engine:
                 self._end_prompts(plan)
             return True
         self._reserve_next_tokens(instance)
-        plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
+        plan = self._plan(instance)
         if plan is None:
             return False
         try:
@@ -457,6 +477,15 @@ class Engine:
         for sequence in self._end_prompts(plan):
             self._cache_pages(instance, sequence)
         return True
+
+    def _plan(self, instance: Instance) -> StepPlan | None:
+        """The next step whose programs are there. Those of the best one are compiled meanwhile: whoever can do without
+        them goes on."""
+        plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
+        if plan is None or instance.can_launch(plan):
+            return plan
+        self.cluster.executables.request(instance.requests(plan))
+        return next((p for p in other_plans(instance.running, instance.buckets) if instance.can_launch(p)), None)
 
     def _end_prompts(self, plan: StepPlan) -> list[Sequence]:
         """The sequences whose prompt is through with a step that was launched: their siblings may begin."""
@@ -525,4 +554,5 @@ class Engine:
 
     def close(self) -> None:
         """Drop every device buffer."""
+        self.cluster.executables.background.close()
         self.cluster.close()

@@ -5,12 +5,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
 from jax import monitoring
 
+from amoeba_jax.engine.background import BackgroundCompiler
 from amoeba_jax.engine.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.engine.program_store import ProgramStore
 from amoeba_jax.errors import NotCompiledError
@@ -170,15 +171,23 @@ class Executables:
         strict: what was never there when it is `complete` is refused, and not compiled. What was dropped for others
             (see `ProgramStore`) is loaded again.
         num_late: programs that were compiled, or loaded, since it was `complete`.
+        background: compiles what `request` and `compile_later` are asked for.
+
+    Args:
+        beside: whether `request` has programs compiled in the background, or leaves them to `get`.
+        jobs: programs to compile at once in the background.
     """
 
-    def __init__(self, dims: ModelDims, *, strict: bool = False):
+    def __init__(self, dims: ModelDims, *, strict: bool = False, beside: bool = False, jobs: int = 1):
         self.requests = ProgramRequests(dims)
-        self.strict = strict
+        self.strict, self._beside = strict, beside
         self.num_late = 0
         self._complete = False
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
+        self._failed: dict[Hashable, Exception] = {}
+        self._num_failures = 0  # that came, and that were raised
+        self.background: BackgroundCompiler[ProgramRequest, Executable] = BackgroundCompiler(_compile_family, jobs)
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._store)
@@ -214,6 +223,58 @@ class Executables:
         """`get` with what is known of it."""
         return self._store.get(request.key, lambda: self._make(request))
 
+    # In the background
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `available` may answer otherwise."""
+        return self._store.num_added + self._num_failures
+
+    def available(self, requests: Iterable[ProgramRequest]) -> bool:
+        """Whether `get` gives all of these, or refuses them, and compiles none that could be compiled beside."""
+        return not self._beside or not self._absent(requests)
+
+    def request(self, requests: Iterable[ProgramRequest]) -> bool:
+        """`available`; what is not is compiled in the background, before what `compile_later` was given."""
+        if not self._beside or not (absent := self._absent(requests)):
+            return True
+        for request in self.background.want(absent):
+            if self._complete:
+                self._warn_late(request)
+        return False
+
+    def compile_later(self, requests: Iterable[ProgramRequest]) -> None:
+        """Have what is not there compiled in the background, in this order."""
+        self.background.want(self._absent(requests), urgent=False)
+
+    def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
+        """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
+        program has raised, or what `check` raises for it."""
+        arrived = self.background.take()
+        for request, executable, error in arrived:
+            try:
+                if executable is None:
+                    raise error or AssertionError("it has one or the other")
+                check(executable)
+            except Exception as failure:
+                logger.error("program %s cannot be used: %s", request, failure)
+                self._failed[request.key] = failure
+                self._num_failures += 1
+            else:
+                self._known.add(request.key)
+                self._store.add(request.key, executable)
+        if arrived:
+            trim_host_memory()
+        return [arrival.request.key for arrival in arrived]
+
+    def _absent(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+        refuse = self.strict and self._complete
+        return [
+            request
+            for key, request in {request.key: request for request in requests}.items()
+            if key not in self._store and key not in self._failed and not (refuse and key not in self._known)
+        ]
+
     def check(self, requests: Iterable[ProgramRequest]) -> None:
         """Raise `NotCompiledError` for the first program, if any, that `get` would refuse."""
         if self.strict and self._complete:
@@ -222,16 +283,26 @@ class Executables:
                     raise _not_compiled(request)
 
     def _make(self, request: ProgramRequest) -> Executable:
-        dropped = request.key in self._known
+        self._raise_failure(request)
         if self._complete:
-            if self.strict and not dropped:
+            if self.strict and request.key not in self._known:
                 raise _not_compiled(request)
-            self.num_late += 1
-            why = "it was dropped for others" if dropped else "it was not before the engine was ready"
-            logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
+            self._warn_late(request)
         (executable,) = compile_programs([request], jobs=1)  # not here: the dispatcher's stack may be too small
         self._known.add(request.key)
         return executable
+
+    def _raise_failure(self, request: ProgramRequest) -> None:
+        """Raise, once, why a program could not be compiled in the background."""
+        if (failure := self._failed.pop(request.key, None)) is not None:
+            self._num_failures += 1
+            raise failure
+
+    def _warn_late(self, request: ProgramRequest) -> None:
+        self.num_late += 1
+        dropped = request.key in self._known
+        why = "it was dropped for others" if dropped else "it was not before the engine was ready"
+        logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
 
     def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
         """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.
@@ -244,6 +315,8 @@ class Executables:
                 yield executable
             else:
                 missing.append(request)
+        for request in missing:
+            self._raise_failure(request)
         if self._complete:
             yield from map(self.executable, missing)
             return
@@ -251,6 +324,12 @@ class Executables:
             self._known.add(executable.request.key)
             self._store.add(executable.request.key, executable)
             yield executable
+
+
+def _compile_family(requests: list[ProgramRequest]) -> Iterator[tuple[ProgramRequest, Executable]]:
+    """For a `BackgroundCompiler`."""
+    for executable in compile_programs(requests, jobs=1):
+        yield executable.request, executable
 
 
 def _not_compiled(request: ProgramRequest) -> NotCompiledError:

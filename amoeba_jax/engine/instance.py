@@ -14,7 +14,17 @@ from amoeba_jax.engine.buckets import Buckets
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.pace import Pace
 from amoeba_jax.engine.program import HeadOutput, LogitsOf, StepKey, segment_keys
-from amoeba_jax.engine.sampling import NO_SLOT, StepRow, bad_word_pairs, pack, sampling_row, state_rows
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.sampling import (
+    NO_SLOT,
+    SamplerKind,
+    StepRow,
+    bad_word_pairs,
+    pack,
+    packed_size,
+    sampling_row,
+    state_rows,
+)
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.step_plan import (
     PendingStep,
@@ -107,6 +117,8 @@ class Instance:
         self.transition: Transition | None = None
         self.pace = Pace()
         self._store = weights
+        self._known_at = -1
+        self._known: dict[tuple[BatchShape, LogitsOf, SamplerKind], bool] = {}
         self._free_slots = list(range(self.num_slots))[::-1]
         self.last_tokens = last_tokens
         self._on_result = on_result
@@ -199,6 +211,36 @@ class Instance:
         sequence.pages = None
 
     # Steps
+
+    def requests(self, plan: StepPlan) -> list[ProgramRequest]:
+        """The programs that `launch_plan` runs for a step, outside of a transition."""
+        return self._requests(plan.shape, plan.logits_of, self._sampler_kind(plan))
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Whether all of `requests` are there."""
+        if self._known_at != self.executables.version:
+            self._known_at, self._known = self.executables.version, {}
+        what = plan.shape, plan.logits_of, self._sampler_kind(plan)
+        if (known := self._known.get(what)) is None:
+            known = self._known[what] = self.executables.available(self._requests(*what))
+        return known
+
+    def _requests(self, shape: BatchShape, logits_of: LogitsOf, sampler: SamplerKind) -> list[ProgramRequest]:
+        requests, every = self.executables.requests, logits_of == "all"
+        keys = self.step_keys(shape, logits_of)
+        found = [requests.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]
+        if every:
+            found.append(requests.take_column(self.group, shape.num_tokens))
+            found.append(requests.token_logprobs(self.group, shape.num_tokens))
+        if sampler != "greedy":
+            found.append(self.sampler_request(sampler, 1 if every else shape.num_rows))
+        return found
+
+    def sampler_request(self, kind: SamplerKind, num_rows: int) -> ProgramRequest:
+        """What draws the next tokens of that many rows."""
+        requests, full = self.executables.requests, kind == "full"
+        make = requests.draw_full if full else requests.draw
+        return make(self.group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def step_keys(self, shape: BatchShape, logits_of: LogitsOf = "last") -> list[StepKey]:
         """Executables that a step of this shape needs, one per segment."""
@@ -297,15 +339,20 @@ class Instance:
 
     def _sampler(self, plan: StepPlan, sampled: list[Row]) -> _Sampler | None:
         """What chooses the next tokens of a step; None where the step itself does, as all rows want the likeliest."""
-        kinds = {row.sequence.sampling.kind for row in sampled}
-        every = plan.logits_of == "all"
-        if not sampled or (kinds == {"greedy"} and not every):
+        kind = self._sampler_kind(plan)
+        if kind == "greedy":
             return None
-        num_rows, full = 1 if every else plan.shape.num_rows, "full" in kinds
+        num_rows, full = 1 if plan.logits_of == "all" else plan.shape.num_rows, kind == "full"
         packed = self._pack_sampling(sampled, num_rows, full)
-        requests = self.executables.requests
-        make = requests.draw_full if full else requests.draw
-        return _Sampler(self.executables.get(make(self.group, num_rows, self.num_slots, packed.size)), packed, full)
+        return _Sampler(self.executables.get(self.sampler_request(kind, num_rows)), packed, full)
+
+    @staticmethod
+    def _sampler_kind(plan: StepPlan) -> SamplerKind:
+        """Of the program that samples a step's rows."""
+        kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
+        if "full" in kinds:
+            return "full"
+        return "draw" if "draw" in kinds or (kinds and plan.logits_of == "all") else "greedy"
 
     def _draw(self, sampler: _Sampler, logits: jax.Array) -> jax.Array:
         """Choose tokens: the array for the host to read.
@@ -376,9 +423,14 @@ class Instance:
         batch.set("num_pages", num_pages)
         return batch
 
+    @property
+    def page_copy_request(self) -> ProgramRequest:
+        """What `copy_page` launches."""
+        return self.executables.requests.page_copy(self.group, self._extent_pages)
+
     def page_copy_program(self) -> jax.stages.Compiled:
         """What `copy_page` launches."""
-        return self.executables.get(self.executables.requests.page_copy(self.group, self._extent_pages))
+        return self.executables.get(self.page_copy_request)
 
     def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for.

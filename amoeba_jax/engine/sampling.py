@@ -56,6 +56,9 @@ Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
 
+SamplerKind = Literal["greedy", "draw", "full"]
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingRow:
     """What sampling needs to know of one sequence, made once by `sampling_row`.
@@ -74,7 +77,7 @@ class SamplingRow:
 
     params: SamplingParams
     vocab_size: int
-    kind: Literal["greedy", "draw", "full"]
+    kind: SamplerKind
     uses_state: bool
     stop_ids: frozenset[int]
     held_back: tuple[int, ...]
@@ -280,6 +283,11 @@ def _ends_with(tokens: Sequence[int], end: int, wanted: tuple[int, ...]) -> bool
     return start >= 0 and tuple(tokens[start:end]) == wanted
 
 
+def packed_size(num_rows: int, *, full: bool = False) -> int:
+    """How many integers `pack` returns."""
+    return (len(FIELDS) + full * 2 * MAX_BAD_WORD_PAIRS) * num_rows
+
+
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
     """Return a step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
 
@@ -288,7 +296,7 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     row's `num_pairs` mean nothing.
     """
     size = len(FIELDS) * num_rows
-    packed = np.zeros(size + full * 2 * num_rows * MAX_BAD_WORD_PAIRS, np.int32)
+    packed = np.zeros(packed_size(num_rows, full=full), np.int32)
     fields = packed[:size].reshape(len(FIELDS), num_rows)
     fields[0] = NO_SLOT
     if rows:

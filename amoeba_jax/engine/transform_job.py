@@ -36,6 +36,8 @@ class Job:
     prepare_s: float = 0.0
     groups: list[GroupTransform] = field(default_factory=list)
     active: int = 0
+    awaits_programs: bool = False
+    """It cannot begin, or go on, before programs have come that are being compiled."""
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""

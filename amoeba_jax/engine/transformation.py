@@ -18,9 +18,11 @@ from amoeba_jax.engine.distinct_pages import DistinctPages, deal, distinct_pages
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.movers import Mover, make_mover
 from amoeba_jax.engine.restart import RestartError, check_growth, restart
+from amoeba_jax.engine.sampling import SamplerKind
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import Active, Job, TransformOptions, check_options, next_groups
+from amoeba_jax.engine.transform_needs import needed_programs, samplers, transition_programs
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.errors import MemoryBudgetError, RequestError, TransformError
@@ -59,9 +61,23 @@ class Transformations:
         """A transformation has not ended yet."""
         return bool(self._jobs)
 
+    @property
+    def awaits_programs(self) -> bool:
+        """A transformation cannot begin, or go on, before programs have come."""
+        return any(job.awaits_programs for job in self._jobs)
+
     def targets(self) -> dict[int, int]:
         """Of every device that is being transformed, or is about to be, the degree to come."""
-        return {device: job.options.tensor_parallel_size for job in self._jobs for device in job.options.devices}
+        jobs = [job for job in self._jobs if not job.awaits_programs]
+        return {device: job.options.tensor_parallel_size for job in jobs for device in job.options.devices}
+
+    def request_programs(self, options: TransformOptions) -> bool:
+        """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
+        return self._request_programs(options, next_groups(options, self._cluster))
+
+    def _request_programs(self, options: TransformOptions, groups: list[list[Instance]]) -> bool:
+        wanted = [request for old in groups for request in needed_programs(self._cluster, options, old)]
+        return self._cluster.executables.request(wanted)
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
@@ -95,6 +111,9 @@ class Transformations:
         if job.error is None:
             try:
                 while not job.active and job.error is None and (groups := next_groups(job.options, self._cluster)):
+                    job.awaits_programs = not self._request_programs(job.options, groups)
+                    if job.awaits_programs:
+                        return  # until `retry`
                     for old in groups:
                         self._begin(job, old)
                         if job.error is not None:
@@ -120,6 +139,14 @@ class Transformations:
             return
         self._jobs.remove(job)
         job.end()
+
+    def retry(self) -> None:
+        """Programs have come: go on with jobs that wait for some."""
+        for job in [job for job in self._jobs if job.awaits_programs]:
+            try:
+                self._proceed(job)
+            except Exception as error:  # it cannot begin, and all is as it was
+                job.future.set_exception(error)
 
     def _begin(self, job: Job, old: list[Instance]) -> None:
         for instance in old:
@@ -155,7 +182,9 @@ class Transformations:
         after = max(group.tp, before) if job.options.release_weights else before
         rows = max(len(instance.running) for instance in old)
         distinct = [distinct_pages(instance.running, instance.tp) for instance in old]
-        programs, mover, extra = self._prepare(job, group, old[0].tp, True, (before, after), rows, distinct)
+        programs, mover, extra = self._prepare(
+            job, group, old[0].tp, True, (before, after), rows, samplers(old), distinct
+        )
         if programs.changes_weights:
             cluster.weights.prepare_release(group, before, after)
         for instance in old:
@@ -192,7 +221,9 @@ class Transformations:
         parts = deal(instance.running, room, cluster.buckets(tp).max_num_seqs)
         distinct = [distinct_pages(part, instance.tp) for part in parts]
         rows = max(len(part) for part in parts)
-        programs, mover, extra = self._prepare(job, group, tp, False, (before, after), rows, distinct)
+        programs, mover, extra = self._prepare(
+            job, group, tp, False, (before, after), rows, samplers([instance]), distinct
+        )
         instance.cache.clear()
         instance.cache.enabled = False
         instance.forget_weights()
@@ -215,6 +246,7 @@ class Transformations:
         up: bool,
         released: tuple[int, int],
         rows: int,
+        kinds: set[SamplerKind],
         pages: list[DistinctPages],
     ) -> tuple[TransitionPrograms, Mover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
@@ -225,8 +257,7 @@ class Transformations:
         start = time.perf_counter()
         cluster.check_compiled(group, group.tp if up else lower, released[1])
         num_layers = cluster.dims.config.num_layers
-        bucket = cluster.buckets(lower).step(rows).num_rows
-        programs = cluster.plan.transition(cluster.executables, group, lower, up=up, released=released, rows=bucket)
+        programs = transition_programs(cluster, group, lower, up, released, rows, kinds)
         max_pieces = 0
         if rows:
             programs.prepare_steps()

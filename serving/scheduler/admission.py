@@ -59,8 +59,8 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: list[WaitingRequest]) -> list[Reject]:
-        """Those over the limits, those that ran before not counted: first of all what is beyond its client's share, then
-        the last to arrive."""
+        """Those over the limits, of requests that did not run before: first those beyond their client's share, then the
+        last to arrive."""
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

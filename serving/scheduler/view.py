@@ -110,7 +110,8 @@ class ClusterView:
     merge_to: int = 1
     """Merges go to this degree at least, or to the highest that there is. A policy's setting, not the executor's."""
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
-    """Transformations (devices, degree) that were refused or failed a moment ago: not to be asked for now."""
+    """Transformations (devices, degree) that were refused or failed a moment ago, or whose programs are being compiled:
+    not to be asked for now."""
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:

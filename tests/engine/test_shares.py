@@ -27,7 +27,9 @@ def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
 
 def sequence(client: str, number: int, length: int = 8, priority: int = 0) -> Sequence:
     params = greedy(8, priority)
-    return Sequence(str(number), (1,) * length, params, sampling_row(params, 0, 211, ()), print, number=number, client=client)
+    return Sequence(
+        str(number), (1,) * length, params, sampling_row(params, 0, 211, ()), print, number=number, client=client
+    )
 
 
 client_names = st.sampled_from(["red", "blue", "green"])

@@ -1,0 +1,104 @@
+"""Which programs a transformation needs, so that no request waits for one of them while it is under way."""
+
+from amoeba_jax.engine.catalogue import least_requests
+from amoeba_jax.engine.cluster import Cluster
+from amoeba_jax.engine.instance import Instance
+from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.sampling import SamplerKind, packed_size
+from amoeba_jax.engine.transform_job import TransformOptions
+from amoeba_jax.engine.transition_programs import TransitionPrograms
+from amoeba_jax.transform import TransformVariant
+from sharding.mesh import SubMesh
+
+_IN_PLACE = (TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED)
+
+
+def samplers(instances: list[Instance]) -> set[SamplerKind]:
+    """Kinds of samplers of the sequences that run."""
+    return {sequence.sampling.kind for instance in instances for sequence in instance.running}
+
+
+def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramRequest]:
+    """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
+    pages and weights, and the least that the new instances need.
+
+    Without running sequences only what the change itself runs. What only `basic` and `keep` variants move pages with
+    depends on how many there are, and is left out.
+    """
+    tp, up = options.tensor_parallel_size, len(old) > 1
+    group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
+    lower, target = (old[0].tp, group.tp) if up else (tp, tp)
+    before = max(instance.released for instance in old)
+    after = min(before, tp)
+    if up:
+        after = max(group.tp, before) if options.release_weights else before
+    kinds = samplers(old)
+    most = max(len(instance.running) for instance in old)
+    rows = min(most, cluster.buckets(lower).max_num_seqs)  # however they are dealt
+    programs = _whose_steps_are_there(cluster, group, lower, up, (before, after), rows, kinds)
+    needed: list[ProgramRequest] = []
+    if programs is None:
+        # The longest steps do for any number of sequences, also when more have come until they are there.
+        programs = _programs(cluster, group, lower, up, (before, after), cluster.buckets(lower).max_num_seqs)
+        if options.variant is not TransformVariant.RESTART:
+            needed += _step_requests(cluster, programs, kinds)
+    if options.variant in _IN_PLACE:
+        needed += programs.restore_requests()
+        if most:
+            needed += programs.exchange_requests()
+    if most:
+        for first in range(group.start, group.start + group.tp, target):
+            part = cluster.sub_meshes.group(first, target)
+            needed += least_requests(cluster.plan, cluster.executables, part, after, kinds)
+    return needed
+
+
+def transition_programs(
+    cluster: Cluster,
+    group: SubMesh,
+    lower: int,
+    up: bool,
+    released: tuple[int, int],
+    rows: int,
+    kinds: set[SamplerKind],
+) -> TransitionPrograms:
+    """The programs of a transition in which each of the lower instances decodes up to `rows` sequences: the least that
+    are there, or else the least."""
+    found = _whose_steps_are_there(cluster, group, lower, up, released, rows, kinds)
+    return found or _programs(cluster, group, lower, up, released, cluster.buckets(lower).step(rows).num_rows)
+
+
+def _whose_steps_are_there(
+    cluster: Cluster,
+    group: SubMesh,
+    lower: int,
+    up: bool,
+    released: tuple[int, int],
+    rows: int,
+    kinds: set[SamplerKind],
+) -> TransitionPrograms | None:
+    for bucket in cluster.buckets(lower).decode_sizes:
+        if bucket >= rows:
+            programs = _programs(cluster, group, lower, up, released, bucket)
+            if not rows or cluster.executables.available(_step_requests(cluster, programs, kinds)):
+                return programs
+    return None
+
+
+def _programs(
+    cluster: Cluster, group: SubMesh, lower: int, up: bool, released: tuple[int, int], rows: int
+) -> TransitionPrograms:
+    return cluster.plan.transition(cluster.executables, group, lower, up=up, released=released, rows=rows)
+
+
+def _step_requests(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramRequest]:
+    """Of steps in every state between the layouts, and of what samples their tokens."""
+    requests, rows, slots = cluster.executables.requests, programs.shape.num_rows, cluster.plan.num_slots
+    needed = programs.step_requests()
+    if kinds - {"greedy"}:
+        # Those of the rarest kind may end before the others.
+        needed.append(requests.draw(programs.group, rows, slots, packed_size(rows)))
+    if "full" in kinds:
+        needed.append(requests.draw_full(programs.group, rows, slots, packed_size(rows, full=True)))
+        needed.append(requests.set_state(programs.group, slots))
+    return needed
