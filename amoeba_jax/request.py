@@ -1,5 +1,6 @@
 """The caller's side of a request: what the engine reports becomes text, outputs and metrics."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -116,10 +117,17 @@ class Request:
 
     def _fail(self, error: BaseException, end_early: EndEarly) -> None:
         if not self._failed:
+            self._deliver_grown()
             self._failed = True
             for sequence in self.sequences:
                 end_early(sequence, None)
             self._deliver(error)
+
+    def _deliver_grown(self) -> None:
+        """What came before an error is not lost to a stream, however late this thread is."""
+        if self._every_token and self._grown:
+            with contextlib.suppress(Exception):  # the error that it is for may be this one
+                self._deliver(self._delta())
 
     def _take(self, update: Update, end_early: EndEarly) -> None:
         completion = self._completions[update.sequence.index]
@@ -131,6 +139,7 @@ class Request:
                 return
             failure = EngineClosedError(f"the engine failed: {error}")
             failure.__cause__ = error
+            self._deliver_grown()
             self._failed = True
             self._deliver(failure)
             return

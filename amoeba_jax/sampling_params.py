@@ -133,7 +133,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             values["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not values["allowed_token_ids"]:
-                raise RequestError("allowed_token_ids must name a token, or be None, got an empty list")
+                shown = shorten(self.allowed_token_ids)
+                raise RequestError(f"allowed_token_ids={shown} must name a token, or be None")
         for name, value in vars(self).items():
             if isinstance(value, bool | np.bool_):
                 values[name] = bool(value)
