@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from amoeba_jax.errors import EngineClosedError, EngineStuckError
+from amoeba_jax.host_memory import trim_host_memory
 from serving.grpc_server.backend import Backend
 from serving.metrics import ServerMetrics
 from serving.snapshot import take_snapshot
@@ -12,6 +14,7 @@ from serving.snapshot import take_snapshot
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+_TRIM_INTERVAL_S = 60.0
 
 
 async def watch_engine(
@@ -24,6 +27,7 @@ async def watch_engine(
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")
+    next_trim_s = time.monotonic() + _TRIM_INTERVAL_S
     try:
         while True:
             try:
@@ -42,8 +46,12 @@ async def watch_engine(
                 await asyncio.sleep(interval_s)
                 continue
             metrics.latest = snapshot
+            if time.monotonic() >= next_trim_s:
+                # Freed memory stays with the process otherwise, ever more of it: what clients send is of all sizes.
+                await loop.run_in_executor(thread, trim_host_memory)
+                next_trim_s = time.monotonic() + _TRIM_INTERVAL_S
             if metrics.ready_programs is None:
-                metrics.ready_programs = snapshot.stats.compiled_programs
+                metrics.ready_programs = snapshot.stats.awaited_programs
             await asyncio.sleep(interval_s)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
