@@ -40,6 +40,10 @@ class NotCompiledError(RequestError):
     """A request needs a program that was not compiled before the engine was ready, and `strict_compile` is set."""
 
 
+class ProgramsNotReadyError(RequestError):
+    """A degree whose programs are still being compiled in the background."""
+
+
 class TransformError(RuntimeError):
     """A transformation failed on its way. Requests go on: where the message says so, computed again."""
 

@@ -338,6 +338,7 @@ class LLM:
         variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
         release_weights: bool = True,
         layers_per_step: int = 1,
+        wait_for_programs: bool = True,
     ) -> TransformReport:
         """Merge or split instances while requests run; returns when it is done.
 
@@ -354,11 +355,14 @@ class LLM:
                 Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
                 Splitting restores what the lower degree needs.
             layers_per_step: layers that change between two steps.
+            wait_for_programs: whether to wait for a degree that `warmup(background=True)` has not come to yet. Requests
+                run as before until its programs are there.
 
         Raises:
             LayoutError: if such instances cannot be made of these devices.
             RequestError: if running or waiting requests would not fit, or the devices are being transformed already.
                 Nothing has changed then.
+            ProgramsNotReadyError: the same, for a degree that is not to be waited for.
             NotCompiledError: the same, for programs that were not compiled, with `strict_compile`.
             TransformError: if it failed on its way; the message says how it ended.
         """
@@ -371,7 +375,7 @@ class LLM:
             raise RequestError(f"layers_per_step={shorten(layers_per_step)} must be a positive integer")
         chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
         options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step)
-        return self._dispatcher.call(self._engine.transform, options).result().result()
+        return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
         """`transform` on all devices of an engine without requests; returns the seconds it took.
@@ -380,7 +384,7 @@ class LLM:
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
-    def warmup(self, tensor_parallel_sizes: list[int] | None = None) -> int:
+    def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
         """Compile every program that serving at the given degrees (default: the present one) can need, and those of
         transformations between them, and run each once.
 
@@ -388,9 +392,14 @@ class LLM:
         After all degrees of the engine, nothing is compiled any more while requests wait, or, with `strict_compile`,
         refused; `stats.late_programs` counts. Raises `RequestError` if requests are waiting or running,
         `MemoryBudgetError` if the programs' temporaries do not fit the budget.
+
+        With `background` it returns at once how many are missing. They are compiled while requests run, with half of
+        the threads and lower priority, and not run; `stats.degrees` tells which degrees are ready.
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
+        if background:
+            return self._dispatcher.call(engine.warm_up_beside, degrees).result()
         count = self._dispatcher.call(count_programs, engine, degrees).result()
         with self._bar("compiling and running programs", 2 * count) as advance:
             return self._dispatcher.call(warm_up, engine, degrees, advance).result().made

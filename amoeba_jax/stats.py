@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from amoeba_jax.views import DegreePrograms
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Largest number of tokens of each of `EngineStats.steps_by_tokens`, but for the last, which has no limit."""
 
@@ -34,3 +36,7 @@ class EngineStats:
     """Programs compiled, or loaded from the compilation cache."""
     late_programs: int = 0
     """Of these, those after a warm-up of all degrees: each held requests up."""
+    awaited_programs: int = 0
+    """Of these, those that came when requests needed them, and not before."""
+    degrees: tuple[DegreePrograms, ...] = ()
+    """How far a warm-up in the background has come; none where there was none."""

@@ -60,7 +60,9 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile it, or to load it."""
     cached: bool
-    """XLA did not compile it: the compilation cache had it, or JAX in its memory."""
+    """XLA did not compile it: the compilation cache had it, or JAX in its memory, or it was relocated."""
+    relocated: bool
+    """It is the program of other devices, loaded for these."""
     code_bytes: int
     """Of its machine code, where XLA says so; on CPU it does not (0)."""
     temp_bytes: int
@@ -288,3 +290,23 @@ def _legend(rows: Iterable[list[_Column]]) -> str:
         for part, color in _COLORS.items()
         if part in present
     )
+
+
+@dataclass(frozen=True)
+class DegreePrograms:
+    """How far a warm-up in the background has come with one degree.
+
+    Attributes:
+        degree: tensor-parallel size.
+        num_programs: that instances of it need, and transformations to it from lower degrees.
+        num_ready: how many of these are there.
+    """
+
+    degree: int
+    num_programs: int
+    num_ready: int
+
+    @property
+    def ready(self) -> bool:
+        """Instances may be given this degree."""
+        return self.num_ready == self.num_programs

@@ -1,14 +1,19 @@
 """Time until a server is ready, with an empty and with a full compile cache; and what segments save of compiling.
 
-    python benchmarks/startup.py [--devices 4] [--skip ready|segments] [--json startup.json]
+    python benchmarks/startup.py [--devices 4] [--beside CHECKOUT] [--skip ready|segments] [--json startup.json]
 
 `ready`: the default model on virtual devices, TP1, TP2 and TP4, each start in a process of its own, the first with an
-empty cache. `segments`: a random model of 64 layers, compiled in segments of 4 (the default on CPU) and 8 and as a
-whole, and its decode step.
+empty cache: until it has served a request, with the programs of the first layout there (`--wait-for start`), and until
+all programs are there, which are compiled beside. With `--beside`, the same of another checkout of this project, in the
+same run; one that compiles nothing beside serves its first request when it has all programs.
+
+`segments`: a random model of 64 layers, compiled in segments of 4 (the default on CPU) and 8 and as a whole, and its
+decode step.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,44 +40,60 @@ DEEP: dict[str, Any] = {
     "vocab_size": 8192,
     "tie_word_embeddings": True,
 }
+ROOT = Path(__file__).resolve().parents[1]
 SEGMENTS = (4, 8, 64)
-PARTS = ("import", "load", "compile", "first run")
+PARTS = ("import", "load", "programs of the first layout", "first request served", "everything there")
 
 
 def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str, float]:
-    """Seconds of the parts of one start, in this process."""
+    """Seconds of the parts of one start, in this process. Also of checkouts that compile nothing beside."""
     began = time.perf_counter()
-    from amoeba_jax import LLM
-    from amoeba_jax.engine.warmup import warm_up
+    from amoeba_jax import LLM, SamplingParams
 
     imported = time.perf_counter()
     llm = LLM(model, num_devices=devices, device_memory=device_memory, compile_cache=cache, progress=False)
     loaded = time.perf_counter()
-    degrees = list(llm._engine.cluster.sub_meshes.degrees())
-    done = llm._dispatcher.call(warm_up, llm._engine, degrees, lambda: None).result()
+    degrees = [degree for degree in (1, 2, 4) if degree <= devices]
+    beside = hasattr(llm.stats, "degrees")
+    llm.warmup(degrees[:1] if beside else degrees)
     ready = time.perf_counter()
+    if beside:
+        llm.warmup(degrees, background=True)
+    llm.generate("One request.", SamplingParams(temperature=0, max_tokens=1))
+    served = time.perf_counter()
+    while beside and not all(it.ready for it in llm.stats.degrees):
+        time.sleep(0.1)
+    everything = time.perf_counter()
+    with open("/proc/self/maps", "rb") as maps:
+        mappings = sum(1 for _ in maps)
+    programs = llm.executables()
     llm.close()
     return {
         "import": imported - began,
         "load": loaded - imported,
-        "compile": done.compile_s,
-        "first run": done.run_s,
-        "ready": ready - began,
-        "programs": done.made,
-        "cached": done.cached,
+        "programs of the first layout": ready - loaded,
+        "first request served": served - began,
+        "everything there": everything - began,
+        "programs": len(programs),
+        "cached": sum(info.cached for info in programs),
+        "mappings": mappings,
+        "cache_bytes": sum(file.stat().st_size for file in Path(cache).iterdir()),
     }
 
 
-def ready(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Starts with an empty cache and then with a full one."""
+def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]:
+    """Starts of a checkout with an empty cache and then with a full one."""
     results = []
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
             arguments = [options.model, str(options.devices), options.device_memory, cache]
             command = [sys.executable, __file__, "--start", *arguments]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            environment = os.environ | {"PYTHONPATH": str(checkout)}
+            out = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True, cwd=checkout, env=environment
+            ).stdout
             results.append(json.loads(out.splitlines()[-1]))
-            print(results[-1], file=sys.stderr, flush=True)
+            print(checkout.name, results[-1], file=sys.stderr, flush=True)
     return results
 
 
@@ -157,21 +178,28 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="of the decode step, a power of two")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--beside", type=Path, help="another checkout, for comparison")
     parser.add_argument("--skip", choices=("ready", "segments"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console, result = Console(width=100, highlight=False), {}
     if options.skip != "ready":
-        cold, warm = result["ready"] = ready(options)
-        table = Table(
-            "seconds", "empty cache", "full cache", "ratio", title=f"{options.model}, {options.devices} devices"
-        )
-        for part in (*PARTS, "ready"):
-            table.add_row(part, f"{cold[part]:.1f}", f"{warm[part]:.1f}", f"{warm[part] / cold[part]:.2f}")
+        result["ready"] = ready(options, ROOT)
+        columns = {"empty cache": result["ready"][0], "full cache": result["ready"][1]}
+        if options.beside:
+            result["beside"] = ready(options, options.beside.resolve())
+            columns |= {"beside: empty": result["beside"][0], "full": result["beside"][1]}
+        table = Table("seconds", *columns, title=f"{options.model}, {options.devices} devices")
+        for part in PARTS:
+            table.add_row(part, *(f"{figures[part]:.1f}" for figures in columns.values()))
+        for part in ("programs", "cached", "mappings"):
+            table.add_row(part, *(f"{figures[part]:,}" for figures in columns.values()))
+        table.add_row("cache, MiB", *(f"{figures['cache_bytes'] / 2**20:.1f}" for figures in columns.values()))
         console.print(table)
-        console.print(
-            f"{cold['programs']} programs; of the second start's {warm['programs']}, {warm['cached']} were cached"
-        )
+        if options.beside:
+            for part in (*PARTS[3:], "cache_bytes"):
+                ratios = (new[part] / old[part] for new, old in zip(result["ready"], result["beside"], strict=True))
+                console.print(f"{part}: {', '.join(f'{ratio:.2f}x' for ratio in ratios)} (empty, full cache)")
     if options.skip != "segments":
         deep = result["segments"] = segments(options)
         table = Table("64 layers", *(f"segments of {length}" for length in SEGMENTS[:-1]), "whole")

@@ -78,10 +78,12 @@ def _answer(client: Client, prompt: str | list[dict[str, str]], params: Sampling
     return "".join(parts)
 
 
-def run_transform(client: Client, tensor_parallel_size: int, devices: list[int] | None, variant: str) -> None:
+def run_transform(
+    client: Client, tensor_parallel_size: int, devices: list[int] | None, variant: str, wait: bool
+) -> None:
     """Ask for a transformation, and print what it did."""
     with server_errors():
-        done = client.transform(tensor_parallel_size, devices, variant)
+        done = client.transform(tensor_parallel_size, devices, variant, wait_for_programs=wait)
         degrees = [instance.tensor_parallel_size for instance in client.cluster().instances]
     print(
         f"{' + '.join(f'TP{degree}' for degree in degrees)} after {done.seconds:.2f} s ({done.prepare_s:.2f} s of it "

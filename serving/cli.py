@@ -1,6 +1,7 @@
 """The `amoeba` command."""
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,18 @@ Target = Annotated[str, typer.Option("--target", "-t", help="Host and port of th
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default="from the environment")]
 TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the certificates to trust; turns TLS on.")]
 NumDevices = Annotated[int, typer.Option(help="Devices to use: 1, 2, 4 or 8 (on CPU they are virtual).")]
+
+
+# Flags of `serve` that are none of a server's settings.
+_NO_SETTINGS = ("config", "warmup", "wait_for", "shutdown_timeout")
+
+
+class WaitFor(StrEnum):
+    """Which programs a server waits for before it is ready."""
+
+    START = "start"
+    ALL = "all"
+
 
 # Of a server and of `warmup`, which compiles for it. Without a flag, the file's value counts, or the default.
 ServerModel = Annotated[
@@ -162,10 +175,14 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="http://HOST:PORT of an OpenTelemetry collector; needs the extra otel.")
     ] = None,
-    warmup: Annotated[bool, typer.Option(help="Compile and run everything before the server is ready.")] = True,
+    warmup: Annotated[bool, typer.Option(help="Compile programs before they are needed.")] = True,
+    wait_for: Annotated[
+        WaitFor,
+        typer.Option(help="Be ready with the programs of the first layout (start; others follow), or with all (all)."),
+    ] = WaitFor.START,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
-    flags = {name: value for name, value in locals().items() if name not in ("config", "warmup", "shutdown_timeout")}
+    flags = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     with clean_exit():
         from serving.serve import run_server
         from serving.serve_config import read_file, serve_settings
@@ -173,7 +190,7 @@ def serve(
         flags["shutdown_timeout_s"] = shutdown_timeout
         values = read_file(config) if config else {}
         values |= {name: str(v) if isinstance(v, Path) else v for name, v in flags.items() if v is not None}
-        code = run_server(*serve_settings(values, os.environ), warm_up=warmup)
+        code = run_server(*serve_settings(values, os.environ), warm_up=wait_for if warmup else None)
         if code:
             raise typer.Exit(code)
 
@@ -262,6 +279,9 @@ def transform(
     tensor_parallel_size: Annotated[int, typer.Argument(help="Degree afterwards: 1, 2 or 4.")],
     devices: Annotated[list[int] | None, typer.Option("--device", help="Device of an instance that changes.")] = None,
     variant: Annotated[str, typer.Option(help="How; see docs/transformation.md.")] = "in_place_overlapped",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for a degree whose programs are still being compiled.")
+    ] = False,
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TLSAuthority = None,
@@ -272,7 +292,7 @@ def transform(
 
         token = os.environ.get("AMOEBA_ADMIN_TOKEN")
         with open_client(target, token_file, token, tls_ca) as client:
-            run_transform(client, tensor_parallel_size, devices, variant)
+            run_transform(client, tensor_parallel_size, devices, variant, wait)
 
 
 @app.command()

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.instance import Instance
@@ -79,16 +80,19 @@ class JaxExecutor:
         self._running = _by_name(s for instance in engine.instances for s in instance.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
+        degrees = tuple(replace(limits, ready=engine.readiness.is_ready(limits.degree)) for limits in self._degrees)
+        groups = {limits.degree: engine.cluster.sub_meshes.groups(limits.degree) for limits in degrees}
+        refused = frozenset((g.device_indices, d.degree) for d in degrees if not d.ready for g in groups[d.degree])
         return ClusterView(
             now_s=time.monotonic(),
             instances=tuple(self._instance_view(i, names, targets.get(i.id)) for i in engine.instances),
             queue=tuple(_waiting_request(name, s) for name, s in self._waiting.items()),
-            degrees=self._degrees,
+            degrees=degrees,
             num_devices=len(engine.cluster.sub_meshes.devices),
             base_degree=engine.config.tensor_parallel_size,
             page_size=engine.dims.page_size,
             max_model_len=engine.max_model_len,
-            refused=frozenset(self._preparing),
+            refused=refused.union(self._preparing),
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:

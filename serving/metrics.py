@@ -28,7 +28,7 @@ class ServerMetrics:
         self.latest: Snapshot | None = None
         """Of the engine; gauges show it."""
         self.ready_programs: int | None = None
-        """Programs that were compiled when the server got ready."""
+        """Programs that requests had waited for when the server got ready."""
         self.scheduler: SchedulerCounters | None = None
         """What a scheduler has decided, where there is one."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
@@ -202,8 +202,15 @@ class _EngineMetrics(Collector):
                 family.add_metric([name], count)
             yield family
         ready = self._metrics.ready_programs
-        compiled = 0 if ready is None else snapshot.stats.compiled_programs - ready
-        yield _counter("compiles_after_ready", "Programs that were compiled while serving: none should be.", compiled)
+        awaited = 0 if ready is None else snapshot.stats.awaited_programs - ready
+        yield _counter("compiles_after_ready", "Programs that requests waited for: none should be.", awaited)
+        programs = GaugeMetricFamily(
+            "amoeba:programs", "Programs of a degree that is compiled beside.", labels=["tensor_parallel_size", "state"]
+        )
+        for it in snapshot.stats.degrees:
+            programs.add_metric([str(it.degree), "ready"], it.num_ready)
+            programs.add_metric([str(it.degree), "missing"], it.num_programs - it.num_ready)
+        yield programs
 
 
 def _step_tokens(stats: EngineStats) -> Metric:

@@ -15,22 +15,27 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import start_http_server
 
 from amoeba_jax import EngineConfig
-from amoeba_jax.errors import ConfigError, EngineStuckError
+from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
 from serving.scheduling import Scheduling, SchedulingConfig
 
 if TYPE_CHECKING:
+    from amoeba_jax import LLM
     from serving.tracing import Tracing
 
 T = TypeVar("T")
 EXIT_ENGINE_FAILED = 70
+_READINESS_INTERVAL_S = 0.5
 
 
 def run_server(
-    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
+    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: str | None
 ) -> int:
     """Serve until a signal comes (exit code 0) or the engine fails (70); ends the process if the engine is stuck.
+
+    `warm_up` tells what it waits for before it is ready: the programs of the first layout ("start": the others are
+    compiled while it serves), all ("all"), or none (None: each is compiled when it is needed).
 
     Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
     """
@@ -41,7 +46,7 @@ def run_server(
 
 
 async def _serve(
-    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: bool
+    server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: str | None
 ) -> int:
     stop = _stop_signal()
     tracing = _tracing(server_config)
@@ -61,7 +66,9 @@ async def _serve(
         scheduling = Scheduling(llm, scheduling_config, server.metrics)
         await server.attach(llm, scheduling=scheduling)
         _say(f"ready: {llm.name} on {server_config.host}:{server.port}, policy {scheduling.policy_name}")
+        warming = asyncio.ensure_future(_warm_up_beside(llm, _degrees(engine_config) if warm_up == "start" else []))
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
+        warming.cancel()
         if not server.dead.done():
             _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
             drain = asyncio.ensure_future(server.drain(server_config.shutdown_timeout_s))
@@ -104,15 +111,36 @@ async def _close(tracing: "Tracing | None") -> None:
         await asyncio.to_thread(tracing.close)
 
 
-def _load(config: EngineConfig, warm_up: bool):
-    """The model on its devices, with every executable of every layout compiled and run once if asked for."""
+def _degrees(config: EngineConfig) -> list[int]:
+    return [degree for degree in (1, 2, 4) if degree <= config.max_tp]
+
+
+async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
+    """Have the programs of these degrees compiled while the server serves, and say which have become ready."""
+    if not degrees or not await asyncio.to_thread(lambda: llm.warmup(degrees, background=True)):
+        return
+    ready: set[int] = set()
+    with contextlib.suppress(EngineClosedError):  # others say so
+        while len(ready) < len(degrees):
+            for it in (await asyncio.to_thread(lambda: llm.stats)).degrees:
+                if it.ready and it.degree not in ready:
+                    ready.add(it.degree)
+                    _say(f"TP{it.degree} is ready: {it.num_programs} programs")
+            await asyncio.sleep(_READINESS_INTERVAL_S)
+        gc.freeze()
+
+
+def _load(config: EngineConfig, warm_up: str | None):
+    """The model on its devices, with the programs compiled and run once that are to be there before it is ready."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(**settings, progress=sys.stderr.isatty())
     if warm_up:
-        _say("loaded; compiling every executable of every layout, or loading it from the compile cache")
-        llm.warmup([degree for degree in (1, 2, 4) if degree <= config.max_tp])
+        degrees = _degrees(config) if warm_up == "all" else [config.tensor_parallel_size]
+        names = ", ".join(f"TP{degree}" for degree in degrees)
+        _say(f"loaded; compiling the programs of {names}, or loading them from the compile cache")
+        llm.warmup(degrees)
     # What is there now stays: looking through half a million objects for garbage takes some tenths of a second, in
     # which no step is launched.
     gc.collect()

@@ -22,6 +22,8 @@ class SubMesh:
 
     start: int
     devices: tuple[jax.Device, ...]
+    # The first group of its degree; None for that one itself.
+    _first: "SubMesh | None" = field(default=None, compare=False, repr=False)
     # Of the kinds of views that `assemble` has made.
     _avals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -29,6 +31,11 @@ class SubMesh:
     def tp(self) -> int:
         """Tensor-parallel degree: the number of devices."""
         return len(self.devices)
+
+    @property
+    def first(self) -> "SubMesh":
+        """The first group of its degree in the pool."""
+        return self._first or self
 
     @cached_property
     def device_indices(self) -> tuple[int, ...]:
@@ -81,7 +88,8 @@ class SubMeshPool:
             )
         key = (start, tp)
         if key not in self._cache:
-            self._cache[key] = SubMesh(start, self.devices[start : start + tp])
+            first = self.group(0, tp) if start else None
+            self._cache[key] = SubMesh(start, self.devices[start : start + tp], first)
         return self._cache[key]
 
     def groups(self, tp: int) -> tuple[SubMesh, ...]:

@@ -154,10 +154,13 @@ class AsyncClient:
         release_weights: bool = True,
         layers_per_step: int = 1,
         *,
+        wait_for_programs: bool = False,
         timeout_s: float | None = None,
     ) -> results.Transformation:
         """Merge or split instances while requests run; see `LLM.transform`."""
-        message = requests.transform_request(tensor_parallel_size, devices, variant, release_weights, layers_per_step)
+        message = requests.transform_request(
+            tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs
+        )
         # Not tried again: the server may have begun.
         response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)

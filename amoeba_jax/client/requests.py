@@ -61,7 +61,12 @@ def chat(messages: Messages) -> pb.Chat:
 
 
 def transform_request(
-    tensor_parallel_size: int, devices: Sequence[int] | None, variant: str, release_weights: bool, layers_per_step: int
+    tensor_parallel_size: int,
+    devices: Sequence[int] | None,
+    variant: str,
+    release_weights: bool,
+    layers_per_step: int,
+    wait_for_programs: bool,
 ) -> pb.TransformRequest:
     """Raises `RequestError` for a variant that is not known."""
     name = f"TRANSFORM_VARIANT_{variant.upper()}"
@@ -74,4 +79,5 @@ def transform_request(
         variant=name,
         release_weights=release_weights,
         layers_per_step=layers_per_step,
+        wait_for_programs=wait_for_programs,
     )

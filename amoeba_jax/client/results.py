@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.outputs import FinishReason, Logprob
+from amoeba_jax.views import DegreePrograms
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -90,12 +91,14 @@ class Instance:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Instances and queue at the moment of asking. `state`: loading, ready, draining or dead."""
+    """Instances and queue at the moment of asking. `state`: loading, ready, draining or dead. `degrees` tells how far
+    compiling beside serving has come."""
 
     state: str
     instances: tuple[Instance, ...]
     waiting: int
     accepted: int
+    degrees: tuple[DegreePrograms, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ def read_cluster(message: pb.Cluster) -> Cluster:
         )
         for instance in message.instances
     )
-    return Cluster(state, instances, message.waiting, message.accepted)
+    degrees = tuple(DegreePrograms(it.tensor_parallel_size, it.num_programs, it.num_ready) for it in message.degrees)
+    return Cluster(state, instances, message.waiting, message.accepted, degrees)
 
 
 def read_transformation(message: pb.TransformResponse) -> Transformation:

@@ -71,7 +71,7 @@ class BackgroundCompiler(Generic[R, T]):
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, requests: Iterable[R], urgent: bool = True) -> list[R]:
-        """Ask for programs, urgent ones before all that are not. Return those that nobody had asked for."""
+        """Ask for programs, urgent ones before all that are not. Return those that nobody had asked for so."""
         new = []
         with self._changed:
             here = self._compiling | {arrival.request.key for arrival in self._arrived}
@@ -79,7 +79,7 @@ class BackgroundCompiler(Generic[R, T]):
                 key = request.key
                 if self._closed or key in here or key in self._urgent:
                     continue
-                if key not in self._later:
+                if urgent or key not in self._later:
                     new.append(request)
                 if urgent:
                     self._later.pop(key, None)
@@ -106,13 +106,16 @@ class BackgroundCompiler(Generic[R, T]):
             self._changed.wait_for(lambda: self._arrived or not (self._urgent or self._later or self._compiling))
 
     def close(self) -> None:
-        """Forget what was asked for. Programs that are being compiled are not waited for."""
+        """Forget what was asked for, and wait for programs that are being compiled: the interpreter must not end under
+        threads that are in XLA."""
         with self._changed:
             self._closed = True
             self._urgent.clear()
             self._later.clear()
             self._arrived.clear()
             self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _next(self) -> list[R]:
         """Programs of one family to compile; none when it is closed."""

@@ -17,20 +17,31 @@ def catalogue(plan: EnginePlan, executables: Executables, degrees: tuple[int, ..
 
     It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights or are not in place.
     """
+    by_degree = catalogue_by_degree(plan, executables, degrees)
+    return [request for requests in by_degree.values() for request in requests]
+
+
+def catalogue_by_degree(
+    plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
+) -> dict[int, list[ProgramRequest]]:
+    """`catalogue` in the order of `degrees`: those of a degree's own instances, and of transitions between it and those
+    before it."""
     found: dict[object, ProgramRequest] = {}
-    for tp in degrees:
-        for group in plan.sub_meshes.groups(tp):
-            for request in (*_steps(plan, executables, group), *_sampling(plan, executables, group)):
-                found.setdefault(request.key, request)
-            page_copy = executables.requests.page_copy(group, plan.extent_pages(tp))
-            found.setdefault(page_copy.key, page_copy)
-    for lower in degrees:
-        for higher in degrees:
-            if lower < higher:
-                for group in plan.sub_meshes.groups(higher):
-                    for request in _transition(plan, executables, group, lower):
-                        found.setdefault(request.key, request)
-    return list(found.values())
+    by_degree: dict[int, list[ProgramRequest]] = {}
+    for index, tp in enumerate(degrees):
+        mine = list(_instances(plan, executables, tp))
+        for before in degrees[:index]:
+            for group in plan.sub_meshes.groups(max(tp, before)):
+                mine += _transition(plan, executables, group, min(tp, before))
+        by_degree[tp] = [request for request in mine if found.setdefault(request.key, request) is request]
+    return by_degree
+
+
+def _instances(plan: EnginePlan, executables: Executables, tp: int) -> Iterator[ProgramRequest]:
+    for group in plan.sub_meshes.groups(tp):
+        yield from _steps(plan, executables, group)
+        yield from _sampling(plan, executables, group)
+        yield executables.requests.page_copy(group, plan.extent_pages(tp))
 
 
 def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
@@ -59,9 +70,9 @@ def least_requests(
     plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramRequest]:
     """The fewest programs with which an instance can serve any number of requests of some kinds: one step of decodes
-    and one with a prompt, the longest, and their samplers."""
+    and one with a chunk of a prompt, and their samplers."""
     buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
-    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[-1])
+    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
     for shape in (buckets.step(buckets.max_num_seqs), prompts):
         yield from step_requests(plan, executables, group, shape, released)
         rows = shape.num_rows

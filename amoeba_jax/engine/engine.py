@@ -10,14 +10,17 @@ from concurrent.futures import Future
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.batcher import other_plans, plan_step
+from amoeba_jax.engine.batcher import other_plans, plan_step, roomy_shapes
+from amoeba_jax.engine.catalogue import catalogue_by_degree
 from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.loading import OpenWeights
 from amoeba_jax.engine.placement import Placement
+from amoeba_jax.engine.readiness import Readiness
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
 from amoeba_jax.engine.room import Room
+from amoeba_jax.engine.sampling import SamplerKind
 from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.engine.shares import mark_beyond_share
 from amoeba_jax.engine.siblings import Siblings
@@ -72,6 +75,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
         self.placement: Placement | None = None
+        self.readiness = Readiness()
         self._num_changes = 0
         self._shared_at = 0
         self._numbers = itertools.count()
@@ -82,13 +86,15 @@ class Engine:
         """The serving replicas."""
         return self.cluster.instances
 
-    def transform(self, options: TransformOptions) -> "Future[TransformReport]":
+    def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
         """Begin to change the degree of instances, while requests run. See `LLM.transform`.
 
         Raises `LayoutError` or `RequestError`, with nothing changed, where it cannot be done.
         """
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
+        if not wait_for_programs:
+            self.readiness.check(degree)
         if self.placement is None:
             self._check_waiting(options)
         return self.transformations.request(options)
@@ -273,10 +279,37 @@ class Engine:
 
     def _take_programs(self) -> bool:
         """Take in programs that were compiled in the background. Return whether there were any."""
-        arrived = self.cluster.executables.take_arrived(self.cluster.reserve_temporaries)
+        executables = self.cluster.executables
+        arrived = executables.take_arrived(self.cluster.reserve_temporaries)
         if arrived:
+            warming = self.readiness.busy
+            self.readiness.arrived(arrived)
+            if warming and not self.readiness.busy and self._is_complete:
+                executables.set_complete()
             self.transformations.retry()
         return bool(arrived)
+
+    @property
+    def _is_complete(self) -> bool:
+        return {it.degree for it in self.readiness.degrees} == set(self.cluster.sub_meshes.degrees())
+
+    def warm_up_beside(self, degrees: list[int]) -> int:
+        """Have all programs of some degrees, and of transformations between them, compiled while requests run, those of
+        the present degree first. Return how many are missing.
+
+        Where these are all degrees, the registry is `complete` once the last has come.
+        """
+        for tp in degrees:
+            self.cluster.sub_meshes.check_degree(tp)
+        present = self.instances[0].tp
+        order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
+        executables = self.cluster.executables
+        by_degree = catalogue_by_degree(self.cluster.plan, executables, order)
+        missing = executables.compile_later(request for mine in by_degree.values() for request in mine)
+        self.readiness.begin(by_degree, missing)
+        if not missing and self._is_complete:
+            executables.set_complete()
+        return len(missing)
 
     def awaits_program(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence cannot be placed yet for want of a program, which is compiled meanwhile."""
@@ -479,13 +512,28 @@ class Engine:
         return True
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """The next step whose programs are there. Those of the best one are compiled meanwhile: whoever can do without
-        them goes on."""
-        plan = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
-        if plan is None or instance.can_launch(plan):
-            return plan
-        self.cluster.executables.request(instance.requests(plan))
-        return next((p for p in other_plans(instance.running, instance.buckets) if instance.can_launch(p)), None)
+        """The next step whose programs are there: whoever can do without those of the best one goes on.
+
+        Where someone cannot, programs with which any number can are compiled first; those of the best step come
+        when nothing else is waited for.
+        """
+        running, buckets = instance.running, instance.buckets
+        best = plan_step(running, buckets, instance.num_launched % 2 == 0)
+        if best is None or instance.can_launch(best):
+            return best
+        other = next((plan for plan in other_plans(running, buckets) if instance.can_launch(plan)), None)
+        alike = [i for i in self.instances if i.tp == instance.tp and i.released == instance.released]
+        executables = self.cluster.executables
+        if best.logits_of == "all":
+            executables.request(request for i in alike for request in i.requests(best))
+            return other
+        if other is None or len(other.rows) < len(best.rows):
+            kinds: set[SamplerKind] = {sequence.sampling.kind for sequence in running if sequence.num_left > 0}
+            for shape in roomy_shapes(running, buckets):
+                for kind in sorted(kinds, reverse=True):
+                    executables.request(request for i in alike for request in i.step_requests(shape, "last", kind))
+        executables.compile_later(request for i in alike for request in i.requests(best))
+        return other
 
     def _end_prompts(self, plan: StepPlan) -> list[Sequence]:
         """The sequences whose prompt is through with a step that was launched: their siblings may begin."""

@@ -1,6 +1,6 @@
 """The registry of compiled programs."""
 
-import ctypes
+import contextlib
 import logging
 import queue
 import threading
@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import jax
 from jax import monitoring
 
+from amoeba_jax.engine import program_cache
 from amoeba_jax.engine.background import BackgroundCompiler
 from amoeba_jax.engine.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.engine.program_store import ProgramStore
+from amoeba_jax.engine.relocation import PortableProgram
 from amoeba_jax.errors import NotCompiledError
+from amoeba_jax.host_memory import trim_host_memory
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.views import ExecutableInfo
 
@@ -62,13 +65,35 @@ class Executable:
     info: ExecutableInfo
 
 
-def compile_program(request: ProgramRequest) -> Executable:
-    """Compile a program, or load it from the compile cache.
+def compile_program(
+    request: ProgramRequest, source: PortableProgram | None = None
+) -> tuple[Executable, PortableProgram | None]:
+    """Compile a program, or load it: from `source`, the same program of other devices, or from the compile cache.
 
-    Raises `RuntimeError` where XLA would copy what the program is to update in place.
+    Also returns what it can be loaded from for others. Raises `RuntimeError` where XLA would copy what the program is
+    to update in place.
     """
     before, start = _compiled.count, time.perf_counter()
-    compiled = request.compile()
+    compiled, relocated = None, source is not None
+    entry = program_cache.Entry.of(request)
+    if source is None and entry is not None:
+        source = entry.find()
+    if source is not None:
+        try:
+            compiled = source.load(request.on)
+        except Exception as error:
+            logger.warning("program %s cannot be loaded, and is compiled: %s", request, error)
+            source, relocated = None, False
+            if entry is not None:
+                entry.remove()
+    if compiled is None:
+        with contextlib.nullcontext() if entry is None else program_cache.unwritten_by_jax():
+            compiled = request.compile()
+        # Else JAX has it in memory, and XLA may give no bytes of it.
+        if entry is not None and _compiled.count > before:
+            source = PortableProgram.of(compiled, request.on)
+            if source is not None:
+                entry.keep(source)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     aliased = request.donated_bytes if memory is None else memory.alias_size_in_bytes
@@ -83,20 +108,22 @@ def compile_program(request: ProgramRequest) -> Executable:
         devices=request.devices,
         compile_s=seconds,
         cached=_compiled.count == before,
+        relocated=relocated,
         code_bytes=0 if memory is None else memory.generated_code_size_in_bytes,
         temp_bytes=0 if memory is None else memory.temp_size_in_bytes,
         argument_bytes=0 if memory is None else memory.argument_size_in_bytes,
         output_bytes=0 if memory is None else memory.output_size_in_bytes,
         aliased_bytes=aliased,
     )
-    return Executable(request, compiled, info)
+    return Executable(request, compiled, info), source
 
 
 def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[Executable]:
     """Compile programs in `jobs` threads at a time (XLA releases the GIL), yielding each when it is done.
 
-    Those that differ in their devices alone are one thread's, after each other: what JAX traces for the first serves
-    the others. Raises the first error, when the programs that others were compiling are done.
+    Those that differ in their devices alone are one thread's, after each other: the first is compiled, and loaded for
+    the devices of the others (see `relocation`). Raises the first error, when the programs that other threads were
+    compiling are done.
     """
     families: dict[object, list[ProgramRequest]] = {}
     for request in requests:
@@ -112,10 +139,12 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
     def work() -> None:
         try:
             while not stop.is_set():
-                for request in waiting.get(block=False):
+                source = None
+                for request in sorted(waiting.get(block=False), key=lambda request: request.devices):
                     if stop.is_set():
                         break
-                    done.put(compile_program(request))
+                    executable, source = compile_program(request, source)
+                    done.put(executable)
         except queue.Empty:
             pass
         except BaseException as error:
@@ -154,13 +183,6 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
         raise error
 
 
-def trim_host_memory() -> None:
-    """Give freed memory of the process back to the system, where its C library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 class Executables:
     """Holds one program for each key, compiled on first use or ahead of time by `prepare`. Used by one thread.
 
@@ -171,6 +193,7 @@ class Executables:
         strict: what was never there when it is `complete` is refused, and not compiled. What was dropped for others
             (see `ProgramStore`) is loaded again.
         num_late: programs that were compiled, or loaded, since it was `complete`.
+        num_awaited: programs that were compiled, or loaded, when they were needed, and not ahead of time.
         background: compiles what `request` and `compile_later` are asked for.
 
     Args:
@@ -181,7 +204,7 @@ class Executables:
     def __init__(self, dims: ModelDims, *, strict: bool = False, beside: bool = False, jobs: int = 1):
         self.requests = ProgramRequests(dims)
         self.strict, self._beside = strict, beside
-        self.num_late = 0
+        self.num_late = self.num_awaited = 0
         self._complete = False
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
@@ -238,14 +261,15 @@ class Executables:
         """`available`; what is not is compiled in the background, before what `compile_later` was given."""
         if not self._beside or not (absent := self._absent(requests)):
             return True
-        for request in self.background.want(absent):
-            if self._complete:
-                self._warn_late(request)
+        for request in self.background.want(self._with_originals(absent)):
+            self._count_awaited(request)
         return False
 
-    def compile_later(self, requests: Iterable[ProgramRequest]) -> None:
-        """Have what is not there compiled in the background, in this order."""
-        self.background.want(self._absent(requests), urgent=False)
+    def compile_later(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+        """Have what is not there compiled in the background, in this order. Return what is not there."""
+        absent = self._absent(requests)
+        self.background.want(self._with_originals(absent), urgent=False)
+        return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
@@ -263,8 +287,6 @@ class Executables:
             else:
                 self._known.add(request.key)
                 self._store.add(request.key, executable)
-        if arrived:
-            trim_host_memory()
         return [arrival.request.key for arrival in arrived]
 
     def _absent(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
@@ -284,13 +306,31 @@ class Executables:
 
     def _make(self, request: ProgramRequest) -> Executable:
         self._raise_failure(request)
-        if self._complete:
-            if self.strict and request.key not in self._known:
-                raise _not_compiled(request)
-            self._warn_late(request)
-        (executable,) = compile_programs([request], jobs=1)  # not here: the dispatcher's stack may be too small
-        self._known.add(request.key)
-        return executable
+        if self._complete and self.strict and request.key not in self._known:
+            raise _not_compiled(request)
+        self._count_awaited(request)
+        found = None
+        for executable in compile_programs(
+            self._with_originals([request]), jobs=1
+        ):  # not here: this stack may be too small
+            self._known.add(executable.request.key)
+            if executable.request.key == request.key:
+                found = executable
+            else:
+                self._store.add(executable.request.key, executable)
+        assert found is not None, "it is one of them"
+        return found
+
+    def _with_originals(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+        """Requests, and those for the first group of devices that are missing: what is compiled for it serves all, and
+        the compile cache has each program once."""
+        found: dict[Hashable, ProgramRequest] = {}
+        for request in requests:
+            original = request.original
+            if original is not None and original.key not in self._store:
+                found.setdefault(original.key, original)
+            found.setdefault(request.key, request)
+        return list(found.values())
 
     def _raise_failure(self, request: ProgramRequest) -> None:
         """Raise, once, why a program could not be compiled in the background."""
@@ -298,7 +338,10 @@ class Executables:
             self._num_failures += 1
             raise failure
 
-    def _warn_late(self, request: ProgramRequest) -> None:
+    def _count_awaited(self, request: ProgramRequest) -> None:
+        self.num_awaited += 1
+        if not self._complete:
+            return
         self.num_late += 1
         dropped = request.key in self._known
         why = "it was dropped for others" if dropped else "it was not before the engine was ready"
@@ -320,7 +363,7 @@ class Executables:
         if self._complete:
             yield from map(self.executable, missing)
             return
-        for executable in compile_programs(missing, jobs):
+        for executable in compile_programs(self._with_originals(missing), jobs):
             self._known.add(executable.request.key)
             self._store.add(executable.request.key, executable)
             yield executable

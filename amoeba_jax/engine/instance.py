@@ -214,7 +214,7 @@ class Instance:
 
     def requests(self, plan: StepPlan) -> list[ProgramRequest]:
         """The programs that `launch_plan` runs for a step, outside of a transition."""
-        return self._requests(plan.shape, plan.logits_of, self._sampler_kind(plan))
+        return self.step_requests(plan.shape, plan.logits_of, self._sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether all of `requests` are there."""
@@ -222,10 +222,11 @@ class Instance:
             self._known_at, self._known = self.executables.version, {}
         what = plan.shape, plan.logits_of, self._sampler_kind(plan)
         if (known := self._known.get(what)) is None:
-            known = self._known[what] = self.executables.available(self._requests(*what))
+            known = self._known[what] = self.executables.available(self.step_requests(*what))
         return known
 
-    def _requests(self, shape: BatchShape, logits_of: LogitsOf, sampler: SamplerKind) -> list[ProgramRequest]:
+    def step_requests(self, shape: BatchShape, logits_of: LogitsOf, sampler: SamplerKind) -> list[ProgramRequest]:
+        """The programs of a step and of what samples its tokens."""
         requests, every = self.executables.requests, logits_of == "all"
         keys = self.step_keys(shape, logits_of)
         found = [requests.step(key, plan, self.group) for key, plan in zip(keys, self.plans, strict=True)]

@@ -4,8 +4,8 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from kvcache.exchange import ExchangeKind, compile_exchange
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
 
+Make = TypeVar("Make", bound=Callable[..., "ProgramRequest"])
 _I32, _F32 = jnp.int32, jnp.float32
 # Traced steps that are kept for the next group of devices. Each holds a few MB.
 _KEPT_STEPS = 16
@@ -69,6 +70,9 @@ class ProgramRequest:
         donated_bytes: what it must update in place, on each device.
         plan: of a step, layers that it may be run for; others of the same shape share it.
         chunk: of a restored weight, one that it may be run for.
+        on: the devices that it runs on.
+        first: makes the request for the first group of devices of its degree; None for that group itself.
+        model: sizes of the model that it is for.
     """
 
     key: StepKey | ProgramKey
@@ -76,6 +80,17 @@ class ProgramRequest:
     donated_bytes: int = 0
     plan: SegmentPlan | None = None
     chunk: ReleasedChunk | None = None
+    on: tuple[jax.Device, ...] = field(default=(), compare=False, repr=False)
+    first: "Callable[[], ProgramRequest] | None" = field(default=None, compare=False, repr=False)
+    model: str = field(default="", compare=False, repr=False)
+
+    @property
+    def original(self) -> "ProgramRequest | None":
+        """The request for the first group of its degree, if that is the same program but for its devices."""
+        if self.first is None:
+            return None
+        first = self.first()
+        return first if first.family == self.family else None
 
     @property
     def kind(self) -> str:
@@ -98,11 +113,24 @@ class ProgramRequest:
         return str(self.key)
 
 
+def _of_any_group(make: Make) -> Make:
+    """Have a method that makes requests for a group say how the first group's is made."""
+
+    @functools.wraps(make)
+    def made(self: "ProgramRequests", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramRequest:
+        request = make(self, group, *args, **kwargs)
+        first = None if group.first is group else functools.partial(made, self, group.first, *args, **kwargs)
+        return replace(request, on=group.devices[: len(request.devices)], first=first, model=self.model)
+
+    return cast(Make, made)
+
+
 class ProgramRequests:
     """Makes requests for a model's programs. Logits are `[V, R]` everywhere here."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
+        self.model = repr(dims)
         self._dtype = jnp.dtype(dims.dtype)
         self._steps: OrderedDict[Hashable, StepProgram] = OrderedDict()
         self._lock = threading.Lock()
@@ -115,7 +143,11 @@ class ProgramRequests:
         def compile() -> jax.stages.Compiled:
             return self._step_program(key, plan).compile(group)
 
-        return ProgramRequest(key, compile, step_kv_bytes(self.dims, key), plan=plan)
+        first = None
+        if group.first is not group:
+            first = functools.partial(self.step, replace(key, devices=group.first.device_indices), plan, group.first)
+        donated = step_kv_bytes(self.dims, key)
+        return ProgramRequest(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
     def _step_program(self, key: StepKey, plan: SegmentPlan) -> StepProgram:
         with self._lock:
@@ -128,6 +160,7 @@ class ProgramRequests:
                     self._steps.popitem(last=False)
         return program
 
+    @_of_any_group
     def split(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
         """Hidden states `[D, members * rows]` on every rank -> each member's columns on its ranks, `[tp * D, rows]`.
 
@@ -141,6 +174,7 @@ class ProgramRequests:
         shape = (self.dims.config.hidden_size, rows * group.tp // lower)
         return self._mapped(ProgramKey("split", group.device_indices, (lower, rows)), group, split, shape, P(), P("tp"))
 
+    @_of_any_group
     def join(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
         """The inverse of `split`."""
         hidden_size = self.dims.config.hidden_size
@@ -171,17 +205,20 @@ class ProgramRequests:
 
     # Sampling, on the first device of a group
 
+    @_of_any_group
     def draw(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
         """`sampler.draw` for so many rows and settings of this size."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("draw", group, sampler.draw, shapes, small=True)
 
+    @_of_any_group
     def draw_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
         """`sampler.draw_full` for so many rows and settings of this size. Donates `flags`."""
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
         return self._on_first("draw_full", group, sampler.draw_full, shapes, donate=(2,), small=True)
 
+    @_of_any_group
     def set_state(self, group: SubMesh, num_slots: int) -> ProgramRequest:
         """`sampler.set_state`. Donates `flags` and `bias`."""
         row = (self.dims.config.vocab_size,)
@@ -189,11 +226,13 @@ class ProgramRequests:
         shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
         return self._on_first("set_state", group, sampler.set_state, shapes, donate=(0, 1))
 
+    @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramRequest:
         """`sampler.token_logprobs` for logits of so many tokens, and as many targets."""
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
+    @_of_any_group
     def take_column(self, group: SubMesh, tokens: int) -> ProgramRequest:
         """`(logits, index) -> logits[:, index]`, as one column."""
 
@@ -229,12 +268,14 @@ class ProgramRequests:
 
     # Pages and weights
 
+    @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramRequest:
         """`compile_page_copy` for extents of so many pages."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramRequest(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
 
+    @_of_any_group
     def exchange(
         self,
         group: SubMesh,
@@ -253,11 +294,13 @@ class ProgramRequests:
 
         return ProgramRequest(key, compile, donated)
 
+    @_of_any_group
     def migrate(self, group: SubMesh, extents: tuple[int, ...], num_pieces: int) -> ProgramRequest:
         """`compile_migrate`."""
         key = ProgramKey("migrate", group.device_indices, (extents, num_pieces))
         return ProgramRequest(key, lambda: compile_migrate(self.dims.pages, self._dtype, group, extents, num_pieces))
 
+    @_of_any_group
     def defragment(
         self, group: SubMesh, old_extents: tuple[int, ...], new_extents: tuple[int, ...], num_pieces: int
     ) -> ProgramRequest:
@@ -269,6 +312,7 @@ class ProgramRequests:
 
         return ProgramRequest(key, compile)
 
+    @_of_any_group
     def restore(self, group: SubMesh, released: ReleasedChunk, step_pages: int) -> ProgramRequest:
         """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
         dims, shape = self.dims, released.spec.stored_shape

@@ -63,6 +63,8 @@ def engine_stats(engine: Engine) -> EngineStats:
         steps_by_tokens=list(stats.steps_by_tokens),
         compiled_programs=engine.cluster.executables.num_made,
         late_programs=engine.cluster.executables.num_late,
+        awaited_programs=engine.cluster.executables.num_awaited,
+        degrees=engine.readiness.degrees,
     )
 
 

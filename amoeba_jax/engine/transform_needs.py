@@ -22,7 +22,7 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
     pages and weights, and the least that the new instances need.
 
-    Without running sequences only what the change itself runs. What only `basic` and `keep` variants move pages with
+    Without running sequences none of steps meanwhile. What only `basic` and `keep` variants move pages with
     depends on how many there are, and is left out.
     """
     tp, up = options.tensor_parallel_size, len(old) > 1
@@ -46,10 +46,9 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
         needed += programs.restore_requests()
         if most:
             needed += programs.exchange_requests()
-    if most:
-        for first in range(group.start, group.start + group.tp, target):
-            part = cluster.sub_meshes.group(first, target)
-            needed += least_requests(cluster.plan, cluster.executables, part, after, kinds)
+    for first in range(group.start, group.start + group.tp, target):
+        part = cluster.sub_meshes.group(first, target)
+        needed += least_requests(cluster.plan, cluster.executables, part, after, kinds)
     return needed
 
 

@@ -98,8 +98,7 @@ def running_server(options: argparse.Namespace) -> Iterator[Running]:
         config, log = Path(scratch) / "server.yaml", options.server_log or Path(scratch) / "server.log"
         config.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "serving.cli", "serve", f"--config={config}"]
-        if options.no_warmup:
-            command.append("--no-warmup")
+        command.append("--no-warmup" if options.no_warmup else "--wait-for=all")
         with log.open("wb") as sink:
             process = subprocess.Popen(command, stderr=sink, stdout=sink, cwd=ROOT)
         try:

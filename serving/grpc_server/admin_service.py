@@ -62,7 +62,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
         backend = front_door.backend
         if front_door.state is not State.READY:
             raise PreconditionError("the server is shutting down: instances do not change any more")
-        transform = partial(backend.transform, degree, list(request.devices) or None, variant, release, layers)
+        transform = partial(
+            backend.transform,
+            degree,
+            list(request.devices) or None,
+            variant,
+            release,
+            layers,
+            request.wait_for_programs,
+        )
 
         # The transformation goes on if the client leaves, and is counted all the same.
         work = asyncio.ensure_future(self._transform(transform, degree, variant))
@@ -133,6 +141,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     kv_used_bytes=snapshot.memory.kv_used_bytes[device],
                 )
                 for device in snapshot.memory.devices
+            ],
+            degrees=[
+                pb.DegreePrograms(
+                    tensor_parallel_size=it.degree,
+                    ready=it.ready,
+                    num_programs=it.num_programs,
+                    num_ready=it.num_ready,
+                )
+                for it in snapshot.stats.degrees
             ],
             waiting=snapshot.waiting,
             accepted=len(front_door.admission.ids),

@@ -48,6 +48,7 @@ class Backend(Protocol):
         variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
         release_weights: bool = True,
         layers_per_step: int = 1,
+        wait_for_programs: bool = True,
     ) -> TransformReport:
         """Merge or split instances; returns when it is done."""
         ...

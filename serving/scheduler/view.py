@@ -89,6 +89,9 @@ class DegreeLimits:
     capacity_tokens: int
     max_requests: int
     """Requests that it would run at once."""
+    ready: bool = True
+    """Its programs are there. An instance is not made of a degree that is not ready: `ClusterView.refused` has all of
+    its groups."""
 
 
 @dataclass(frozen=True)

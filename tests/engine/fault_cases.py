@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import compilation_cache
 from serving_checks import TIMEOUT_S, forget_prefixes
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.accumulate import wait_for
 from amoeba_jax.engine import executables as executables_module
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.executables import Executable, Executables
+from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.engine.relocation import PortableProgram
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import RequestError, TransformError
@@ -160,7 +160,7 @@ class Faults:
 
     Args:
         kind: of programs.
-        how: `compile` (compiling fails), `load` (reading the compile cache fails), `before` (the program raises before
+        how: `compile` (compiling fails), `load` (loading it from bytes fails), `before` (the program raises before
             it has taken its donated arguments), `after` (it raises when it has), `poison` (it fails while it runs: its
             results, and all that is computed from them, cannot be read), `unread` (its results are there, and the next
             copy to the host fails).
@@ -184,12 +184,12 @@ class Faults:
         if self.how in ("compile", "load"):
             llm._dispatcher.call(drop_programs, llm._engine, self.kind).result(TIMEOUT_S)
         get, compile_program, read = Executables.get, executables_module.compile_program, Instance._read
-        load, when_ready = compilation_cache.get_executable_and_time, Instance.when_ready
+        load, when_ready = PortableProgram.load, Instance.when_ready
 
         def faulty_get(executables: Executables, request: ProgramRequest) -> Any:
             return _Program(get(executables, request), request, self)
 
-        def faulty_compile(request: ProgramRequest) -> Executable:
+        def faulty_compile(request: ProgramRequest, source: PortableProgram | None = None) -> Any:
             if request.kind == self.kind and self.how in ("compile", "load"):
                 self._compiled += 1
                 if self.how == "compile" and self._compiled == self.number:
@@ -197,15 +197,15 @@ class Faults:
                     raise jax.errors.JaxRuntimeError(NO_MEMORY)
                 loading.kind = request.kind
             try:
-                return compile_program(request)
+                return compile_program(request, source)
             finally:
                 loading.kind = None
 
-        def faulty_load(*arguments: Any) -> Any:
+        def faulty_load(program: PortableProgram, devices: Any) -> Any:
             if self.how == "load" and getattr(loading, "kind", None) == self.kind and not self.happened:
                 self.happened = True
                 raise OSError("injected")
-            return load(*arguments)
+            return load(program, devices)
 
         def faulty_read(instance: Instance, array: jax.Array) -> "Future[np.ndarray]":
             return self._unread() or read(instance, array)
@@ -217,7 +217,7 @@ class Faults:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Executables, "get", faulty_get)
             patch.setattr(executables_module, "compile_program", faulty_compile)
-            patch.setattr(compilation_cache, "get_executable_and_time", faulty_load)
+            patch.setattr(PortableProgram, "load", faulty_load)
             patch.setattr(Instance, "_read", faulty_read)
             patch.setattr(Instance, "when_ready", faulty_when_ready)
             yield self

@@ -1,7 +1,9 @@
-"""Programs that are missing are compiled beside the steps of running requests: each waits for its own programs alone."""
+"""Programs that are missing are compiled beside the steps of running requests: each waits for its own alone."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from transform_cases import Background, requests, tokens, wait_until_decoding
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.executables import Executables
 from amoeba_jax.engine.program_requests import ProgramRequest
-from amoeba_jax.errors import RequestFailedError
+from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
+from serving.metrics import ServerMetrics
+from serving.scheduling import Scheduling, SchedulingConfig
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -50,7 +54,7 @@ class Gate:
     def __init__(self, llm: LLM):
         self.open = threading.Event()
         self.held: list[str] = []
-        background = llm._engine.cluster.executables.background
+        self._background = background = llm._engine.cluster.executables.background
         compile = background._compile
 
         def waiting(wanted: list[ProgramRequest]):
@@ -59,6 +63,18 @@ class Gate:
             yield from compile(wanted)
 
         background._compile = waiting
+
+    def asked(self) -> list[str]:
+        """Programs that are to come."""
+        background = self._background
+        return [*self.held, *map(str, background._urgent.values()), *map(str, background._later.values())]
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -74,7 +90,7 @@ def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
     (output,) = first.result()
     assert len(output.outputs[0].token_ids) == 200
     assert second._thread.is_alive(), "it has no program to be sampled with"
-    assert any("draw" in name for name in gate.held)
+    assert any("draw" in name for name in gate.asked())
     gate.open.set()
     got = tokens([output, *second.result()])
     assert got[0] == tokens(cold.generate([[4, 5, 6]], greedy(200)))[0]
@@ -88,7 +104,7 @@ def test_a_larger_step_does_meanwhile(cold: LLM):
     gate = Gate(cold)
     assert tokens(cold.generate([[n + 1] * 3 for n in range(3)], greedy(12))) == expected[:3]
     assert tokens(cold.generate([[n + 1] * 3 for n in range(2)], greedy(12))) == expected[:2]
-    assert any("2x1" in name for name in gate.held), "the smaller one is on its way"
+    assert any(" 2x1 " in name for name in gate.asked()), "the smaller one is to come"
     gate.open.set()
     check_idle(cold)
 
@@ -134,3 +150,73 @@ def test_load_and_transformations_from_the_start(directory: Path, monkeypatch: p
         expected = tokens(llm.generate(*asked))
         assert got == [expected, expected]
         check_idle(llm)
+
+
+def test_a_warmup_in_the_background(directory: Path):
+    """Degrees get ready one after the other, that of the present instances first."""
+    with LLM(directory, num_devices=2, **SETTINGS | {"max_num_seqs": 2}, strict_compile=True) as llm:
+        llm.warmup([1])
+        gate = Gate(llm)
+        missing = llm.warmup([1, 2], background=True)
+        first, second = llm.stats.degrees
+        assert (first.degree, second.degree) == (1, 2)
+        assert first.ready
+        assert second.num_programs - second.num_ready == missing > 0
+        with pytest.raises(ProgramsNotReadyError, match=f"TP2 is not ready: {missing} of its {second.num_programs}"):
+            llm.transform(2, wait_for_programs=False)
+        asked = requests(6, max_tokens=20)
+        load = Background(llm, *asked)
+        waiting = ThreadPoolExecutor(1).submit(llm.transform, 2)
+        got = tokens(load.result())
+        assert not waiting.done(), "requests are served meanwhile, and it waits"
+        gate.open.set()
+        assert waiting.result(TIMEOUT_S).tensor_parallel_size == 2
+        wait_until(lambda: all(it.ready for it in llm.stats.degrees))
+        assert llm._engine.cluster.executables.complete
+        assert tokens(llm.generate(*asked)) == got
+        llm.transform(1, wait_for_programs=False)
+        assert llm.stats.late_programs == 0
+        assert llm.stats.compiled_programs == first.num_programs + second.num_programs
+        check_idle(llm)
+
+
+def test_a_warmup_in_the_background_that_finds_everything(cold: LLM):
+    cold.warmup()
+    assert cold.warmup(background=True) == 0
+    assert [it.ready for it in cold.stats.degrees] == [True]
+    assert cold._engine.cluster.executables.complete
+
+
+def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
+    """A request that needs it waits, and is served as soon as it is."""
+    settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
+    with LLM(directory, num_devices=2, **settings) as llm:
+        llm.warmup([1])
+        gate = Gate(llm)
+        llm.warmup([1, 2], background=True)
+        scheduling = Scheduling(llm, SchedulingConfig("amoeba"), ServerMetrics())
+        short, long = [[1, 2, 3]], [list(range(1, 81))]
+        waiting = Background(llm, long, greedy(8))
+        assert len(tokens(llm.generate(short, greedy(8)))[0][0]) == 8
+        view = llm._dispatcher.call(scheduling._placement.scheduler.executor.snapshot).result(TIMEOUT_S)
+        assert [(limits.degree, limits.ready) for limits in view.degrees] == [(1, True), (2, False)]
+        assert ((0, 1), 2) in view.refused
+        assert scheduling.counters.refused == scheduling.counters.scale_ups == 0
+        gate.open.set()
+        assert len(tokens(waiting.result())[0][0]) == 8
+        assert scheduling.counters.scale_ups == 1
+        assert scheduling.counters.refused == 0
+        scheduling.close()
+
+
+def test_a_policy_waits_for_programs_that_no_warmup_brings(directory: Path):
+    """Its first scale-up is refused, and asked for again when the programs are there."""
+    settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
+    with LLM(directory, num_devices=2, **settings) as llm:
+        scheduling = Scheduling(llm, SchedulingConfig("amoeba"), ServerMetrics())
+        long = Background(llm, [list(range(1, 81))], greedy(8))
+        assert len(tokens(llm.generate([[1, 2, 3]], greedy(8)))[0][0]) == 8
+        assert len(tokens(long.result())[0][0]) == 8
+        assert scheduling.counters.refused == 1
+        assert scheduling.counters.scale_ups == 1
+        scheduling.close()

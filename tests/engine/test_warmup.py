@@ -155,7 +155,7 @@ def test_program_that_would_copy_is_an_error():
         jitted = jax.jit(lambda x: jnp.concatenate([x, x]), donate_argnums=0)
         return jitted.lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
 
-    request = ProgramRequest(ProgramKey("doubling", (0,), (8,)), compile, donated_bytes=32)
+    request = ProgramRequest(ProgramKey("doubling", (0,), (8,)), compile, donated_bytes=32, on=tuple(jax.devices()[:1]))
     with pytest.raises(RuntimeError, match=r"doubling.*would copy.*0 of 32 bytes"):
         compile_program(request)
 
@@ -167,8 +167,9 @@ def test_error_of_one_program_ends_the_others():
     def compile() -> jax.stages.Compiled:
         return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
-    requests = [ProgramRequest(ProgramKey("add", (0,), (i,)), compile) for i in range(3)]
-    requests.append(ProgramRequest(ProgramKey("fail", (0,), ()), fail))
+    device = tuple(jax.devices()[:1])
+    requests = [ProgramRequest(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(3)]
+    requests.append(ProgramRequest(ProgramKey("fail", (0,), ()), fail, on=device))
     with pytest.raises(ValueError, match="no such program"):
         list(compile_programs(requests, 2))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("amoeba-compile")]
@@ -237,7 +238,8 @@ def test_strict_mode_loads_again_what_was_dropped_for_others(llm: LLM):
     def compile() -> jax.stages.Compiled:
         return jax.jit(lambda x: x + 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
-    there, other = (ProgramRequest(ProgramKey("add", (0,), (i,)), compile) for i in range(2))
+    device = tuple(jax.devices()[:1])
+    there, other = (ProgramRequest(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(2))
     executables = Executables(llm.dims, strict=True)
     assert len(list(executables.prepare([there]))) == 1
     executables.set_complete()

@@ -329,32 +329,48 @@ class DeviceMemory(_message.Message):
     def __init__(self, device: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("state", "instances", "devices", "waiting", "accepted")
+    __slots__ = ("state", "instances", "devices", "waiting", "accepted", "degrees")
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DEGREES_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     instances: _containers.RepeatedCompositeFieldContainer[Instance]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceMemory]
     waiting: int
     accepted: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    degrees: _containers.RepeatedCompositeFieldContainer[DegreePrograms]
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ...) -> None: ...
+
+class DegreePrograms(_message.Message):
+    __slots__ = ("tensor_parallel_size", "ready", "num_programs", "num_ready")
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    tensor_parallel_size: int
+    ready: bool
+    num_programs: int
+    num_ready: int
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., ready: _Optional[bool] = ..., num_programs: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
 
 class TransformRequest(_message.Message):
-    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step")
+    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step", "wait_for_programs")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FOR_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     variant: TransformVariant
     release_weights: bool
     layers_per_step: int
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ...) -> None: ...
+    wait_for_programs: bool
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ...) -> None: ...
 
 class TransformResponse(_message.Message):
     __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens")

@@ -1,0 +1,61 @@
+"""What clients see of a server that compiles programs while it serves."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from live_server import TIMEOUT_S, Live, code_and_text, wait_until
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.client import Client
+from amoeba_jax.client._proto import inference_pb2 as pb
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def programs(live: Live, state: str) -> float | None:
+    return live.server.metrics.registry.get_sample_value(
+        "amoeba:programs", {"tensor_parallel_size": "2", "state": state}
+    )
+
+
+def test_degrees_become_ready_while_the_server_serves(
+    start: Callable[..., Live], served_model: Path, compile_cache: str
+):
+    settings = {"num_devices": 2, "tensor_parallel_size": 1, "device_memory": "64MiB", "max_num_seqs": 2}
+    with LLM(served_model, compile_cache=compile_cache, progress=False, **settings) as llm:
+        llm.warmup([1])
+        opened, background = threading.Event(), llm._engine.cluster.executables.background
+        compile = background._compile
+
+        def held(wanted):
+            assert opened.wait(TIMEOUT_S)
+            yield from compile(wanted)
+
+        background._compile = held
+        missing = llm.warmup([1, 2], background=True)
+        live = start(llm=llm)
+        try:
+            with Client(live.target) as client:
+                first, second = client.cluster().degrees
+                assert (first.degree, first.ready) == (1, True)
+                assert (second.degree, second.ready) == (2, False)
+                assert second.num_programs - second.num_ready == missing
+                assert client.generate("hello", SamplingParams(temperature=0, max_tokens=4))[0].token_ids
+                code, text = code_and_text(
+                    lambda: live.admin.Transform(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S)
+                )
+                assert code is grpc.StatusCode.FAILED_PRECONDITION
+                assert f"{missing} of its {second.num_programs} programs" in text
+                wait_until(lambda: programs(live, "missing") == missing)
+                opened.set()
+                assert client.transform(2, wait_for_programs=True).tensor_parallel_size == 2
+                wait_until(lambda: all(it.ready for it in client.cluster().degrees))
+                wait_until(lambda: programs(live, "missing") == 0)
+                assert programs(live, "ready") == second.num_programs
+                assert client.transform(1).tensor_parallel_size == 1
+        finally:
+            opened.set()
+        live.check_idle()
