@@ -15,7 +15,7 @@ from amoeba_jax.engine import program_cache
 from amoeba_jax.engine.background import BackgroundCompiler
 from amoeba_jax.engine.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.engine.program_store import ProgramStore
-from amoeba_jax.engine.relocation import PortableProgram
+from amoeba_jax.engine.relocation import PortableProgram, give_up
 from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.host_memory import trim_host_memory
 from amoeba_jax.models.dims import ModelDims
@@ -34,9 +34,16 @@ _starting_threads = threading.Lock()
 
 
 class _Compiled(threading.local):
-    """Programs that XLA compiled in this thread: JAX calls listeners in the thread that compiles."""
+    """Programs that XLA compiled in this thread: JAX calls listeners in the thread that compiles.
+
+    Attributes:
+        count: of them.
+        latest_is_new: XLA compiled the latest program; else the compile cache had it, or JAX in its memory.
+    """
 
     count = 0
+    latest_is_new = False
+    hit = False
 
 
 _compiled = _Compiled()
@@ -45,11 +52,13 @@ _compiled = _Compiled()
 def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == _PROGRAM:
         _compiled.count += 1
+        _compiled.latest_is_new, _compiled.hit = not _compiled.hit, False
 
 
 def _on_event(event: str, **_: object) -> None:
-    if event == _CACHE_HIT:
+    if event == _CACHE_HIT:  # before the event of its program
         _compiled.count -= 1
+        _compiled.hit = True
 
 
 monitoring.register_event_duration_secs_listener(_on_duration)
@@ -82,15 +91,18 @@ def compile_program(
         try:
             compiled = source.load(request.on)
         except Exception as error:
-            logger.warning("program %s cannot be loaded, and is compiled: %s", request, error)
-            source, relocated = None, False
-            if entry is not None:
+            if relocated:
+                give_up(error)
+            elif entry is not None:
+                logger.warning("program %s cannot be loaded, and is compiled again: %s", request, error)
                 entry.remove()
+            source, relocated = None, False
     if compiled is None:
         with contextlib.nullcontext() if entry is None else program_cache.unwritten_by_jax():
+            _compiled.latest_is_new = False
             compiled = request.compile()
-        # Else JAX has it in memory, and XLA may give no bytes of it.
-        if entry is not None and _compiled.count > before:
+        # What XLA has not just compiled it may give no bytes of, or bytes that do not work.
+        if entry is not None and _compiled.latest_is_new:
             source = PortableProgram.of(compiled, request.on)
             if source is not None:
                 entry.keep(source)

@@ -38,6 +38,20 @@ _NEVER_S = 1e9
 _lock = threading.Lock()
 
 
+def _source() -> str:
+    """A hash of this project's Python files."""
+    digest = hashlib.sha256()
+    for package in _SOURCES:
+        for file in sorted((_ROOT / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(_ROOT)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# Of the files that this process has just imported: they may be edited while it runs.
+_SOURCE = _source()
+
+
 @dataclass(frozen=True)
 class Entry:
     """The place of one program in the cache, on one device's behalf."""
@@ -147,7 +161,7 @@ def _environment() -> str:
     """What stays the same in a process."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     flags = [f"{name}={os.environ.get(name)}" for name in ("XLA_FLAGS", "JAX_PALLAS_INTERPRET")]
-    return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _source()])
+    return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE])
 
 
 def _processor() -> str:
@@ -156,13 +170,3 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     return f"{platform.machine()} {platform.processor()}"
-
-
-def _source() -> str:
-    """A hash of this project's Python files."""
-    digest = hashlib.sha256()
-    for package in _SOURCES:
-        for file in sorted((_ROOT / package).rglob("*.py")):
-            digest.update(f"{file.relative_to(_ROOT)}\n".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -48,7 +48,7 @@ class PortableProgram:
             _Pickler(file, devices).dump(parts)
             return cls(file.getvalue(), (in_tree, compiled.out_tree))
         except Exception as error:
-            _say_once(f"{type(error).__name__}: {error}")
+            give_up(error)
             return None
 
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
@@ -57,6 +57,9 @@ class PortableProgram:
         Buffers are donated, and arguments and results sharded, as those of a program that was compiled for them.
         """
         executable, arguments, no_kwargs = _Unpickler(self.data, devices).load()
+        placed = tuple(executable.xla_executable.local_devices())
+        if placed != tuple(devices):  # calling it would end the process
+            raise RuntimeError(f"a program for {devices} was loaded for {placed}")
         in_tree, out_tree = self.trees
         return jax.stages.Compiled(executable.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
 
@@ -70,6 +73,11 @@ class _Formats:
     client: type
     device_list: Callable[[tuple[jax.Device, ...]], Any]
     compile_options: Callable[..., Any]
+
+
+def give_up(error: Exception) -> None:
+    """Something that this needs of JAX is not as it was: programs are compiled from here on, and a warning says so."""
+    _say_once(f"{type(error).__name__}: {error}")
 
 
 def is_possible() -> bool:
