@@ -169,6 +169,9 @@ def serve(
     max_queued_requests: Annotated[int | None, typer.Option(help="Accepted requests without a token.")] = None,
     max_queued_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of these.")] = None,
     max_requests_per_client: Annotated[int | None, typer.Option(help="Requests of an address at once.")] = None,
+    max_refusals_per_second: Annotated[
+        int | None, typer.Option(help="Refused calls of a client that are answered without a delay.", show_default="25")
+    ] = None,
     shutdown_timeout: Annotated[
         float | None, typer.Option(help="Seconds that requests may go on after SIGTERM.", show_default="30")
     ] = None,

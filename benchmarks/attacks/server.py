@@ -68,6 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", default="256MiB")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384, help="of each device")
     parser.add_argument("--max-num-seqs", type=int, default=32, help="of each device")
+    parser.add_argument("--max-refusals-per-second", type=int, help="default: the server's")
     parser.add_argument("--compile-cache", help="directory; default: the user's")
     parser.add_argument("--server-log", type=Path, help="file to keep what the server writes")
     parser.add_argument("--no-warmup", action="store_true", help="compile while serving, which disturbs latencies")
@@ -93,6 +94,8 @@ def running_server(options: argparse.Namespace) -> Iterator[Running]:
             "port": 0,
             "metrics_port": None,
         }
+        if options.max_refusals_per_second:
+            settings["max_refusals_per_second"] = options.max_refusals_per_second
         if options.compile_cache:
             settings["compile_cache"] = options.compile_cache
         config, log = Path(scratch) / "server.yaml", options.server_log or Path(scratch) / "server.log"

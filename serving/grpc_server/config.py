@@ -53,6 +53,9 @@ class Limits:
     `logprobs`. Streams have no such limit."""
     min_priority: int = 0
     """Lowest `priority`, which is served first, that requests may ask for. The admin's token allows any."""
+    max_refusals_per_second: int = 25
+    """Refused calls of one client that are answered at once, after the first 100: further ones get their answer up to a
+    second later."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -18,6 +18,7 @@ from serving.grpc_server.calls import Call, Prompt
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, check_prompt_text
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
+from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
 from serving.metrics import RequestRecord, ServerMetrics
 from serving.scheduling import Scheduling
@@ -59,6 +60,7 @@ class FrontDoor:
     ):
         self.state = State.LOADING
         self.admission = Admission(limits)
+        self.refusals = Refusals(limits)
         self.callers = callers or Callers()
         self.limits = limits
         self.metrics = metrics

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from amoeba_jax.errors import RequestError
 from serving.grpc_server.callers import Callers, bearer_token
+from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
 
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
@@ -23,8 +24,8 @@ class _Malformed:
 class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls without the right token, and turns what services raise into statuses."""
 
-    def __init__(self, callers: Callers):
-        self._callers = callers
+    def __init__(self, callers: Callers, refusals: Refusals):
+        self._callers, self._refusals = callers, refusals
 
     async def intercept_service(
         self,
@@ -38,8 +39,8 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             self._check_token(handler_call_details)
         except (CredentialsError, ForbiddenError) as error:
-            return _refusing(error)
-        return _guarded(handler)
+            return self._refusing(error)
+        return self._guarded(handler)
 
     def _check_token(self, details: grpc.HandlerCallDetails) -> None:
         callers = self._callers
@@ -55,48 +56,53 @@ class Guard(grpc.aio.ServerInterceptor):
             return
         raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
 
+    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext) -> None:
+        status, text = status_of(error)
+        await self._refusals.wait(self._callers.caller(context).account, status)
+        await context.abort(status, text)
 
-def _refusing(error: Exception) -> grpc.RpcMethodHandler:
-    """Answers any kind of call with an error, before anything of it is read."""
+    def _refusing(self, error: Exception) -> grpc.RpcMethodHandler:
+        """Answers any kind of call with an error, before anything of it is read."""
 
-    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(*status_of(error))
+        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+            await self._abort(error, context)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
+    def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
+        """The same handler with errors as statuses. Those with many requests get a marker for a malformed one."""
+        parse = handler.request_deserializer
 
-def _guarded(handler: Any) -> grpc.RpcMethodHandler:
-    """The same handler with errors as statuses. Those with many requests get a marker for a malformed one."""
-    parse = handler.request_deserializer
-
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except (DecodeError, UnicodeDecodeError):
-            return _Malformed
-
-    def guard(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-        async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def read(data: bytes) -> Any:
             try:
-                if request is _Malformed:
-                    raise RequestError("the message is damaged, or has a text that is not UTF-8")
-                answer = behavior(_well_formed(request) if handler.request_streaming else request, context)
-                if not isinstance(answer, AsyncIterator):
-                    return await answer
-                async for message in answer:
-                    await context.write(message)
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
-            except Exception as error:
-                await context.abort(*status_of(error))
+                return parse(data)
+            except (DecodeError, UnicodeDecodeError):
+                return _Malformed
 
-        return behave
+        def guard(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+            async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
+                try:
+                    if request is _Malformed:
+                        raise RequestError("the message is damaged, or has a text that is not UTF-8")
+                    answer = behavior(_well_formed(request) if handler.request_streaming else request, context)
+                    if not isinstance(answer, AsyncIterator):
+                        return await answer
+                    async for message in answer:
+                        await context.write(message)
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:
+                    await self._abort(error, context)
 
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(guard(handler.stream_stream), read, handler.response_serializer)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), read, handler.response_serializer)
-    return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), read, handler.response_serializer)
+            return behave
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                guard(handler.stream_stream), read, handler.response_serializer
+            )
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), read, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), read, handler.response_serializer)
 
 
 async def _well_formed(requests: Any) -> Any:

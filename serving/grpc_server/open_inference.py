@@ -234,7 +234,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         try:
             await self._infer(self._read(request, context), write)
         except Exception as error:
-            _, text = status_of(error)
+            status, text = status_of(error)
+            front_door = self._front_door
+            await front_door.refusals.wait(front_door.callers.caller(context).account, status)
             last = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
             last.parameters["triton_final_response"].bool_param = True
             await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))

@@ -75,7 +75,7 @@ class Server:
             await server.start()
 
     def _new_server(self, services: list[str]) -> grpc.aio.Server:
-        guard = Guard(self.front_door.callers)
+        guard = Guard(self.front_door.callers, self.front_door.refusals)
         server = grpc.aio.server(interceptors=[guard], options=_options(self.config.limits))
         if INFERENCE in services:
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.front_door), server)

@@ -82,7 +82,12 @@ def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
         **settings: Any,
     ) -> Live:
         limit_names = Limits.__dataclass_fields__
-        limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in limit_names})
+        limits = Limits(
+            **{
+                "max_refusals_per_second": 10_000,  # most tests are about refusals
+                **{name: settings.pop(name) for name in list(settings) if name in limit_names},
+            }
+        )
         config = ServerConfig(**{"port": 0, "metrics_port": None, "limits": limits, **settings})
 
         async def run() -> Server:

@@ -12,7 +12,7 @@ from live_server import Live, LoopThread
 from amoeba_jax import LLM
 from amoeba_jax.client._proto import inference_pb2 as v1
 from serving.grpc_server._proto import open_inference_pb2 as oip
-from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.server import Server
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -54,7 +54,7 @@ def fuzzed(served_llm: LLM):
     loop = LoopThread()
 
     async def run() -> Server:
-        server = Server(ServerConfig(port=0, metrics_port=None))
+        server = Server(ServerConfig(port=0, metrics_port=None, limits=Limits(max_refusals_per_second=10_000)))
         await server.start()
         await server.attach(served_llm)
         return server
