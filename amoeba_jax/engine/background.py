@@ -71,7 +71,7 @@ class BackgroundCompiler(Generic[R, T]):
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, requests: Iterable[R], urgent: bool = True) -> list[R]:
-        """Ask for programs, urgent ones before all that are not. Return those that nobody had asked for so."""
+        """Ask for programs, urgent ones before all that are not. Return those that are new, or urgent only now."""
         new = []
         with self._changed:
             here = self._compiling | {arrival.request.key for arrival in self._arrived}

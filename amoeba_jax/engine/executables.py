@@ -322,9 +322,8 @@ class Executables:
             raise _not_compiled(request)
         self._count_awaited(request)
         found = None
-        for executable in compile_programs(
-            self._with_originals([request]), jobs=1
-        ):  # not here: this stack may be too small
+        # In a thread of its own: this one's stack may be too small.
+        for executable in compile_programs(self._with_originals([request]), jobs=1):
             self._known.add(executable.request.key)
             if executable.request.key == request.key:
                 found = executable

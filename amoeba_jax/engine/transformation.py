@@ -22,7 +22,7 @@ from amoeba_jax.engine.sampling import SamplerKind
 from amoeba_jax.engine.sequence import Sequence
 from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.engine.transform_job import Active, Job, TransformOptions, check_options, next_groups
-from amoeba_jax.engine.transform_needs import needed_programs, samplers, transition_programs
+from amoeba_jax.engine.transform_needs import GroupChange, needed_programs, samplers, transition_programs
 from amoeba_jax.engine.transition import Member, Transition
 from amoeba_jax.engine.transition_programs import TransitionPrograms
 from amoeba_jax.errors import MemoryBudgetError, RequestError, TransformError
@@ -30,7 +30,7 @@ from amoeba_jax.transform import TransformReport, TransformVariant
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
-from sharding.mesh import SubMesh, disassemble
+from sharding.mesh import disassemble
 
 logger = logging.getLogger(__name__)
 
@@ -177,14 +177,11 @@ class Transformations:
 
     def _begin_up(self, job: Job, old: list[Instance]) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
-        group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
-        before = max(instance.released for instance in old)
-        after = max(group.tp, before) if job.options.release_weights else before
+        change = GroupChange.of(cluster, job.options, old)
+        group, (before, after) = change.group, change.released
         rows = max(len(instance.running) for instance in old)
         distinct = [distinct_pages(instance.running, instance.tp) for instance in old]
-        programs, mover, extra = self._prepare(
-            job, group, old[0].tp, True, (before, after), rows, samplers(old), distinct
-        )
+        programs, mover, extra = self._prepare(job, change, rows, samplers(old), distinct)
         if programs.changes_weights:
             cluster.weights.prepare_release(group, before, after)
         for instance in old:
@@ -213,17 +210,15 @@ class Transformations:
 
     def _begin_down(self, job: Job, instance: Instance) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
-        group, tp = instance.group, job.options.tensor_parallel_size
-        before, after = instance.released, min(instance.released, tp)
+        change = GroupChange.of(cluster, job.options, [instance])
+        group, tp, after = instance.group, change.target, change.released[1]
         check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
         room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
         parts = deal(instance.running, room, cluster.buckets(tp).max_num_seqs)
         distinct = [distinct_pages(part, instance.tp) for part in parts]
         rows = max(len(part) for part in parts)
-        programs, mover, extra = self._prepare(
-            job, group, tp, False, (before, after), rows, samplers([instance]), distinct
-        )
+        programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), distinct)
         instance.cache.clear()
         instance.cache.enabled = False
         instance.forget_weights()
@@ -241,10 +236,7 @@ class Transformations:
     def _prepare(
         self,
         job: Job,
-        group: SubMesh,
-        lower: int,
-        up: bool,
-        released: tuple[int, int],
+        change: GroupChange,
         rows: int,
         kinds: set[SamplerKind],
         pages: list[DistinctPages],
@@ -255,9 +247,9 @@ class Transformations:
         """
         cluster = self._cluster
         start = time.perf_counter()
-        cluster.check_compiled(group, group.tp if up else lower, released[1])
+        cluster.check_compiled(change.group, change.target, change.released[1])
         num_layers = cluster.dims.config.num_layers
-        programs = transition_programs(cluster, group, lower, up, released, rows, kinds)
+        programs = transition_programs(cluster, change, rows, kinds)
         max_pieces = 0
         if rows:
             programs.prepare_steps()
@@ -267,7 +259,7 @@ class Transformations:
         mover = make_mover(job.options.variant, programs, cluster.weights)
         extra = mover.prepare(max_pieces)
         try:
-            self._reserve(group.device_indices, extra)
+            self._reserve(change.group.device_indices, extra)
         except MemoryBudgetError as error:
             raise RequestError(f"variant {job.options.variant}: {error}, or kv_cache_tokens") from error
         job.prepare_s += time.perf_counter() - start
