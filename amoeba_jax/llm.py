@@ -30,19 +30,16 @@ from rich.progress import (
 )
 
 from amoeba_jax.accumulate import OutputAccumulator, wait_for, wait_for_all
-from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.logits import sequence_logits
-from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
-from amoeba_jax.engine.sampling import bad_word_ids, sample_seed, sampling_row
-from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.engine.transform_job import TransformOptions
+from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
@@ -52,15 +49,18 @@ from amoeba_jax.outputs import RequestDelta, RequestOutput
 from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.prompts import Prompt, as_prompts, check_tokens, failed_output, one_each
 from amoeba_jax.request import Delivery, Request
+from amoeba_jax.sampling.rows import bad_word_ids, sample_seed, sampling_row
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
+from amoeba_jax.weights.saving import save
 
 Message = dict[str, Any]
-P = TypeVar("P", bound=Placement)
+P = TypeVar("P", bound=SchedulerHook)
 _BYTES = (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
 
 
@@ -413,24 +413,24 @@ class LLM:
         weights = self._engine.cluster.weights
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
-    def use_placement(self, make: Callable[[Engine], P]) -> P:
+    def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
         """Let something else than the engine decide where requests go and when instances change, from now on.
 
         `make(engine)` is called in the dispatcher thread, and what it makes is returned too. Requests may then be
-        longer than an instance of the present layout holds: the placement can change it.
+        longer than an instance of the present layout holds: the hook can change it.
         """
 
         def install() -> P:
-            self._engine.placement = placement = make(self._engine)
-            return placement
+            self._engine.scheduler_hook = hook = make(self._engine)
+            return hook
 
         return self._dispatcher.call(install).result()
 
-    def remove_placement(self) -> None:
-        """Take back `use_placement`. For an engine without requests: those that wait could be too long for it now."""
+    def remove_scheduler_hook(self) -> None:
+        """Take back `use_scheduler_hook`. For an engine without requests: one that waits could be too long for it."""
 
         def remove() -> None:
-            self._engine.placement = None
+            self._engine.scheduler_hook = None
 
         self._dispatcher.call(remove).result()
 

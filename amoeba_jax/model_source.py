@@ -7,9 +7,9 @@ from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.loading import WeightReader, default_threads
-from amoeba_jax.engine.weights import check_checkpoint, checkpoint_reader, random_reader
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.weights.loading import WeightReader, default_threads
+from amoeba_jax.weights.store import check_checkpoint, checkpoint_reader, random_reader
 
 
 class ModelSource:

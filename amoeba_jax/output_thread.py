@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from amoeba_jax.engine.sequence import Update
+from amoeba_jax.instances.sequence import Update
 from amoeba_jax.request import Delivery, EndEarly, Request
 
 logger = logging.getLogger(__name__)

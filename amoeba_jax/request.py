@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from amoeba_jax.engine.sequence import Entries, Sequence, Update
 from amoeba_jax.errors import EngineClosedError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.text_stream import TextStream
 from amoeba_jax.tokenizer import Tokenizer

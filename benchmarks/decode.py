@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM
-from amoeba_jax.engine.batch import StepBatch
+from amoeba_jax.programs.batch import StepBatch
 
 _LLAMA = {
     "model_type": "llama",

@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax.checkpoint.default_model import DEFAULT_MODEL, PACKAGE, SOURCE, ensure_default_model
-from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.loading import default_threads
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import serving_devices
+from amoeba_jax.weights.loading import default_threads
+from amoeba_jax.weights.saving import save
+from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger
 
 RANDOM = {  # 1.04 GB in f32

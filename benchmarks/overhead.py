@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.step_plan import StepPlan
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.programs.batch import StepBatch
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:

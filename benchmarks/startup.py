@@ -102,8 +102,8 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from amoeba_jax import LLM
-    from amoeba_jax.engine.executables import compile_programs
-    from amoeba_jax.engine.instance import Instance
+    from amoeba_jax.instances.instance import Instance
+    from amoeba_jax.programs.executables import compile_programs
 
     def compile_s(instance: Instance) -> float:
         requests, buckets = instance.executables.requests, instance.buckets
@@ -153,7 +153,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
 def decode_step(llm, batch: int, context: int):
     """A step that decodes `batch` sequences of `context` tokens."""
-    from amoeba_jax.engine.batch import StepBatch
+    from amoeba_jax.programs.batch import StepBatch
 
     instance = llm._engine.instances[0]
     pages = llm.dims.pages.pages_for(context)

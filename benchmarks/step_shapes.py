@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM
-from amoeba_jax.engine.batch import BatchShape, StepBatch
-from amoeba_jax.engine.catalogue import catalogue
-from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.program import StepKey
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.step_program import StepKey
 
 _CONTEXT = 128
 Steps = list[tuple[int, int, int]]

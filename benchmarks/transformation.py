@@ -34,12 +34,12 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.step_plan import StepPlan
-from amoeba_jax.engine.transition import Transition
-from amoeba_jax.engine.weights import WeightStore
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.layers import matmul
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.transition import Transition
+from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import format_bytes
 from sharding.mesh import SubMesh
 

@@ -16,7 +16,7 @@ import numpy as np
 from amoeba_jax import LLM, EngineConfig, SamplingParams
 from amoeba_jax.client import Chunk, Client
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.views import MemoryReport
 from serving.compile_watch import CompileWatch
 from serving.generate import chat_prompt, uses_chat

@@ -11,7 +11,6 @@ import jax
 
 from amoeba_jax.checkpoint import default_model
 from amoeba_jax.checkpoint.cache import cache_root
-from amoeba_jax.engine.memory import DEFAULT_CPU_MEMORY
 from amoeba_jax.platform import (
     CPU_THREADS,
     MAX_CPU_DEVICES,
@@ -22,6 +21,7 @@ from amoeba_jax.platform import (
     nccl_splitting,
     serving_devices,
 )
+from amoeba_jax.programs.memory import DEFAULT_CPU_MEMORY
 from serving.doctor import Finding
 from sharding.ledger import format_bytes, parse_bytes
 

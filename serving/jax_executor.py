@@ -1,4 +1,4 @@
-"""The scheduler on real devices: an engine as the scheduler's executor, and the scheduler as the engine's placement."""
+"""The scheduler on real devices: an engine as its executor, and the scheduler as the engine's `SchedulerHook`."""
 
 import logging
 import time
@@ -7,9 +7,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import (
     DeadlineError,
     LayoutError,
@@ -17,7 +14,10 @@ from amoeba_jax.errors import (
     QueueFullError,
     RequestError,
 )
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformReport
 from serving.scheduler import (
     Action,
     ClusterView,
@@ -146,7 +146,7 @@ class JaxExecutor:
         raise RequestError(f"there is no instance {instance_id}")
 
 
-class ScheduledPlacement:
+class EngineScheduler:
     """Has a scheduler decide for an engine. Used by the dispatcher thread, but for `policy`.
 
     Args:
@@ -162,6 +162,7 @@ class ScheduledPlacement:
         layers_per_step: int = 1,
         on_transformed: OnTransformed = lambda action, future: None,
     ):
+        self._engine = engine
         self.scheduler = Scheduler(policy, JaxExecutor(engine, layers_per_step, on_transformed))
         self._decided_on: object = None
         self._next_s = 0.0
@@ -175,8 +176,9 @@ class ScheduledPlacement:
     def policy(self, policy: Policy) -> None:
         self.scheduler.policy = policy
 
-    def place(self, engine: Engine) -> None:
+    def schedule(self) -> None:
         """Let the scheduler decide if anything has changed, or a second has passed."""
+        engine = self._engine
         _start_siblings(engine)
         state = (engine.num_changes, engine.instances, engine.transformations.targets())
         if state == self._decided_on and time.monotonic() < self._next_s:

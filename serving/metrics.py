@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform.report import TransformReport
 from serving.scheduler import SchedulerCounters
 from serving.snapshot import Snapshot
 

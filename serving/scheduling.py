@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from amoeba_jax import LLM
 from amoeba_jax.errors import ConfigError
-from amoeba_jax.transform import TransformReport, TransformVariant
-from serving.jax_executor import ScheduledPlacement
+from amoeba_jax.transform.report import TransformReport, TransformVariant
+from serving.jax_executor import EngineScheduler
 from serving.metrics import ServerMetrics
 from serving.scheduler import (
     AmoebaConfig,
@@ -91,30 +91,30 @@ class Scheduling:
         on_report: OnReport = lambda report: None,
     ):
         self._llm, self._config, self._metrics, self._on_report = llm, config, metrics, on_report
-        self._placement = llm.use_placement(
-            lambda engine: ScheduledPlacement(engine, config.make_policy(), config.layers_per_step, self._transformed)
+        self._hook = llm.use_scheduler_hook(
+            lambda engine: EngineScheduler(engine, config.make_policy(), config.layers_per_step, self._transformed)
         )
         metrics.scheduler = self.counters
 
     @property
     def policy_name(self) -> str:
         """Of the policy that decides."""
-        return self._placement.policy.name
+        return self._hook.policy.name
 
     @property
     def counters(self) -> SchedulerCounters:
         """What was decided since the start."""
-        return self._placement.scheduler.counters
+        return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
         """Let another policy decide from now on; returns the name of the one before. Raises `UnknownPolicyError`."""
         before = self.policy_name
-        self._placement.policy = self._config.make_policy(name)
+        self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
         """Leave placing to the engine. For an `LLM` that has no requests."""
-        self._llm.remove_placement()
+        self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:
         if future.exception() is None:

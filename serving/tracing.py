@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import amoeba_jax
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform.report import TransformReport
 from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import code_of
 from serving.metrics import RequestRecord

@@ -17,19 +17,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from amoeba_jax import EngineConfig
 from amoeba_jax.checkpoint.resolve import resolve_model
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, reading_only
-from amoeba_jax.engine.catalogue import catalogue
-from amoeba_jax.engine.executables import Executables, compile_programs
-from amoeba_jax.engine.memory import DeviceTooSmallError
-from amoeba_jax.engine.plan import EnginePlan, segment_layers
-from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.engine.warmup import compile_jobs
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import ConfigError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import resolve_dtype, serving_devices
+from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.executables import Executables, compile_programs
+from amoeba_jax.programs.memory import DeviceTooSmallError
+from amoeba_jax.programs.plan import EnginePlan, segment_layers
+from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.views import ExecutableInfo
+from amoeba_jax.weights.store import WeightStore
 from serving.warmup_report import layouts, print_layouts, print_plan, print_requests
 
 EXIT_WOULD_COMPILE = 1

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import EngineConfig
-from amoeba_jax.engine.plan import EnginePlan
-from amoeba_jax.engine.program_requests import ProgramRequest
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.views import ExecutableInfo
 from sharding.ledger import format_bytes
 

@@ -11,8 +11,8 @@ import pytest
 from serving_checks import TIMEOUT_S
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
-from amoeba_jax.engine.transition import Transition
 from amoeba_jax.prompts import Prompt
+from amoeba_jax.transform.transition import Transition
 
 SETTINGS: dict[str, Any] = {
     "device_memory": "4MiB",

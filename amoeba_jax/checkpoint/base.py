@@ -2,12 +2,17 @@
 
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from amoeba_jax.errors import CheckpointError
+from sharding.params import ParamSpec
+
+FillChunks = Callable[[ParamSpec, list[np.ndarray]], None]
+"""Fills all chunks of a parameter."""
 
 
 @runtime_checkable

@@ -1,72 +1,36 @@
-"""Save and restore of the loaded form: the chunks as devices hold them, through orbax."""
+"""The loaded form: the chunks as devices hold them, saved by orbax."""
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from amoeba_jax.checkpoint.base import FillChunks
 from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
-from amoeba_jax.engine.loading import FillChunks
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
 
-_FORMAT = 3
-_CHUNKS = "chunks"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-)
-_TOKENIZER_FILES += ("chat_template.jinja",)
-
-
-def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write the loaded form: chunks with orbax, the model's config, how it was chunked, and the tokenizer files.
-
-    Raises `CheckpointError` if the directory exists and is not empty.
-    """
-    directory = directory.expanduser().resolve()
-    if directory.exists() and any(directory.iterdir()):
-        raise CheckpointError(f"{directory} exists and is not empty: choose a new directory to save to")
-    directory.mkdir(parents=True, exist_ok=True)
-    chunks = {
-        _leaf(name, index): store.any_chunk(name, index)
-        for name, (_, spec) in store.specs.items()
-        for index in range(spec.num_chunks)
-    }
-    # One plain file a chunk: with zstd and OCDBT, orbax's defaults, reading takes about 4 times as long.
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory / _CHUNKS, args=ocp.args.PyTreeSave(chunks))
-    for name in _TOKENIZER_FILES:
-        if tokenizer_directory is not None and (tokenizer_directory / name).exists():
-            shutil.copy(tokenizer_directory / name, directory / name)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    layout = dataclasses.asdict(store.dims)
-    # Last: its presence says that everything before it is complete.
-    (directory / ORBAX_MARKER).write_text(json.dumps({"format": _FORMAT, "layout": layout}, indent=2))
+FORMAT = 3
+CHUNKS = "chunks"
+"""Folder of the chunks, one file each."""
 
 
 class OrbaxCheckpoint:
-    """A directory written by `save`. Chunks load as they are, or are cut anew for another layout."""
+    """A directory written by `weights.saving.save`. Chunks load as they are, or are cut anew for another layout."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         marker, self.config = _read_json(directory / ORBAX_MARKER), _read_json(directory / "config.json")
-        if marker.get("format") != _FORMAT:
+        if marker.get("format") != FORMAT:
             raise CheckpointError(
-                f"{directory} has checkpoint format {marker.get('format')!r}; this version reads {_FORMAT}"
+                f"{directory} has checkpoint format {marker.get('format')!r}; this version reads {FORMAT}"
             )
         config, layout = ModelConfig.from_hf(self.config), dict(marker.get("layout") or {})
         saved, now = layout.pop("config", {}), json.loads(json.dumps(dataclasses.asdict(config)))
@@ -115,7 +79,7 @@ class OrbaxCheckpoint:
         """
         opened = [self._open_chunk(spec, index) for index in range(spec.num_chunks)]
         for index, (stored, chunk) in enumerate(zip(opened, chunks, strict=True)):
-            path = self.directory / _CHUNKS / _leaf(spec.name, index)
+            path = self.directory / CHUNKS / chunk_name(spec.name, index)
             try:
                 array = stored.result()
                 found = (tuple(array.shape), array.dtype.numpy_dtype)
@@ -130,7 +94,7 @@ class OrbaxCheckpoint:
             )
 
     def _open_chunk(self, spec: ParamSpec, index: int) -> "ts.Future[ts.TensorStore]":
-        path = self.directory / _CHUNKS / _leaf(spec.name, index)
+        path = self.directory / CHUNKS / chunk_name(spec.name, index)
         # Without the last setting a file that is missing would be read as zeros.
         files = {"driver": "file", "path": f"{path}/"}
         store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
@@ -147,5 +111,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _leaf(name: str, index: int) -> str:
+def chunk_name(name: str, index: int) -> str:
+    """Of a parameter's chunk, in the folder of chunks."""
     return f"{name}.{index}"

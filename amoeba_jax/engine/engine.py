@@ -10,28 +10,28 @@ from concurrent.futures import Future
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.batcher import other_plans, plan_step, roomy_shapes
-from amoeba_jax.engine.catalogue import catalogue_by_degree
-from amoeba_jax.engine.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.loading import OpenWeights
-from amoeba_jax.engine.placement import Placement
 from amoeba_jax.engine.readiness import Readiness
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
-from amoeba_jax.engine.room import Room
-from amoeba_jax.engine.sampling import SamplerKind
-from amoeba_jax.engine.sequence import Sequence, Update
-from amoeba_jax.engine.shares import mark_beyond_share
-from amoeba_jax.engine.siblings import Siblings
-from amoeba_jax.engine.step_plan import Row, StepNotLaunchedError, StepPlan
-from amoeba_jax.engine.transform_job import TransformOptions
-from amoeba_jax.engine.transformation import Transformations
+from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_shapes
+from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.room import Room
+from amoeba_jax.instances.sequence import Sequence, Update
+from amoeba_jax.instances.shares import mark_beyond_share
+from amoeba_jax.instances.siblings import Siblings
+from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
+from amoeba_jax.programs.catalogue import catalogue_by_degree
+from amoeba_jax.sampling.rows import SamplerKind
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform import TransformReport
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.transformation import Transformations
+from amoeba_jax.weights.loading import OpenWeights
 from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
@@ -50,7 +50,7 @@ class Engine:
 
     Attributes:
         on_result: called from other threads whenever `collect` has something to take; must not block.
-        placement: decides where sequences go, and when instances change; None: the engine places them itself, and
+        scheduler_hook: decides where sequences go, and when instances change; None: the engine places them itself, and
             instances change only when told to.
     """
 
@@ -74,7 +74,7 @@ class Engine:
         self.results = Results(self.reject, self._remove, self._report, self._failed, self.recovery, self.stats)
         self.waiting: list[Sequence] = []
         self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
-        self.placement: Placement | None = None
+        self.scheduler_hook: SchedulerHook | None = None
         self.readiness = Readiness()
         self._num_changes = 0
         self._shared_at = 0
@@ -95,7 +95,7 @@ class Engine:
         self.cluster.sub_meshes.check_degree(degree)
         if not wait_for_programs:
             self.readiness.check(degree)
-        if self.placement is None:
+        if self.scheduler_hook is None:
             self._check_waiting(options)
         return self.transformations.request(options)
 
@@ -157,7 +157,7 @@ class Engine:
         """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
         if self.cluster.lost:
             return REVIVE_INTERVAL_S
-        return None if self.placement is None else self.placement.interval_s
+        return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
 
     @property
     def has_requests(self) -> bool:
@@ -168,12 +168,12 @@ class Engine:
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise `RequestError` for a request that no instance can hold when the transformations under way are through,
-        or, with a `placement` that may change the layout, none of any layout. May be called by any thread."""
+        or, with a `scheduler_hook` that may change the layout, none of any layout. May be called by any thread."""
         total = num_prompt_tokens + max_tokens
         if not (instances := self.instances):
             return  # closed: whatever is asked next says so
         capacity, tp = max(map(self.transformations.capacity_to_come, instances))
-        if self.placement is not None:
+        if self.scheduler_hook is not None:
             degrees = self.cluster.sub_meshes.degrees()
             capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
         limit = min(self.max_model_len, capacity)
@@ -270,7 +270,7 @@ class Engine:
                     launched = True
                     self._admit()
         pending = any(instance.pending for instance in self.instances)
-        if self.placement is not None or self.cluster.lost:
+        if self.scheduler_hook is not None or self.cluster.lost:
             return launched  # what waits may wait for its decision, or for devices that are out of service
         compiling = self.cluster.executables.background.num_left
         if not launched and not pending and not compiling and not self.transformations.busy and self.has_requests:
@@ -355,8 +355,8 @@ class Engine:
     def _admit(self) -> None:
         """Place waiting sequences, in order: nobody overtakes within a rank, so nobody starves."""
         self._share_out()
-        if self.placement is not None:
-            self.placement.place(self)
+        if self.scheduler_hook is not None:
+            self.scheduler_hook.schedule()
             return
         while (sequence := next((s for s in self.waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.deadline is not None and sequence.deadline < time.monotonic():
@@ -383,7 +383,7 @@ class Engine:
             return False  # there may be larger ones again
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self.instances)
 
-    # For a placement
+    # For a scheduler
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
         """Let a waiting sequence run. Raises `RequestError`, with nothing changed, if it cannot run there now."""

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from amoeba_jax.engine.batch import BatchShape, StepBatch
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.instance import Instance
 from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.programs.batch import BatchShape, StepBatch
 from kvcache.pages import SequencePages
 
 

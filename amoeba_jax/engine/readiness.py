@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Hashable, Iterable, Mapping
 
-from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.errors import ProgramsNotReadyError
+from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.views import DegreePrograms
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from amoeba_jax.engine.cluster import Cluster, drop_frames
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.step_plan import Row, StateLostError
 from amoeba_jax.errors import RequestFailedError
+from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import Row, StateLostError
 from amoeba_jax.stats import EngineStats
 from sharding.mesh import is_lost
 

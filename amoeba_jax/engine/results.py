@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.recovery import Recovery
-from amoeba_jax.engine.sampling import NO_TOKEN, unpack_logprobs, unpack_result
-from amoeba_jax.engine.sequence import Entries, Sequence, Update
-from amoeba_jax.engine.step_plan import PendingStep, Row
 from amoeba_jax.errors import NotANumberError
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Entries, Sequence, Update
+from amoeba_jax.instances.step_plan import PendingStep, Row
+from amoeba_jax.sampling.rows import NO_TOKEN, unpack_logprobs, unpack_result
 from amoeba_jax.stats import EngineStats
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.catalogue import catalogue
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.program import StepKey
-from amoeba_jax.engine.program_requests import ProgramRequest
-from amoeba_jax.engine.restore import source_place
-from amoeba_jax.engine.sampling import NO_SLOT
-from amoeba_jax.engine.transform_job import TransformOptions
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.programs.batch import StepBatch
+from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.restore import source_place
+from amoeba_jax.programs.step_program import StepKey
+from amoeba_jax.sampling.rows import NO_SLOT
+from amoeba_jax.transform.job import TransformOptions
 from kvcache.migration import PADDING
 
 _MAX_JOBS = 8

@@ -148,6 +148,19 @@ class Segment(nnx.Module):
         self.head = Head(dims, tp) if plan.shape.head else None
 
 
+def leaf_variables(segment: Segment) -> list[nnx.Variable]:
+    """The segment's parameters in the order in which programs take them."""
+    state = nnx.split(segment)[1]
+    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def is_sharded(variable: nnx.Variable) -> bool:
+    """Whether ranks hold different chunks behind this leaf (else all hold the same one)."""
+    metadata = variable.get_metadata()
+    spec: ParamSpec = metadata["spec"]
+    return spec.placement == "sharded" and not metadata.get("whole", False)
+
+
 def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
     """Cut a model into segments of at most `segment_layers` layers.
 

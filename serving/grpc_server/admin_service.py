@@ -8,7 +8,7 @@ import grpc
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
-from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.transform.report import TransformReport, TransformVariant
 from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.statuses import PreconditionError
 from serving.snapshot import take_snapshot

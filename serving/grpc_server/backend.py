@@ -8,7 +8,7 @@ from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceView, MemoryReport
 
 

@@ -11,12 +11,12 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from amoeba_jax.checkpoint import GGUFCheckpoint, open_gguf
-from amoeba_jax.engine.loading import WeightReader
-from amoeba_jax.engine.weights import WeightStore, checkpoint_reader
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.weights.loading import WeightReader
+from amoeba_jax.weights.store import WeightStore, checkpoint_reader
 from sharding.ledger import Ledger
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 8, 32, 64, 300, 2

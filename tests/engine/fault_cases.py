@@ -21,17 +21,17 @@ from serving_checks import TIMEOUT_S, forget_prefixes
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.accumulate import wait_for
-from amoeba_jax.engine import executables as executables_module
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.program_requests import ProgramRequest
-from amoeba_jax.engine.relocation import PortableProgram
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import RequestError, TransformError
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.programs import executables as executables_module
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.relocation import PortableProgram
 from amoeba_jax.request import Delivery, Request
-from amoeba_jax.transform import TransformVariant
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformVariant
 
 MAX_ROUNDS = 600
 """Steps after which a load that has not ended never will."""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.engine.sampler import draw, draw_full, set_state, token_logprobs
-from amoeba_jax.engine.sampling import (
+from amoeba_jax.sampling.rows import (
     NO_SLOT,
     SamplingResult,
     SamplingRow,
@@ -27,6 +26,7 @@ from amoeba_jax.engine.sampling import (
     unpack_logprobs,
     unpack_result,
 )
+from amoeba_jax.sampling.sampler import draw, draw_full, set_state, token_logprobs
 
 jit_draw = jax.jit(draw)
 jit_draw_full = jax.jit(draw_full, donate_argnums=2)

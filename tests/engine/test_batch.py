@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from amoeba_jax.engine.batch import BatchShape, StepBatch, unpack
+from amoeba_jax.programs.batch import BatchShape, StepBatch, unpack
 from sharding.mesh import TP_AXIS, SubMeshPool
 
 SHAPES = (

@@ -13,9 +13,9 @@ from tiny_models import tiny_config, write_model
 from transform_cases import Background, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.executables import Executables
-from amoeba_jax.engine.program_requests import ProgramRequest
 from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.program_requests import ProgramRequest
 from serving.metrics import ServerMetrics
 from serving.scheduling import Scheduling, SchedulingConfig
 
@@ -198,7 +198,7 @@ def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
         short, long = [[1, 2, 3]], [list(range(1, 81))]
         waiting = Background(llm, long, greedy(8))
         assert len(tokens(llm.generate(short, greedy(8)))[0][0]) == 8
-        view = llm._dispatcher.call(scheduling._placement.scheduler.executor.snapshot).result(TIMEOUT_S)
+        view = llm._dispatcher.call(scheduling._hook.scheduler.executor.snapshot).result(TIMEOUT_S)
         assert [(limits.degree, limits.ready) for limits in view.degrees] == [(1, True), (2, False)]
         assert ((0, 1), 2) in view.refused
         assert scheduling.counters.refused == scheduling.counters.scale_ups == 0

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from amoeba_jax.engine.device_chunks import DeviceChunks
+from amoeba_jax.weights.device_chunks import DeviceChunks
 
 RELEASES = {("a", 1): (0, 2), ("b", 1): (0, 2), ("a", 2): (0, 4), ("c", 1): (1, 2)}
 KEYS = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]

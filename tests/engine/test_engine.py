@@ -12,9 +12,9 @@ import pytest
 from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.instance import Instance
 from amoeba_jax.engine.recovery import MAX_FAILURES, MAX_IN_A_ROW
 from amoeba_jax.errors import EngineClosedError, RequestError, RequestFailedError
+from amoeba_jax.instances.instance import Instance
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

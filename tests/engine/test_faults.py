@@ -21,10 +21,10 @@ from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM
-from amoeba_jax.engine.sequence import Sequence, Update
 from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
+from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.request import Request
-from amoeba_jax.transform import TransformVariant
+from amoeba_jax.transform.report import TransformVariant
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

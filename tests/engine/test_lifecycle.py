@@ -18,8 +18,8 @@ from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import ragged_prompts, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.sequence import Update
 from amoeba_jax.errors import EngineClosedError
+from amoeba_jax.instances.sequence import Update
 from amoeba_jax.request import Request
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]

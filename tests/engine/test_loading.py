@@ -17,14 +17,14 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_model, write_model
 
-from amoeba_jax.checkpoint.orbax_dir import save
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.loading import WeightReader, put, read_ahead, staging_bytes, staging_chunks
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import CheckpointError, ConfigError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.weights.loading import WeightReader, put, read_ahead, staging_bytes, staging_chunks
+from amoeba_jax.weights.saving import save
+from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger
 from sharding.params import ParamSpec, Source
 
@@ -229,13 +229,13 @@ import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from test_loading import load
-from amoeba_jax.engine import weights
+from amoeba_jax.weights import store as module
 tiny, large, devices, keep = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "keep"
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 load(tiny, devices=devices)  # imports, JAX and its threads are not the load
-before, put, kept = peak(), weights.put, []
+before, put, kept = peak(), module.put, []
 if keep:
-    weights.put = lambda chunks, devices: (kept.extend(map(np.copy, chunks)), put(chunks, devices))[1]
+    module.put = lambda chunks, devices: (kept.extend(map(np.copy, chunks)), put(chunks, devices))[1]
 store = load(large, devices=devices)
 print(json.dumps({"peak": peak() - before, "weights": store.num_bytes * devices}))
 """

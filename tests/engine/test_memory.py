@@ -13,10 +13,10 @@ from tiny_models import tiny_config, tiny_model
 from transform_cases import Background, after_each_switch, requests, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.loading import put_copies
-from amoeba_jax.engine.program import is_sharded, leaf_variables
 from amoeba_jax.engine.reports import memory_report
 from amoeba_jax.models.decoder import Segment
+from amoeba_jax.programs.step_program import is_sharded, leaf_variables
+from amoeba_jax.weights.loading import put_copies
 from sharding.params import ParamSpec
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -13,10 +13,10 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, Background, decoding, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM
-from amoeba_jax.engine import cluster as cluster_module
-from amoeba_jax.engine import weights
-from amoeba_jax.engine.cluster import Cluster
 from amoeba_jax.errors import RequestError, TransformError
+from amoeba_jax.instances import cluster as cluster_module
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.weights import store
 from sharding.mesh import SubMesh
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -47,7 +47,7 @@ class NoMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool] = lambda number: False):
         self.fails, self.count = fails, 0
-        monkeypatch.setattr(weights, "put", self._failing(weights.put))
+        monkeypatch.setattr(store, "put", self._failing(store.put))
         monkeypatch.setattr(jnp, "zeros", self._failing(jnp.zeros))
 
     def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:

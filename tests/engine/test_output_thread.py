@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from amoeba_jax.engine.sampling import TokenLogprobs, sampling_row
-from amoeba_jax.engine.sequence import Entries, Sequence, Update
+from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.output_thread import MAX_BACKLOG, OutputThread
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.request import Delivery, Request
+from amoeba_jax.sampling.rows import TokenLogprobs, sampling_row
 from amoeba_jax.sampling_params import SamplingParams
 
 

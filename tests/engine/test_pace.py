@@ -2,8 +2,8 @@
 
 import pytest
 
-from amoeba_jax.engine.pace import Pace
-from amoeba_jax.transform import GroupTransform
+from amoeba_jax.instances.pace import Pace
+from amoeba_jax.transform.report import GroupTransform
 
 
 def test_a_step_lasts_from_its_launch_or_the_result_before():

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from amoeba_jax.engine import program_store
-from amoeba_jax.engine.program_store import ProgramStore
+from amoeba_jax.programs import program_store
+from amoeba_jax.programs.program_store import ProgramStore
 
 
 def test_programs_are_made_once():

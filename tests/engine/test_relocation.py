@@ -13,8 +13,8 @@ from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine import relocation
-from amoeba_jax.engine.executables import Executable
+from amoeba_jax.programs import relocation
+from amoeba_jax.programs.executables import Executable
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from amoeba_jax.engine.restore import compile_restore, source_place
+from amoeba_jax.programs.restore import compile_restore, source_place
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.params import ParamSpec, Source
 from sharding.release import released_chunks

@@ -23,8 +23,8 @@ from sampling_cases import (
 )
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.engine.sampler import _gumbel
-from amoeba_jax.engine.sampling import NO_TOKEN
+from amoeba_jax.sampling.rows import NO_TOKEN
+from amoeba_jax.sampling.sampler import _gumbel
 
 
 @pytest.mark.parametrize("vocabulary", [1, 64, 5000])

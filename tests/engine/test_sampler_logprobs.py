@@ -14,7 +14,7 @@ from sampling_cases import (
 )
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.engine.sampling import MAX_LOGPROBS
+from amoeba_jax.sampling.rows import MAX_LOGPROBS
 
 
 def exact_logprobs(logits: np.ndarray) -> np.ndarray:

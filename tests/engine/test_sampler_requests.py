@@ -9,7 +9,7 @@ from tiny_models import byte_model, byte_token
 from tokenizers import Tokenizer
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.sampling import MAX_BAD_WORD_PAIRS
+from amoeba_jax.sampling.rows import MAX_BAD_WORD_PAIRS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

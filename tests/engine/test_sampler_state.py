@@ -16,7 +16,7 @@ from sampling_cases import (
 )
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.engine.sampling import NO_SLOT, pack, state_rows
+from amoeba_jax.sampling.rows import NO_SLOT, pack, state_rows
 
 
 def test_device_counts_tokens_as_a_readmitted_sequence_would():

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from sampling_cases import logprobs_of
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.engine.sampling import (
+from amoeba_jax.errors import RequestError
+from amoeba_jax.outputs import Logprob
+from amoeba_jax.sampling.rows import (
     ANY_TOKEN,
     FIELDS,
     MAX_BAD_WORD_PAIRS,
@@ -27,8 +29,6 @@ from amoeba_jax.engine.sampling import (
     sampling_row,
     state_rows,
 )
-from amoeba_jax.errors import RequestError
-from amoeba_jax.outputs import Logprob
 from amoeba_jax.tokenizer import Tokenizer
 
 

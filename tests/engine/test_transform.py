@@ -24,14 +24,14 @@ from transform_cases import (
 )
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.batch import StepBatch
-from amoeba_jax.engine.instance import Instance
-from amoeba_jax.engine.program import HeadOutput
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.step_plan import StepPlan
-from amoeba_jax.engine.transform_job import Job, TransformOptions, check_options
-from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.programs.batch import StepBatch
+from amoeba_jax.programs.step_program import HeadOutput
+from amoeba_jax.transform.job import Job, TransformOptions, check_options
+from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

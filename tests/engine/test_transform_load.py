@@ -13,7 +13,7 @@ from transform_cases import make, requests, tokens
 
 from amoeba_jax import LLM
 from amoeba_jax.errors import LayoutError, RequestError
-from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.transform.report import TransformReport, TransformVariant
 
 CLIENTS = 3
 IN_PLACE = [TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED]

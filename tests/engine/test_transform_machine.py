@@ -20,11 +20,11 @@ from transform_cases import make
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transform_job import TransformOptions
 from amoeba_jax.errors import LayoutError, RequestError
+from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
-from amoeba_jax.transform import TransformReport, TransformVariant
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_compile")]

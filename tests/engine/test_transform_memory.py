@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from transform_cases import Background, after_each_switch, make, requests, tokens
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.movers import CopyMover
+from amoeba_jax.transform.movers import CopyMover
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

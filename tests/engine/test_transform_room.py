@@ -11,12 +11,12 @@ from tiny_models import tiny_config, write_model
 from transform_cases import SETTINGS, Background, after_each_switch, make, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.room import Room
-from amoeba_jax.engine.sequence import Sequence
-from amoeba_jax.engine.transform_job import TransformOptions
-from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import RequestError, TransformError
+from amoeba_jax.instances.room import Room
+from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

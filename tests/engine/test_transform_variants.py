@@ -13,11 +13,12 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine import transformation, weights
-from amoeba_jax.engine.cluster import Cluster
-from amoeba_jax.engine.movers import CopyMover, HostMover
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.errors import RequestError, TransformError
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.transform import transformation
+from amoeba_jax.transform.movers import CopyMover, HostMover
+from amoeba_jax.weights import store
+from amoeba_jax.weights.store import WeightStore
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -86,7 +87,7 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
         store = idle._engine.cluster.weights
         return {(d, *key): np.array(c) for d, held in enumerate(store._chunks) for key, c in held.items()}
 
-    replace, put, num_put = WeightStore.replace, weights.put, itertools.count()
+    replace, put, num_put = WeightStore.replace, store.put, itertools.count()
 
     def watched_replace(*arguments: Any) -> Any:
         result = replace(*arguments)
@@ -100,7 +101,7 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
         return result
 
     monkeypatch.setattr(WeightStore, "replace", watched_replace)
-    monkeypatch.setattr(weights, "put", watched_put)
+    monkeypatch.setattr(store, "put", watched_put)
     prompts, params = requests(4, max_tokens=64)
     before = chunks()
     num_bytes, weight_bytes = total_live_bytes(), sum(chunk.nbytes for chunk in before.values())

@@ -17,11 +17,11 @@ from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_mod
 from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.catalogue import catalogue
-from amoeba_jax.engine.executables import Executables, compile_program, compile_programs
-from amoeba_jax.engine.program_requests import ProgramKey, ProgramRequest
-from amoeba_jax.engine.program_store import ProgramStore
 from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
+from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
+from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
+from amoeba_jax.programs.program_store import ProgramStore
 from serving.compile_watch import CompileWatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

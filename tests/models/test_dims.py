@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amoeba_jax.engine.weights import WeightStore
 from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import VOCAB_ALIGNMENT, ModelDims
+from amoeba_jax.weights.store import WeightStore
 
 
 def make_config(hidden, heads, kv_heads, head_dim, ffn, vocab, *, layers=1, tied=False) -> ModelConfig:

@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 from transform_cases import Background
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.transition import Transition
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
+from amoeba_jax.transform.transition import Transition
 from serving.metrics import ServerMetrics
 from serving.scheduler import POLICY_NAMES, UnknownPolicyError
 from serving.scheduling import Scheduling, SchedulingConfig

@@ -1,0 +1,328 @@
+"""The devices of an engine, what lies in their memory, and the instances over them."""
+
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.errors import MemoryBudgetError, RequestError
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_plan import SamplingState
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.background import background_jobs
+from amoeba_jax.programs.buckets import Buckets
+from amoeba_jax.programs.catalogue import step_requests
+from amoeba_jax.programs.executables import Executable, Executables
+from amoeba_jax.programs.memory import ACTIVATION_KINDS
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.weights.loading import OpenWeights
+from amoeba_jax.weights.store import WeightStore
+from kvcache.allocator import BuddyAllocator
+from kvcache.pages import PagePool
+from kvcache.prefix_cache import PrefixCache
+from sharding.ledger import Ledger, format_bytes
+from sharding.mesh import SubMesh, assemble
+from sharding.release import ReleasedChunk
+
+logger = logging.getLogger(__name__)
+
+KvBuffers = list[list[jax.Array]]
+"""Extents of each layer."""
+
+REVIVE_INTERVAL_S = 1.0
+"""Seconds between two calls of `Cluster.revive` that try something."""
+_REVIVE_PAUSE = 9
+"""At least so many times as long as an attempt took lies between it and the next: the thread that launches steps
+spends a tenth of its time on attempts at most, though each may read the weights."""
+_TAKE_BACK_ATTEMPTS = 3
+
+
+class Cluster:
+    """Loads the weights onto every device, divides the rest of its memory, and makes instances.
+
+    Attributes:
+        instances: the present ones, by their first device.
+        allocators: of the pages of each device.
+        lost: groups of devices that are out of service, as their instances could not be made again after a change of
+            them failed; with the degree for which their weights are to be released. Their memory stays booked for them.
+            Replaced as a whole when it changes, so any thread may read it.
+        on_result: called from other threads whenever a step's result has arrived; must not block.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        dims: ModelDims,
+        devices: tuple[jax.Device, ...],
+        open_weights: OpenWeights,
+        on_load: Callable[[str], None],
+    ):
+        self.config, self.dims, self.open_weights = config, dims, open_weights
+        self.weights = WeightStore(dims, devices)
+        self.plan = EnginePlan(config, dims, devices, self.weights)
+        self.sub_meshes, self.memory_plan = self.plan.sub_meshes, self.plan.memory
+        self.plans, self.max_model_len = self.plan.plans, self.plan.max_model_len
+        self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
+        with open_weights() as reader:
+            self.weights.load(reader, self.ledgers, on_load)
+        self._sampling_states = [
+            SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
+        ]
+        for ledger in self.ledgers:
+            ledger.add("sampling", self.memory_plan.sampling_bytes)
+        self.executables = Executables(
+            dims,
+            strict=config.strict_compile,
+            beside=config.compile_beside,
+            jobs=background_jobs(config.compile_jobs),
+        )
+        self.on_result: Callable[[], None] = lambda: None
+        self.allocators: list[BuddyAllocator] = []
+        self.instances: tuple[Instance, ...] = ()
+        self.lost: dict[SubMesh, int] = {}
+        self._next_revival_s = 0.0
+        self._activation_bytes = self.memory_plan.activation_bytes
+        self._build(config.tensor_parallel_size)
+        for ledger in self.ledgers:
+            ledger.reserve("activations", self._activation_bytes)
+            ledger.reserve("staging", self.memory_plan.staging_bytes)
+
+    def reserve_temporaries(self, executable: Executable) -> None:
+        """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
+
+        Those that change layouts have memory set aside for them: see `staging_bytes`.
+        """
+        if executable.info.temp_bytes <= self._activation_bytes or executable.request.kind not in ACTIVATION_KINDS:
+            return
+        for ledger in self.ledgers:
+            try:
+                ledger.reserve("activations", executable.info.temp_bytes)
+            except MemoryBudgetError as error:
+                for other in self.ledgers:
+                    other.reserve("activations", self._activation_bytes)
+                raise MemoryBudgetError(
+                    f"program {executable.request} needs {format_bytes(executable.info.temp_bytes)} of temporaries: "
+                    f"{error}, or kv_cache_tokens"
+                ) from error
+        self._activation_bytes = executable.info.temp_bytes
+
+    def buckets(self, tp: int) -> Buckets:
+        """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
+        return self.plan.buckets(tp)
+
+    def capacity_tokens(self, tp: int, released: int) -> int:
+        """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
+        return self.plan.capacity_tokens(tp, released)
+
+    def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
+        """Raise `NotCompiledError` if instances of degree `tp` over a group could not serve with `strict_compile`."""
+        shape = self.buckets(tp).step(1)
+        for start in range(group.start, group.start + group.tp, tp):
+            part = self.sub_meshes.group(start, tp)
+            self.executables.check(step_requests(self.plan, self.executables, part, shape, released))
+
+    def new_allocator(self, released: int) -> BuddyAllocator:
+        """An empty allocator over the base extent and those that are released for a degree."""
+        allocator = BuddyAllocator(self.dims.max_tp)
+        for num_pages in self.plan.extent_pages(released):
+            allocator.add_extent(num_pages)
+        return allocator
+
+    def release_more(self, instance: Instance, degree: int) -> None:
+        """Give an instance the weights as cache that are released at a higher degree than its present one."""
+        for layer, extents in enumerate(instance.kv):
+            extents += self.weights.release(instance.group, layer, instance.released, degree)
+        new = self.plan.extent_pages(degree)[len(self.plan.extent_pages(instance.released)) :]
+        for device in instance.group.device_indices:
+            for num_pages in new:
+                self.allocators[device].add_extent(num_pages)
+        instance.released = degree
+
+    def new_instance(
+        self,
+        group: SubMesh,
+        allocators: list[BuddyAllocator],
+        kv: KvBuffers,
+        released: int,
+        tokens: list[jax.Array] | None = None,
+    ) -> Instance:
+        """An instance over extents and the allocators of their pages, one a rank.
+
+        `tokens` are the ranks' `[num_slots]` last tokens of the instances before, of which only the memory is used: a
+        slot is read after something was sampled for it. Without them they are made anew.
+        """
+        pool = PagePool(self.dims.pages, allocators, group.tp)
+        if tokens is None:
+            last_tokens = jax.device_put(np.zeros(self.plan.num_slots, np.int32), group.replicated)
+        else:
+            last_tokens = assemble(group, tokens, replicated=True)
+        return Instance(
+            group,
+            pool,
+            PrefixCache(pool, self.config.prefix_caching),
+            kv,
+            self.plans,
+            self.weights,
+            self.executables,
+            self._sampling_states[group.start],
+            last_tokens,
+            lambda: self.on_result(),
+            buckets=self.buckets(group.tp),
+            released=released,
+        )
+
+    def empty_instance(self, group: SubMesh, released: int) -> Instance:
+        """An instance with allocators and extents of its own, all made anew."""
+        for device in group.device_indices:
+            self.allocators[device] = self.new_allocator(released)
+        pages = self.plan.extent_pages(released)
+        shapes = [(group.tp * num_pages, self.dims.pages.page_elems) for num_pages in pages]
+        kv = [
+            [jnp.zeros(shape, self.dims.dtype, device=group.sharded) for shape in shapes]
+            for _ in range(self.dims.config.num_layers)
+        ]
+        return self.new_instance(group, [self.allocators[i] for i in group.device_indices], kv, released)
+
+    def rebuild(self, instance: Instance) -> None:
+        """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
+        buffers: these are made again."""
+        instance.replace_lost_extents()
+        instance.state.replace_lost()
+        for device in instance.group.device_indices:
+            self.allocators[device] = self.new_allocator(instance.released)
+        allocators = [self.allocators[device] for device in instance.group.device_indices]
+        self.replace([instance], [self.new_instance(instance.group, allocators, instance.kv, instance.released)])
+
+    def replace(self, old: list[Instance], new: list[Instance]) -> None:
+        """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
+        kept = [instance for instance in self.instances if instance not in old]
+        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
+        for instance in old:
+            instance.retire()
+
+    # Groups whose instances are gone
+
+    def take_back(self, old: list[Instance]) -> list[SubMesh]:
+        """Put empty instances like the old ones in their place, with the weights that those had, after a change of them
+        failed part-way. The old ones run nothing, and have given up their cache.
+
+        Tried several times: what the change has taken may be freed late. Returns the groups for which that did not
+        help. They are out of service: see `lost`.
+        """
+        self.replace(old, [])
+        self.lost = {**self.lost, **{instance.group: instance.released for instance in old}}
+        groups, reasons = [instance.group for instance in old], {}
+        for attempt in range(_TAKE_BACK_ATTEMPTS):
+            if attempt:
+                gc.collect()
+            reasons = {group: reason for group in groups if (reason := self._make_again(group)) is not None}
+            groups = list(reasons)
+            if not groups:
+                break
+        for group, reason in reasons.items():
+            logger.warning("%s is out of service: %s", group, reason)
+        self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
+        return groups
+
+    def revive(self) -> bool:
+        """Try to make instances of groups that are out of service; return whether any is back in service.
+
+        To be called often, in the dispatcher thread: it does nothing while nothing is lost, and nothing within
+        `REVIVE_INTERVAL_S` of the attempt before. Does not raise: a group that fails stays lost.
+        """
+        start = time.monotonic()
+        if not self.lost or start < self._next_revival_s:
+            return False
+        gc.collect()
+        revived = [group for group in self.lost if self._make_again(group) is None]
+        for group in revived:
+            logger.warning("%s is in service again", group)
+        now = time.monotonic()
+        self._next_revival_s = now + max(REVIVE_INTERVAL_S, _REVIVE_PAUSE * (now - start))
+        return bool(revived)
+
+    def check_in_service(self, devices: Iterable[int]) -> None:
+        """Raise `RequestError` if any of these devices is out of service."""
+        for group in self.lost:
+            if not set(group.device_indices).isdisjoint(devices):
+                raise RequestError(
+                    f"devices {list(group.device_indices)} are out of service: their instance could not be made again "
+                    "after a transformation failed. It is tried again every second: wait until they are back"
+                )
+
+    def _make_again(self, group: SubMesh) -> str | None:
+        """Make the instance of a group that is out of service. Where that fails, return why: the group stays so."""
+        released = self.lost[group]
+        layers = range(self.dims.config.num_layers)
+        try:
+            # Memory that is given up first, and what takes longest last.
+            for layer in layers:
+                if (present := self._released_for(group, layer)) < released:
+                    self.weights.release(group, layer, present, released)
+            instance = self.empty_instance(group, released)
+            if any(self._released_for(group, layer) > released for layer in layers):
+                with self.open_weights() as reader:
+                    self.weights.reload(reader, group, [released] * group.tp)
+        except Exception as error:
+            drop_frames(error)
+            return f"{type(error).__name__}: {error}"
+        self.lost = {other: degree for other, degree in self.lost.items() if other != group}
+        self.replace([], [instance])
+        return None
+
+    def _released_for(self, group: SubMesh, layer: int) -> int:
+        """Degree for which weights of a layer are released on a group's devices, all of which have the same."""
+        chunks = self.weights.released(layer, self.dims.max_tp)
+        return max((chunk.degree for chunk in chunks if not self._has(group.start, chunk)), default=1)
+
+    def _has(self, device: int, chunk: ReleasedChunk) -> bool:
+        try:
+            self.weights.chunk(device, chunk.spec.name, chunk.chunks[device % self.dims.max_tp])
+        except KeyError:
+            return False
+        return True
+
+    def _build(self, tp: int) -> None:
+        """The first instances, of degree `tp`. What their ranks do not need of the weights is KV cache at once."""
+        plan, dims = self.memory_plan, self.dims
+        for ledger in self.ledgers:
+            for layer in range(dims.config.num_layers):
+                ledger.add("kv cache", plan.num_pages * plan.page_bytes, layer)
+        self.allocators = [self.new_allocator(tp) for _ in self.sub_meshes.devices]
+        instances = []
+        for group in self.sub_meshes.groups(tp):
+            kv = [
+                [assemble(group, list(self._base_extents(group))), *self.weights.release(group, layer, 1, tp)]
+                for layer in range(dims.config.num_layers)
+            ]
+            allocators = [self.allocators[device] for device in group.device_indices]
+            instances.append(self.new_instance(group, allocators, kv, tp))
+        self.instances = tuple(instances)
+
+    def _base_extents(self, group: SubMesh) -> Iterator[jax.Array]:
+        shape = (self.memory_plan.num_pages, self.dims.pages.page_elems)
+        for device in group.devices:
+            yield jnp.zeros(shape, self.dims.dtype, device=device)
+
+    def close(self) -> None:
+        """Drop every device buffer."""
+        for instance in self.instances:
+            instance.close()
+        self.instances = ()
+        self.lost = {}
+        self._sampling_states.clear()
+        self.weights.release_all()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the frames that an error and its causes hold: device buffers in them would live as long as the error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,117 @@
+"""What an instance computes in one step, and the step once it is launched."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.step_program import LogitsOf
+from sharding.mesh import is_lost
+
+
+class Row(NamedTuple):
+    """A sequence's part in a step: its tokens `start .. start + length` in row `place` of the bucket."""
+
+    place: int
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last token is the sequence's last, so that the next one follows from it."""
+        return self.start + self.length == self.sequence.num_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What an instance computes next."""
+
+    shape: BatchShape
+    rows: tuple[Row, ...]
+    logits_of: LogitsOf = "last"
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """What a device remembers of its sequences for `draw_full`, in programs' donated buffers. See sampling/rows.py.
+
+    Attributes:
+        flags: `[slots, V]` i32.
+        bias: `[slots, V]` f32.
+    """
+
+    flags: jax.Array
+    bias: jax.Array
+
+    @classmethod
+    def zeros(cls, num_slots: int, vocab_size: int, device: jax.Device) -> "SamplingState":
+        shape = (num_slots, vocab_size)
+        return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed program has taken its buffers along."""
+        return is_lost(self.flags) or is_lost(self.bias)
+
+    def replace_lost(self) -> None:
+        """Put zeros in the place of buffers that a failed program has taken along."""
+        self.flags, self.bias = (
+            jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
+            for array in (self.flags, self.bias)
+        )
+
+
+class StateLostError(RuntimeError):
+    """A program has failed, for the reason that is its cause, and taken the rows of all of a device's sequences in
+    `SamplingState` along. They are zeros now."""
+
+
+class StepNotLaunchedError(RuntimeError):
+    """A step could not be prepared, for the reason that is its cause. Nothing has changed."""
+
+
+class StepInputs(NamedTuple):
+    """What the segments of a step are launched with, but for the cache.
+
+    Attributes:
+        packed: the batch, on the devices.
+        programs: one for each segment.
+        weights: of each segment.
+    """
+
+    packed: jax.Array
+    programs: list[jax.stages.Compiled]
+    weights: list[list[jax.Array]]
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A launched step whose results the host has not taken yet.
+
+    Attributes:
+        rows: all of them.
+        sampled: rows whose next token the step chooses.
+        result: what the sampler returned, on its way to the host; read after all else.
+        decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
+        prompt_rows: a row whose prompt log-probabilities it computes, with those on their way.
+        launched_at: by `time.perf_counter()`.
+    """
+
+    rows: tuple[Row, ...]
+    sampled: list[Row]
+    result: "Future[np.ndarray]"
+    decodes: bool
+    prompt_row: Row | None = None
+    prompt_result: "Future[np.ndarray] | None" = None
+    launched_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def done(self) -> bool:
+        return self.result.done()  # the last thing that the step's reader reads

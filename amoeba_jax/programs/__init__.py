@@ -1,0 +1,1 @@
+"""What is known without a buffer: step shapes, keys, memory plan, and the compiled programs."""

@@ -1,0 +1,104 @@
+"""Every program that serving can need, from sizes alone: no weights, no buffers, and no devices but their names."""
+
+from collections.abc import Collection, Iterator
+
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.step_program import LogitsOf, segment_keys
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
+from sharding.mesh import SubMesh
+
+
+def catalogue(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramRequest]:
+    """Programs of all instances of some degrees, and of transitions between any two of them, each once.
+
+    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights or are not in place.
+    """
+    by_degree = catalogue_by_degree(plan, executables, degrees)
+    return [request for requests in by_degree.values() for request in requests]
+
+
+def catalogue_by_degree(
+    plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
+) -> dict[int, list[ProgramRequest]]:
+    """`catalogue` in the order of `degrees`: those of a degree's own instances, and of transitions between it and those
+    before it."""
+    found: dict[object, ProgramRequest] = {}
+    by_degree: dict[int, list[ProgramRequest]] = {}
+    for index, tp in enumerate(degrees):
+        mine = list(_instances(plan, executables, tp))
+        for before in degrees[:index]:
+            for group in plan.sub_meshes.groups(max(tp, before)):
+                mine += _transition(plan, executables, group, min(tp, before))
+        by_degree[tp] = [request for request in mine if found.setdefault(request.key, request) is request]
+    return by_degree
+
+
+def _instances(plan: EnginePlan, executables: Executables, tp: int) -> Iterator[ProgramRequest]:
+    for group in plan.sub_meshes.groups(tp):
+        yield from _steps(plan, executables, group)
+        yield from _sampling(plan, executables, group)
+        yield executables.requests.page_copy(group, plan.extent_pages(tp))
+
+
+def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
+    buckets = plan.buckets(group.tp)
+    prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
+    steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
+    for shape, logits_of in steps:
+        yield from step_requests(plan, executables, group, shape, group.tp, logits_of)
+
+
+def step_requests(
+    plan: EnginePlan,
+    executables: Executables,
+    group: SubMesh,
+    shape: BatchShape,
+    released: int,
+    logits_of: LogitsOf = "last",
+) -> Iterator[ProgramRequest]:
+    """Programs of a step of an instance with weights released for a degree, one for each segment."""
+    keys = segment_keys(group, plan.plans, shape, plan.extent_pages(released), plan.num_slots, logits_of)
+    for key, segment in zip(keys, plan.plans, strict=True):
+        yield executables.requests.step(key, segment, group)
+
+
+def least_requests(
+    plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
+) -> Iterator[ProgramRequest]:
+    """The fewest programs with which an instance can serve any number of requests of some kinds: one step of decodes
+    and one with a chunk of a prompt, and their samplers."""
+    buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
+    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
+    for shape in (buckets.step(buckets.max_num_seqs), prompts):
+        yield from step_requests(plan, executables, group, shape, released)
+        rows = shape.num_rows
+        if set(kinds) - {"greedy"}:
+            yield requests.draw(group, rows, slots, packed_size(rows))
+        if "full" in kinds:
+            yield requests.draw_full(group, rows, slots, packed_size(rows, full=True))
+            yield requests.set_state(group, slots)
+
+
+def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
+    buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
+    for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
+        yield requests.draw(group, rows, slots, packed_size(rows))
+        yield requests.draw_full(group, rows, slots, packed_size(rows, full=True))
+    for chunk in buckets.prompt_logits_chunks:
+        tokens = buckets.step(0, 1, chunk).num_tokens
+        yield requests.token_logprobs(group, tokens)
+        yield requests.take_column(group, tokens)
+    yield requests.set_state(group, slots)
+
+
+def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lower: int) -> Iterator[ProgramRequest]:
+    for rows in plan.buckets(lower).decode_sizes:
+        for up in (True, False):
+            released = (lower, group.tp) if up else (group.tp, lower)
+            programs = plan.transition(executables, group, lower, up=up, released=released, rows=rows)
+            yield from programs.step_requests()
+            yield from programs.exchange_requests()
+            yield from programs.restore_requests()

@@ -1,0 +1,330 @@
+"""What programs there are: the key of each, and how it is compiled. Nothing here needs a buffer."""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.page_copy import compile_page_copy
+from amoeba_jax.programs.restore import compile_restore
+from amoeba_jax.programs.step_program import StepKey, StepProgram, step_kv_bytes, step_program
+from amoeba_jax.sampling import sampler
+from kvcache.copying import compile_defragment, compile_migrate
+from kvcache.exchange import ExchangeKind, compile_exchange
+from sharding.mesh import SubMesh
+from sharding.release import ReleasedChunk
+
+Make = TypeVar("Make", bound=Callable[..., "ProgramRequest"])
+_I32, _F32 = jnp.int32, jnp.float32
+# Traced steps that are kept for the next group of devices. Each holds a few MB.
+_KEPT_STEPS = 16
+
+
+@functools.cache
+def _few_kernels(platform: str) -> dict[str, str | bool]:
+    """Options for programs of many small kernels, each of which XLA:CPU compiles and maps by itself otherwise.
+
+    Measured for the sampler with 32 rows of SmolLM2 and JAX 0.10.2: 117 memory mappings in place of 272, and a draw in
+    8.3 ms in place of 11.8. With the options for steps, those at TP4 have more mappings. JAX 0.12 does not know them.
+    """
+    options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
+    if platform != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), _F32)).compile(dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return {}
+    return options
+
+
+class ProgramKey(NamedTuple):
+    """What a program is for that is no step of a segment."""
+
+    kind: str
+    devices: tuple[int, ...]
+    shape: tuple[Hashable, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} on devices {list(self.devices)}, {self.shape}"
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """A program that may be compiled.
+
+    Attributes:
+        key: programs with equal keys are the same.
+        compile: does it.
+        donated_bytes: what it must update in place, on each device.
+        plan: of a step, layers that it may be run for; others of the same shape share it.
+        chunk: of a restored weight, one that it may be run for.
+        on: the devices that it runs on.
+        first: makes the request for the first group of devices of its degree; None for that group itself.
+        model: sizes of the model that it is for.
+    """
+
+    key: StepKey | ProgramKey
+    compile: Callable[[], jax.stages.Compiled] = field(compare=False, repr=False)
+    donated_bytes: int = 0
+    plan: SegmentPlan | None = None
+    chunk: ReleasedChunk | None = None
+    on: tuple[jax.Device, ...] = field(default=(), compare=False, repr=False)
+    first: "Callable[[], ProgramRequest] | None" = field(default=None, compare=False, repr=False)
+    model: str = field(default="", compare=False, repr=False)
+
+    @property
+    def original(self) -> "ProgramRequest | None":
+        """The request for the first group of its degree, if that is the same program but for its devices."""
+        if self.first is None:
+            return None
+        first = self.first()
+        return first if first.family == self.family else None
+
+    @property
+    def kind(self) -> str:
+        """`step`, or what `ProgramKey` says."""
+        return self.key.kind if isinstance(self.key, ProgramKey) else "step"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Indices of its devices in the pool."""
+        return self.key.devices
+
+    @property
+    def family(self) -> Hashable:
+        """Programs that differ in their devices alone: what is traced for one serves the others."""
+        if isinstance(self.key, ProgramKey):
+            return self.key.kind, len(self.key.devices), self.key.shape
+        return self.key.family
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+
+def _of_any_group(make: Make) -> Make:
+    """Have a method that makes requests for a group say how the first group's is made."""
+
+    @functools.wraps(make)
+    def made(self: "ProgramRequests", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramRequest:
+        request = make(self, group, *args, **kwargs)
+        first = None if group.first is group else functools.partial(made, self, group.first, *args, **kwargs)
+        return replace(request, on=group.devices[: len(request.devices)], first=first, model=self.model)
+
+    return cast(Make, made)
+
+
+class ProgramRequests:
+    """Makes requests for a model's programs. Logits are `[V, R]` everywhere here."""
+
+    def __init__(self, dims: ModelDims):
+        self.dims = dims
+        self.model = repr(dims)
+        self._dtype = jnp.dtype(dims.dtype)
+        self._steps: OrderedDict[Hashable, StepProgram] = OrderedDict()
+        self._lock = threading.Lock()
+
+    # Steps
+
+    def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramRequest:
+        """A step of a segment."""
+
+        def compile() -> jax.stages.Compiled:
+            return self._step_program(key, plan).compile(group)
+
+        first = None
+        if group.first is not group:
+            first = functools.partial(self.step, replace(key, devices=group.first.device_indices), plan, group.first)
+        donated = step_kv_bytes(self.dims, key)
+        return ProgramRequest(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
+
+    def _step_program(self, key: StepKey, plan: SegmentPlan) -> StepProgram:
+        with self._lock:
+            program = self._steps.get(key.family)
+        if program is None:
+            program = step_program(self.dims, plan, key)
+            with self._lock:
+                self._steps[key.family] = program
+                while len(self._steps) > _KEPT_STEPS:
+                    self._steps.popitem(last=False)
+        return program
+
+    @_of_any_group
+    def split(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
+        """Hidden states `[D, members * rows]` on every rank -> each member's columns on its ranks, `[tp * D, rows]`.
+
+        Members are `lower` ranks each.
+        """
+
+        def split(hidden: jax.Array) -> jax.Array:
+            member = lax.axis_index("tp") // lower
+            return lax.dynamic_slice_in_dim(hidden, member * rows, rows, axis=1)
+
+        shape = (self.dims.config.hidden_size, rows * group.tp // lower)
+        return self._mapped(ProgramKey("split", group.device_indices, (lower, rows)), group, split, shape, P(), P("tp"))
+
+    @_of_any_group
+    def join(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
+        """The inverse of `split`."""
+        hidden_size = self.dims.config.hidden_size
+
+        def join(hidden: jax.Array) -> jax.Array:
+            every = lax.all_gather(hidden, "tp")[::lower]
+            return every.transpose(1, 0, 2).reshape(hidden_size, -1)
+
+        shape = (hidden_size * group.tp, rows)
+        return self._mapped(ProgramKey("join", group.device_indices, (lower, rows)), group, join, shape, P("tp"), P())
+
+    def _mapped(
+        self,
+        key: ProgramKey,
+        group: SubMesh,
+        function: Callable[[jax.Array], jax.Array],
+        shape: tuple[int, ...],
+        spec: P,
+        result: P,
+    ) -> ProgramRequest:
+        def compile() -> jax.stages.Compiled:
+            run = jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=result, check_vma=False)
+            inputs, outputs = NamedSharding(group.mesh, spec), NamedSharding(group.mesh, result)
+            jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
+            return jitted.lower(jax.ShapeDtypeStruct(shape, self._dtype)).compile()
+
+        return ProgramRequest(key, compile)
+
+    # Sampling, on the first device of a group
+
+    @_of_any_group
+    def draw(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
+        """`sampler.draw` for so many rows and settings of this size."""
+        shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
+        return self._on_first("draw", group, sampler.draw, shapes, small=True)
+
+    @_of_any_group
+    def draw_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
+        """`sampler.draw_full` for so many rows and settings of this size. Donates `flags`."""
+        state = (num_slots, self.dims.config.vocab_size)
+        shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
+        return self._on_first("draw_full", group, sampler.draw_full, shapes, donate=(2,), small=True)
+
+    @_of_any_group
+    def set_state(self, group: SubMesh, num_slots: int) -> ProgramRequest:
+        """`sampler.set_state`. Donates `flags` and `bias`."""
+        row = (self.dims.config.vocab_size,)
+        state = (num_slots, *row)
+        shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
+        return self._on_first("set_state", group, sampler.set_state, shapes, donate=(0, 1))
+
+    @_of_any_group
+    def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramRequest:
+        """`sampler.token_logprobs` for logits of so many tokens, and as many targets."""
+        shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
+        return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
+
+    @_of_any_group
+    def take_column(self, group: SubMesh, tokens: int) -> ProgramRequest:
+        """`(logits, index) -> logits[:, index]`, as one column."""
+
+        def take_column(logits: jax.Array, index: jax.Array):
+            return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
+
+        return self._on_first("take_column", group, take_column, [(self._logits(tokens), _F32), ((), _I32)])
+
+    def _logits(self, rows: int) -> tuple[int, int]:
+        return self.dims.config.vocab_size, rows
+
+    def _on_first(
+        self,
+        kind: str,
+        group: SubMesh,
+        function: Callable[..., Any],
+        arguments: list[tuple[tuple[int, ...], Any]],
+        donate: tuple[int, ...] = (),
+        small: bool = False,
+    ) -> ProgramRequest:
+        # Looked up here: finding them out compiles a program, which is not to count as this one.
+        options = _few_kernels(group.devices[0].platform) if small else None
+
+        def compile() -> jax.stages.Compiled:
+            here = SingleDeviceSharding(group.devices[0])
+            jitted = jax.jit(function, in_shardings=here, out_shardings=here, donate_argnums=donate, keep_unused=True)
+            lowered = jitted.lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments))
+            return lowered.compile(options)
+
+        shapes = tuple(shape for shape, _ in arguments)
+        donated = sum(4 * shapes[index][0] * shapes[index][1] for index in donate)  # flags and biases: four bytes each
+        return ProgramRequest(ProgramKey(kind, (group.start,), shapes), compile, donated)
+
+    # Pages and weights
+
+    @_of_any_group
+    def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramRequest:
+        """`compile_page_copy` for extents of so many pages."""
+        key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
+        donated = sum(extent_pages) * self._page_bytes
+        return ProgramRequest(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
+
+    @_of_any_group
+    def exchange(
+        self,
+        group: SubMesh,
+        old_extents: tuple[int, ...],
+        new_extents: tuple[int, ...],
+        phase_pieces: int,
+        kind: ExchangeKind,
+    ) -> ProgramRequest:
+        """`compile_exchange` for one layer."""
+        key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
+        donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
+
+        def compile() -> jax.stages.Compiled:
+            pages = self.dims.pages
+            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, kind)
+
+        return ProgramRequest(key, compile, donated)
+
+    @_of_any_group
+    def migrate(self, group: SubMesh, extents: tuple[int, ...], num_pieces: int) -> ProgramRequest:
+        """`compile_migrate`."""
+        key = ProgramKey("migrate", group.device_indices, (extents, num_pieces))
+        return ProgramRequest(key, lambda: compile_migrate(self.dims.pages, self._dtype, group, extents, num_pieces))
+
+    @_of_any_group
+    def defragment(
+        self, group: SubMesh, old_extents: tuple[int, ...], new_extents: tuple[int, ...], num_pieces: int
+    ) -> ProgramRequest:
+        """`compile_defragment`."""
+        key = ProgramKey("defragment", group.device_indices, (old_extents, new_extents, num_pieces))
+
+        def compile() -> jax.stages.Compiled:
+            return compile_defragment(self.dims.pages, self._dtype, group, old_extents, new_extents, num_pieces)
+
+        return ProgramRequest(key, compile)
+
+    @_of_any_group
+    def restore(self, group: SubMesh, released: ReleasedChunk, step_pages: int) -> ProgramRequest:
+        """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
+        dims, shape = self.dims, released.spec.stored_shape
+        places = tuple(released.chunks[device % dims.max_tp] for device in group.device_indices)
+        key = ProgramKey("restore", group.device_indices, (shape, places, step_pages))
+        donated = released.num_pages * self._page_bytes
+
+        def compile() -> jax.stages.Compiled:
+            return compile_restore(released, dims.max_tp, self._dtype, group, step_pages)
+
+        return ProgramRequest(key, compile, donated, chunk=released)
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.dims.pages.page_elems * self._dtype.itemsize

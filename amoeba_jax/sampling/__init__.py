@@ -1,0 +1,1 @@
+"""Sampling: settings of sequences on the host, and the sampler on the devices."""

@@ -1,0 +1,1 @@
+"""Changes of layout while requests run."""

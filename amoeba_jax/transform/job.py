@@ -1,0 +1,155 @@
+"""What a call of `LLM.transform` asks for, and how far it has come."""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
+from amoeba_jax.transform.transition import Transition
+from kvcache.allocator import BuddyAllocator
+
+
+@dataclass(frozen=True)
+class TransformOptions:
+    """See `LLM.transform`."""
+
+    tensor_parallel_size: int
+    devices: tuple[int, ...]
+    variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
+    release_weights: bool = True
+    layers_per_step: int = 1
+
+
+@dataclass(eq=False)
+class Job:
+    """A call of `LLM.transform`: transitions of groups, one after the other where they depend on each other."""
+
+    options: TransformOptions
+    future: "Future[TransformReport]" = field(default_factory=Future)
+    start: float = field(default_factory=time.perf_counter)
+    prepare_s: float = 0.0
+    groups: list[GroupTransform] = field(default_factory=list)
+    active: int = 0
+    awaits_programs: bool = False
+    """It cannot begin, or go on, before programs have come that are being compiled."""
+    error: BaseException | None = None
+    outcomes: list[str] = field(default_factory=list)
+    """How groups ended that failed."""
+
+    def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
+        """Take note that the transition of a group failed, and of how it ended."""
+        self.error = self.error or error
+        self.outcomes.append(f"devices {list(devices)}: {how}")
+
+    def end(self) -> None:
+        """Give the caller the report, or a `TransformError`."""
+        degree = self.options.tensor_parallel_size
+        if self.error is not None:
+            ended = "; ".join(self.outcomes)
+            failure = TransformError(f"the transformation to TP{degree} failed: {self.error} ({ended})")
+            failure.__cause__ = self.error
+            self.future.set_exception(failure)
+            return
+        seconds = time.perf_counter() - self.start
+        self.future.set_result(
+            TransformReport(self.options.variant, degree, seconds, self.prepare_s, tuple(self.groups))
+        )
+
+
+@dataclass(eq=False)
+class Active:
+    """A transition under way."""
+
+    job: Job
+    transition: Transition
+    allocators: list[BuddyAllocator]
+    """Of the view to come, one a device."""
+    old: list[Instance]
+    staging_bytes: int
+    step_s: float | None
+    """Of the instances before; see `GroupTransform`."""
+    start: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.transition.instance.group.device_indices
+
+    def report(self) -> GroupTransform:
+        """What it took, now that it is done."""
+        transition, programs = self.transition, self.transition.programs
+        lower, higher = programs.lower, programs.group.tp
+        itemsize = jnp.dtype(programs.dims.dtype).itemsize
+        restored = sum(
+            chunk.spec.num_elements // chunk.spec.num_chunks * itemsize * higher
+            for switch in transition.switches
+            for chunk in (programs.restored(switch.layer) if not transition.up else ())
+        )
+        return GroupTransform(
+            programs.group.device_indices,
+            lower if transition.up else higher,
+            higher if transition.up else lower,
+            time.perf_counter() - self.start,
+            tuple(transition.switches),
+            self.steps,
+            self.tokens,
+            self.staging_bytes,
+            restored,
+            self.recomputed,
+            self.step_s,
+        )
+
+
+def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Job]) -> None:
+    """Raise `LayoutError` for devices that make up no instances, `RequestError` while others change them."""
+    tp, devices = options.tensor_parallel_size, options.devices
+    meshes = cluster.sub_meshes
+    meshes.check_degree(tp)
+    if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
+        raise LayoutError(
+            f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
+        )
+    for job in jobs:
+        if not set(job.options.devices).isdisjoint(devices):
+            raise RequestError(f"devices {list(job.options.devices)} are being transformed: wait until they are done")
+    for instance in cluster.instances:
+        group = set(instance.group.device_indices)
+        if group.isdisjoint(devices):
+            continue
+        if not group <= set(devices):
+            raise LayoutError(
+                f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
+            )
+    for start in range(0, len(meshes.devices), tp):
+        named = set(range(start, start + tp)) & set(devices)
+        if named and len(named) < tp:
+            raise LayoutError(
+                f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
+                "belong together"
+            )
+
+
+def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
+    """Instances that change next: one that falls apart, or several of one degree that merge."""
+    tp, devices = options.tensor_parallel_size, set(options.devices)
+    mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
+    groups = [[instance] for instance in mine if instance.tp > tp]
+    size = tp
+    while size > 1:
+        for start in range(0, len(cluster.sub_meshes.devices), size):
+            inside = [i for i in mine if start <= i.id < start + size and i.tp < size]
+            degrees = {instance.tp for instance in inside}
+            if sum(i.tp for i in inside) == size and len(degrees) == 1:
+                covered = {i for group in groups for i in group}
+                if not covered.intersection(inside):
+                    groups.append(inside)
+        size //= 2
+    return groups

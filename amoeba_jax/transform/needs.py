@@ -1,0 +1,120 @@
+"""Which programs a transformation needs, so that no request waits for one of them while it is under way."""
+
+from dataclasses import dataclass
+
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.programs.catalogue import least_requests
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.transition_programs import TransitionPrograms
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
+from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.report import TransformVariant
+from sharding.mesh import SubMesh
+
+_IN_PLACE = (TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED)
+
+
+def samplers(instances: list[Instance]) -> set[SamplerKind]:
+    """Kinds of samplers of the sequences that run."""
+    return {sequence.sampling.kind for instance in instances for sequence in instance.running}
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """A group of devices that goes from one degree to another.
+
+    Attributes:
+        group: the devices, at the higher degree.
+        lower: the other degree.
+        up: whether the higher degree comes after the lower.
+        released: the degrees for which weights are released before and after.
+    """
+
+    group: SubMesh
+    lower: int
+    up: bool
+    released: tuple[int, int]
+
+    @classmethod
+    def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "GroupChange":
+        """The change of some instances into one, or of one into several."""
+        tp, up = options.tensor_parallel_size, len(old) > 1
+        group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
+        before = max(instance.released for instance in old)
+        if not up:
+            return cls(group, tp, up, (before, min(before, tp)))
+        return cls(group, old[0].tp, up, (before, max(group.tp, before) if options.release_weights else before))
+
+    @property
+    def target(self) -> int:
+        """The degree that comes after."""
+        return self.group.tp if self.up else self.lower
+
+
+def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramRequest]:
+    """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
+    pages and weights, and the least that the new instances need.
+
+    Without running sequences none of steps meanwhile. What only `basic` and `host_memory` move pages with depends on
+    how many there are, and is left out.
+    """
+    change, kinds = GroupChange.of(cluster, options, old), samplers(old)
+    group, buckets = change.group, cluster.buckets(change.lower)
+    most = max(len(instance.running) for instance in old)
+    rows = min(most, buckets.max_num_seqs)  # however they are dealt
+    programs = _compiled_for_steps(cluster, change, rows, kinds)
+    needed: list[ProgramRequest] = []
+    if programs is None:
+        # The longest steps do for any number of sequences, also when more have come until they are there.
+        programs = _programs(cluster, change, buckets.max_num_seqs)
+        if options.variant is not TransformVariant.RESTART:
+            needed += _step_requests(cluster, programs, kinds)
+    if options.variant in _IN_PLACE:
+        needed += programs.restore_requests()
+        if most:
+            needed += programs.exchange_requests()
+    for first in range(group.start, group.start + group.tp, change.target):
+        part = cluster.sub_meshes.group(first, change.target)
+        needed += least_requests(cluster.plan, cluster.executables, part, change.released[1], kinds)
+    return needed
+
+
+def transition_programs(
+    cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
+) -> TransitionPrograms:
+    """The programs of a transition in which each of the lower instances decodes up to `rows` sequences: the least that
+    are there, or else the least."""
+    found = _compiled_for_steps(cluster, change, rows, kinds)
+    return found or _programs(cluster, change, cluster.buckets(change.lower).step(rows).num_rows)
+
+
+def _compiled_for_steps(
+    cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
+) -> TransitionPrograms | None:
+    """The programs of the fewest rows whose steps need no compilation."""
+    for bucket in cluster.buckets(change.lower).decode_sizes:
+        if bucket >= rows:
+            programs = _programs(cluster, change, bucket)
+            if not rows or cluster.executables.available(_step_requests(cluster, programs, kinds)):
+                return programs
+    return None
+
+
+def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPrograms:
+    return cluster.plan.transition(
+        cluster.executables, change.group, change.lower, up=change.up, released=change.released, rows=rows
+    )
+
+
+def _step_requests(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramRequest]:
+    """Of steps in every state between the layouts, and of what samples their tokens."""
+    requests, rows, slots = cluster.executables.requests, programs.shape.num_rows, cluster.plan.num_slots
+    needed = programs.step_requests()
+    if kinds - {"greedy"}:
+        # Those of the rarest kind may end before the others.
+        needed.append(requests.draw(programs.group, rows, slots, packed_size(rows)))
+    if "full" in kinds:
+        needed.append(requests.draw_full(programs.group, rows, slots, packed_size(rows, full=True)))
+        needed.append(requests.set_state(programs.group, slots))
+    return needed

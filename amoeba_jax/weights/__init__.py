@@ -1,0 +1,1 @@
+"""Buffers of weights: loading, releasing and restoring them."""
