@@ -23,7 +23,7 @@ from rich.table import Table
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.sequence import Sequence
-from serving.jax_executor import JaxExecutor
+from serving.runtime.jax_executor import JaxExecutor
 from serving.scheduler import POLICY_NAMES, ClusterView, Scheduler, make_policy
 
 CONFIG: dict[str, Any] = {

@@ -19,7 +19,7 @@ from transformation import Running, Step, watched
 
 from amoeba_jax import LLM
 from amoeba_jax.views import MemoryReport
-from serving.demo_run import half_way, sampled
+from serving.commands.demo_run import half_way, sampled
 
 PROMPT, NEW_TOKENS = 256, 192
 PARTS = {"weights": "#5b8fd9", "kv cache in use": "#e8890c", "kv cache free": "#f6d2a4", "padding": "#8c8c8c"}

@@ -104,7 +104,7 @@ def generate(
     """Complete one prompt, printing text as it is produced. Figures go to stderr."""
     with clean_exit():
         from amoeba_jax.sampling_params import SamplingParams
-        from serving.generate import stream_to_stdout
+        from serving.commands.generate import stream_to_stdout
 
         params = SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
@@ -187,8 +187,8 @@ def serve(
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
     flags = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     with clean_exit():
-        from serving.serve import run_server
-        from serving.serve_config import read_file, serve_settings
+        from serving.commands.serve import run_server
+        from serving.commands.serve_config import read_file, serve_settings
 
         flags["shutdown_timeout_s"] = shutdown_timeout
         values = read_file(config) if config else {}
@@ -244,8 +244,8 @@ def warmup(
         "compile_jobs": jobs,
     }
     with clean_exit():
-        from serving.serve_config import read_file, serve_settings
-        from serving.warmup import run_warmup
+        from serving.commands.serve_config import read_file, serve_settings
+        from serving.commands.warmup import run_warmup
 
         values = read_file(config) if config else {}
         values |= {name: value for name, value in flags.items() if value is not None}
@@ -269,7 +269,7 @@ def chat(
     """Talk with the model of a running server."""
     with clean_exit():
         from amoeba_jax.sampling_params import SamplingParams
-        from serving.chat import open_client, run_chat
+        from serving.commands.chat import open_client, run_chat
 
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
         token = os.environ.get("AMOEBA_API_TOKEN")
@@ -291,7 +291,7 @@ def transform(
 ) -> None:
     """Ask a running server to merge or split its instances. Needs the admin token where there are tokens."""
     with clean_exit():
-        from serving.chat import open_client, run_transform
+        from serving.commands.chat import open_client, run_transform
 
         token = os.environ.get("AMOEBA_ADMIN_TOKEN")
         with open_client(target, token_file, token, tls_ca) as client:
@@ -365,7 +365,7 @@ def bench(
     with clean_exit():
         from serving.bench.options import bench_config
         from serving.bench.run import run_bench
-        from serving.chat import server_errors
+        from serving.commands.chat import server_errors
 
         with server_errors():
             code = run_bench(bench_config(flags, os.environ))
@@ -381,7 +381,7 @@ def demo(
 ) -> None:
     """Answer short prompts on small instances, which merge meanwhile for a long prompt, and split again."""
     with clean_exit():
-        from serving.demo import run_demo
+        from serving.commands.demo import run_demo
 
         run_demo(model, num_devices, device_memory)
 
@@ -392,7 +392,7 @@ def doctor(
 ) -> None:
     """Check what would not work on this machine, and say what to do. Exits 1 if something would not."""
     with clean_exit():
-        from serving.doctor import examine, print_findings
+        from serving.commands.doctor import examine, print_findings
 
         findings = examine()
         print_findings(findings, as_json)

@@ -11,7 +11,7 @@ from serving.bench.load import LoadConfig
 from serving.bench.metrics import MetricsConfig
 from serving.bench.plot import load_matplotlib
 from serving.bench.workload import WorkloadConfig
-from serving.chat import read_token
+from serving.token_file import read_token
 
 _ONCE = Retries(attempts=1)
 

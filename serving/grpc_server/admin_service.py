@@ -11,7 +11,7 @@ from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.statuses import PreconditionError
-from serving.snapshot import take_snapshot
+from serving.runtime.snapshot import take_snapshot
 
 Context = grpc.aio.ServicerContext
 _STATES = {

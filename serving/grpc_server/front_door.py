@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from amoeba_jax.errors import DeadlineError, EngineClosedError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
-from serving.grpc_server.backend import Backend
 from serving.grpc_server.callers import Caller, Callers
 from serving.grpc_server.calls import Call, Prompt
 from serving.grpc_server.config import Limits
@@ -20,11 +19,12 @@ from serving.grpc_server.field_limits import check_length, check_prompt_text
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
-from serving.metrics import RequestRecord, ServerMetrics
-from serving.scheduling import Scheduling
+from serving.runtime.backend import Backend
+from serving.runtime.metrics import RequestRecord, ServerMetrics
+from serving.runtime.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from serving.tracing import Tracing
+    from serving.grpc_server.tracing import Tracing
 
 # How long a drain waits for the clients of requests that it has aborted, and for the engine to abort them.
 _LAST_WORDS_S = 2.0

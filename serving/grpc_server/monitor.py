@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from amoeba_jax.errors import EngineClosedError, EngineStuckError
 from amoeba_jax.host_memory import trim_host_memory
-from serving.grpc_server.backend import Backend
-from serving.metrics import ServerMetrics
-from serving.snapshot import take_snapshot
+from serving.runtime.backend import Backend
+from serving.runtime.metrics import ServerMetrics
+from serving.runtime.snapshot import take_snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from amoeba_jax.client._proto import inference_pb2, inference_pb2_grpc
 from amoeba_jax.errors import ConfigError
 from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
 from serving.grpc_server.admin_service import AdminService
-from serving.grpc_server.backend import Backend
 from serving.grpc_server.callers import Callers
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.front_door import FrontDoor, State
@@ -23,11 +22,12 @@ from serving.grpc_server.monitor import INTERVAL_S, watch_engine
 from serving.grpc_server.open_inference import OpenInferenceService
 from serving.grpc_server.reflection import add_reflection
 from serving.grpc_server.security import server_credentials
-from serving.metrics import ServerMetrics
-from serving.scheduling import Scheduling
+from serving.runtime.backend import Backend
+from serving.runtime.metrics import ServerMetrics
+from serving.runtime.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from serving.tracing import Tracing
+    from serving.grpc_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
 from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
 from amoeba_jax.programs.program_store import ProgramStore
-from serving.compile_watch import CompileWatch
+from serving.commands.compile_watch import CompileWatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

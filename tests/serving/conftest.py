@@ -12,8 +12,8 @@ from tiny_models import byte_model
 from amoeba_jax import LLM
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.server import Server
-from serving.scheduling import Scheduling, SchedulingConfig
-from serving.tracing import Tracing
+from serving.grpc_server.tracing import Tracing
+from serving.runtime.scheduling import Scheduling, SchedulingConfig
 
 
 @pytest.fixture(scope="session")

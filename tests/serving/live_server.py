@@ -17,7 +17,7 @@ from amoeba_jax.client import Client
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.grpc_server.server import Server
-from serving.scheduling import Scheduling
+from serving.runtime.scheduling import Scheduling
 
 T = TypeVar("T")
 TIMEOUT_S = 120

@@ -13,10 +13,10 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
+from serving.commands.serve_config import serve_settings
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
-from serving.scheduling import SchedulingConfig
-from serving.serve_config import serve_settings
+from serving.runtime.scheduling import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 Status = grpc.StatusCode

@@ -12,14 +12,14 @@ from amoeba_jax.errors import DeadlineError, NotANumberError
 from amoeba_jax.outputs import CompletionDelta, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server import output_coalescer
-from serving.grpc_server.backend import Backend
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
 from serving.grpc_server.front_door import _LAST_WRITE_S, FrontDoor
 from serving.grpc_server.output_coalescer import OutputCoalescer
 from serving.grpc_server.statuses import SlowReaderError
-from serving.metrics import ServerMetrics
+from serving.runtime.backend import Backend
+from serving.runtime.metrics import ServerMetrics
 
 CALLER = Caller("client", "connection", "client")
 

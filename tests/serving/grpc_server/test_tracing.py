@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from serving.cli import app
-from serving.tracing import Tracing
+from serving.grpc_server.tracing import Tracing
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -165,7 +165,7 @@ def test_collector_gets_what_there_is_at_the_latest_at_the_end(
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "serving.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "serving.grpc_server.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     result = CliRunner().invoke(app, ["serve", "--otlp-traces-endpoint", "http://127.0.0.1:4317", "--port", "0"])
     assert result.exit_code == 2

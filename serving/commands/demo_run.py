@@ -18,11 +18,11 @@ from amoeba_jax.client import Chunk, Client
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.views import MemoryReport
-from serving.compile_watch import CompileWatch
-from serving.generate import chat_prompt, uses_chat
-from serving.live_view import live_view
-from serving.local_server import local_server
-from serving.scheduling import SchedulingConfig
+from serving.commands.compile_watch import CompileWatch
+from serving.commands.generate import chat_prompt, uses_chat
+from serving.commands.live_view import live_view
+from serving.commands.local_server import local_server
+from serving.runtime.scheduling import SchedulingConfig
 
 QUESTIONS = (
     "Write three sentences about the sea.",

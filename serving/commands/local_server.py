@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from amoeba_jax import LLM
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
-from serving.scheduling import OnReport, Scheduling, SchedulingConfig
+from serving.runtime.scheduling import OnReport, Scheduling, SchedulingConfig
 
 T = TypeVar("T")
 

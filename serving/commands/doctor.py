@@ -2,27 +2,18 @@
 
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
-from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
+from serving.commands.finding import Finding
+
 DISTRIBUTION = "amoeba-jax"
 MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check. `fail`: something would not work; `warn`: might not, or runs worse."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    detail: str
-    advice: str = ""
 
 
 def examine() -> list[Finding]:
@@ -31,7 +22,7 @@ def examine() -> list[Finding]:
     if any(finding.status == "fail" for finding in findings):
         return findings
     # Only now: with a dependency missing or too old the import would fail.
-    from serving.host_checks import HOST_CHECKS
+    from serving.commands.host_checks import HOST_CHECKS
 
     return findings + [check() for check in HOST_CHECKS]
 

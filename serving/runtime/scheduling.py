@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from amoeba_jax import LLM
 from amoeba_jax.errors import ConfigError
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from serving.jax_executor import EngineScheduler
-from serving.metrics import ServerMetrics
+from serving.runtime.jax_executor import EngineScheduler
+from serving.runtime.metrics import ServerMetrics
 from serving.scheduler import (
     AmoebaConfig,
     Policy,

@@ -14,9 +14,9 @@ from transform_cases import Background
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
 from amoeba_jax.transform.transition import Transition
-from serving.metrics import ServerMetrics
+from serving.runtime.metrics import ServerMetrics
+from serving.runtime.scheduling import Scheduling, SchedulingConfig
 from serving.scheduler import POLICY_NAMES, UnknownPolicyError
-from serving.scheduling import Scheduling, SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -18,11 +18,11 @@ from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
-from serving.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling, SchedulingConfig
 
 if TYPE_CHECKING:
     from amoeba_jax import LLM
-    from serving.tracing import Tracing
+    from serving.grpc_server.tracing import Tracing
 
 T = TypeVar("T")
 EXIT_ENGINE_FAILED = 70
@@ -98,7 +98,7 @@ def _tracing(config: ServerConfig) -> "Tracing | None":
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from serving.tracing import Tracing
+        from serving.grpc_server.tracing import Tracing
     except ImportError as error:
         raise ConfigError(
             f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'amoeba-jax[otel]'"

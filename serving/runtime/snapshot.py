@@ -7,7 +7,7 @@ from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import InstanceView, MemoryReport
 
 if TYPE_CHECKING:
-    from serving.grpc_server.backend import Backend
+    from serving.runtime.backend import Backend
 
 KV_OWNER, SAMPLING_OWNER = "kv cache", "sampling"
 

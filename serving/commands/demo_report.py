@@ -10,7 +10,7 @@ from rich.text import Text
 from amoeba_jax import LLM
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.views import MemoryReport
-from serving.demo_run import Answer, Run
+from serving.commands.demo_run import Answer, Run
 from sharding.ledger import format_bytes
 
 

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.report import TransformReport
+from serving.runtime.snapshot import Snapshot
 from serving.scheduler import SchedulerCounters
-from serving.snapshot import Snapshot
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)

@@ -10,7 +10,7 @@ import yaml
 from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError
 from serving.grpc_server.config import TLS, Limits, ServerConfig
-from serving.scheduling import SchedulingConfig
+from serving.runtime.scheduling import SchedulingConfig
 
 _ENGINE = {field.name for field in fields(EngineConfig)}
 _LIMITS = {field.name for field in fields(Limits)}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from serving import demo_run
 from serving.cli import app
-from serving.demo_report import agreement
+from serving.commands import demo_run
+from serving.commands.demo_report import agreement
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

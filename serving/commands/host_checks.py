@@ -22,7 +22,7 @@ from amoeba_jax.platform import (
     serving_devices,
 )
 from amoeba_jax.programs.memory import DEFAULT_CPU_MEMORY
-from serving.doctor import Finding
+from serving.commands.finding import Finding
 from sharding.ledger import format_bytes, parse_bytes
 
 GRPC_PORT = 50051

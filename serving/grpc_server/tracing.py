@@ -14,7 +14,7 @@ import amoeba_jax
 from amoeba_jax.transform.report import TransformReport
 from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import code_of
-from serving.metrics import RequestRecord
+from serving.runtime.metrics import RequestRecord
 
 _EXPORT_TIMEOUT_S = 5
 Attribute = str | int | float | Sequence[str] | Sequence[int]

@@ -12,6 +12,7 @@ from amoeba_jax.client import Client
 from amoeba_jax.errors import ConfigError
 from amoeba_jax.sampling_params import SamplingParams
 from serving.errors import EXIT_FAILURE
+from serving.token_file import read_token
 
 
 def open_client(target: str, token_file: Path | None, token: str | None, tls_ca: Path | None) -> Client:
@@ -21,16 +22,6 @@ def open_client(target: str, token_file: Path | None, token: str | None, tls_ca:
         return Client(target, token=token, ca=tls_ca)
     except OSError as error:
         raise ConfigError(f"the certificate file {tls_ca} cannot be read: {error}") from error
-
-
-def read_token(token_file: Path | None, token: str | None) -> str | None:
-    """The token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
-    if token_file is None:
-        return token
-    try:
-        return token_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {token_file} cannot be read: {error}") from error
 
 
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:

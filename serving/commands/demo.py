@@ -16,10 +16,19 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.tokenizer import Tokenizer
-from serving.compile_watch import CompileWatch
-from serving.demo_report import capacity, print_agreement, print_answers, print_run
-from serving.demo_run import CHUNK, LONG_TOKENS, OPENINGS, QUESTIONS, SHORT_PER_DEVICE, Answer, plan_work, run_work
-from serving.generate import uses_chat
+from serving.commands.compile_watch import CompileWatch
+from serving.commands.demo_report import capacity, print_agreement, print_answers, print_run
+from serving.commands.demo_run import (
+    CHUNK,
+    LONG_TOKENS,
+    OPENINGS,
+    QUESTIONS,
+    SHORT_PER_DEVICE,
+    Answer,
+    plan_work,
+    run_work,
+)
+from serving.commands.generate import uses_chat
 from sharding.ledger import format_bytes, parse_bytes
 
 

@@ -30,7 +30,7 @@ from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.views import ExecutableInfo
 from amoeba_jax.weights.store import WeightStore
-from serving.warmup_report import layouts, print_layouts, print_plan, print_requests
+from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests
 
 EXIT_WOULD_COMPILE = 1
 # Compiled programs are in reference cycles, and take memory mappings until they are collected.

@@ -1,0 +1,1 @@
+"""The engine behind the scheduler, and what the server shows of it."""

@@ -1,0 +1,15 @@
+"""Tokens of clients and admins, from files."""
+
+from pathlib import Path
+
+from amoeba_jax.errors import ConfigError
+
+
+def read_token(token_file: Path | None, token: str | None) -> str | None:
+    """The token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+    if token_file is None:
+        return token
+    try:
+        return token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {token_file} cannot be read: {error}") from error
