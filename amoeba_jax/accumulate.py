@@ -1,4 +1,4 @@
-"""From what was added to a request to everything so far, in the thread of whoever wants that."""
+"""From what was added to a request to everything so far, in the thread that wants it."""
 
 import queue
 from collections.abc import Iterator

@@ -45,7 +45,7 @@ class ProgramsNotReadyError(RequestError):
 
 
 class TransformError(RuntimeError):
-    """A transformation failed on its way. Requests go on: where the message says so, computed again."""
+    """A transformation failed part-way. Requests go on: where the message says so, computed again."""
 
 
 class EngineClosedError(RuntimeError):

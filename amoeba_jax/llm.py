@@ -364,7 +364,7 @@ class LLM:
                 Nothing has changed then.
             ProgramsNotReadyError: the same, for a degree that is not to be waited for.
             NotCompiledError: the same, for programs that were not compiled, with `strict_compile`.
-            TransformError: if it failed on its way; the message says how it ended.
+            TransformError: if it failed part-way; the message says how it ended.
         """
         try:
             how = TransformVariant(variant)
@@ -537,7 +537,7 @@ class LLM:
     def _bar(
         self, description: str, total: int, amount: tuple[type[ProgressColumn], ...] = (MofNCompleteColumn,)
     ) -> Iterator[Callable[..., None]]:
-        """A progress bar, as a function that advances it by one or by so many."""
+        """A progress bar, as a function that advances it by one or by that many."""
         columns = (TextColumn("{task.description}"), BarColumn(), *(column() for column in amount), TimeElapsedColumn())
         # Without ipywidgets rich can only warn in a notebook: plain text works there too.
         console = Console(stderr=True, force_jupyter=None if find_spec("ipywidgets") else False)

@@ -32,7 +32,7 @@ def longest(llm: LLM) -> int:
 
 
 def answered(llm: LLM, num_tokens: int) -> int:
-    """Generates from a prompt that, with its answer, has so many tokens, and returns the prompt's."""
+    """Generates from a prompt that, with its answer, has that many tokens, and returns the prompt's."""
     prompt = np.random.default_rng(0).integers(0, llm.dims.config.vocab_size, num_tokens - NEW_TOKENS).tolist()
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == NEW_TOKENS

@@ -141,7 +141,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_chunks(model: Path, devices: int, directory: Path) -> Path:
-    """`LLM.save` for an engine of so many devices, with the chunks of one of them."""
+    """`LLM.save` for an engine of that many devices, with the chunks of one of them."""
     config = EngineConfig(model=str(model), num_devices=devices)
     source = ModelSource(config)
     dims = ModelDims(ModelConfig.from_hf(source.hf_config), config.max_tp, config.page_size, "float32")

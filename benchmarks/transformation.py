@@ -75,7 +75,7 @@ class Step:
 
 @contextmanager
 def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
-    """All steps as they end. So many plain hybrid steps run between two that switch layers, in one direction."""
+    """All steps as they end. That many plain hybrid steps run between two that switch layers, in one direction."""
     found: list[Step] = []
     launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
@@ -130,7 +130,7 @@ class Running:
 
 
 def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
-    """Until the first device's instance has run so many more."""
+    """Until the first device's instance has run that many more."""
     wanted = sum(step.device == 0 for step in found) + count
     while sum(step.device == 0 for step in found) < wanted:
         if not llm._engine.has_requests:
@@ -180,7 +180,7 @@ def merge_and_split(
     start: float,
     steps: int,
 ) -> dict[str, Any]:
-    """What it took, with so many steps after each; those since `start` are of the instances before."""
+    """What it took, with that many steps after each; those since `start` are of the instances before."""
     marks = [start]
     result: dict[str, Any] = {"kv_use": kv_use(llm)}
     for name, degree, way in (("up", 4, up), ("down", 1, down)):
@@ -508,7 +508,7 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
         of("in_place_overlapped", 1, lambda t, way=way: hybrid_step_s(t, way) / t["tp1_step_s"]) for way in (0, 1)
     ]
     yield (
-        f"steps on the way, each with a switch, against the TP1 steps before the merge: {hybrid[0]:.2f}x up, "
+        f"steps during a transition, each with a switch, against the TP1 steps before the merge: {hybrid[0]:.2f}x up, "
         f"{hybrid[1]:.2f}x down"
     )
     delay = sum(switched - plain) / len(switched) * layers

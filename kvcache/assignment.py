@@ -1,4 +1,4 @@
-"""Which instance each sequence goes to when a group of devices falls apart."""
+"""Which instance each sequence goes to when a group of devices splits."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | None = None,
 ) -> Int32[np.ndarray, " S"]:
-    """The instance that each of `S` sequences of a group goes to when the group falls apart.
+    """The instance that each of `S` sequences of a group goes to when the group splits.
 
     Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
     needed once on each instance that gets one of them. Cached pages that no sequence uses are not listed, and dropped.

@@ -21,7 +21,7 @@ plans that are full enough for such phases have three or more of each distance."
 
 
 class ExchangeKind(NamedTuple):
-    """What one program runs: so many phases of this distance, one after the other."""
+    """What one program runs: that many phases of this distance, one after the other."""
 
     distance: int | None
     num_phases: int
@@ -69,8 +69,8 @@ def exchange_pieces(
 
     Args:
         extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
-        num_read: the first so many extents have pieces that are sent.
-        num_written: the first so many extents have slots that are received into.
+        num_read: the first that many extents have pieces that are sent.
+        num_written: the first that many extents have slots that are received into.
         send: this rank's ids of the phase, `[p, K]` or `[p * K]`; a negative id sends anything (padding).
         receive: ids of where the pieces are put that come, likewise; a negative id puts nothing.
         distance: of the phase.

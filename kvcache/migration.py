@@ -7,7 +7,7 @@ be written in that phase, and a move waits for those that vacate its target, in 
 Each slot is the target of one move at most, so moves form trees, which end in slots that are free, and cycles. A tree
 is done from its ends. A cycle must turn in one phase; where it is too long, it is cut into arcs that turn each by
 itself. That puts all pieces but the last of each arc into place, and the last ones, which are then at the first slots
-of their arcs, form a cycle of so many slots fewer. So no plan needs a free slot, however full the ranks are.
+of their arcs, form a cycle of that many slots fewer. So no plan needs a free slot, however full the ranks are.
 """
 
 import heapq
@@ -160,7 +160,7 @@ class _Timetable:
         self._phase_pieces = phase_pieces
         self.distances: list[int | None] = []  # of each phase
         self._rooms: list[list[int]] = []  # [phase][pair]
-        # First phase with room for so many pieces of a pair: (pair, count) -> phase.
+        # First phase with room for that many pieces of a pair: (pair, count) -> phase.
         self._first_with_room: dict[tuple[int, int], int] = {}
 
     def _add_phase(self, distance: int | None = None) -> list[int]:
@@ -310,7 +310,7 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """The first phase, `phase` at the earliest, with room for so many pieces of each pair. Takes the room."""
+        """The first phase, `phase` at the earliest, with room for that many pieces of each pair. Takes the room."""
         for pair, count in counts.items():
             first = self._first_with_room.get((pair, count), 0)
             while first < len(self._rooms) and self._rooms[first][pair] < count:

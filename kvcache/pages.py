@@ -177,6 +177,6 @@ class SequencePages:
         return source, new[:, 0]
 
     def release(self) -> None:
-        """Drops all pages. The sequence is empty then and may `reserve` anew."""
+        """Drops all pages. The sequence is empty then and may `reserve` again."""
         self.pool.free(self.table)
         self._num_pages = 0

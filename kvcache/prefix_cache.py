@@ -173,7 +173,7 @@ class PrefixCache:
         return copied
 
     def release(self, pages: SequencePages) -> None:
-        """Drops all pages of a sequence. Those that are cached and that nobody else uses become evictable.
+        """Drops all pages of a sequence. Those that are cached and that no one else uses become evictable.
 
         Sequences released earlier are evicted first, and of each its last pages: a prefix without its end is worth
         something, an end without its prefix cannot be found.

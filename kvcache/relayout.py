@@ -204,14 +204,14 @@ def _claim(
 
 
 def _add_references(allocator: BuddyAllocator, units: Iterable[int], references: Int[np.ndarray, " _"]) -> None:
-    """Gives blocks that have one reference so many."""
+    """Gives blocks that have one reference that many."""
     for unit, number in zip(units, references.tolist(), strict=True):
         for _ in range(number - 1):
             allocator.share(unit)
 
 
 def _free_blocks(allocator: BuddyAllocator, block_units: int) -> Bool[np.ndarray, " _"]:
-    """Whether each aligned block of so many units is free, by its first unit divided by them."""
+    """Whether each aligned block of that many units is free, by its first unit divided by them."""
     end = max((start + units for start, units in allocator.extents), default=0)
     free = np.zeros(end, bool)
     for start, units in allocator.extents:

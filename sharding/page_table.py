@@ -21,7 +21,7 @@ from sharding.ledger import parse_bytes
 from sharding.params import round_up_to_pages
 
 TP = 4
-"""The highest degree: weights are cut into so many chunks."""
+"""The highest degree: weights are cut into that many chunks."""
 ITEM = 2
 """Bytes of a bf16 element."""
 

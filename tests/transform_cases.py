@@ -83,7 +83,7 @@ class Background:
 
 
 def wait_until_decoding(llm: LLM, count: int) -> None:
-    """Until so many sequences run and have a token."""
+    """Until that many sequences run and have a token."""
 
     def number() -> int:
         running = [s for instance in llm._engine.instances for s in instance.running]

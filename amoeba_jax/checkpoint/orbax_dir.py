@@ -23,7 +23,7 @@ CHUNKS = "chunks"
 
 
 class OrbaxCheckpoint:
-    """A directory written by `weights.saving.save`. Chunks load as they are, or are cut anew for another layout."""
+    """A directory written by `weights.saving.save`. Chunks load as they are, or are cut again for another layout."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -49,7 +49,7 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillChunks:
-        """Chunks for an engine of these dims: read straight if saved in the same layout, else cut anew."""
+        """Chunks for an engine of these dims: read straight if saved in the same layout, else cut again."""
         if dims == self.saved_dims:
             return self._read_chunks
 

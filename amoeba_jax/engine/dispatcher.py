@@ -105,13 +105,13 @@ class Dispatcher:
             if item is _RESULT:
                 continue
             function, future = item
-            # Who waited for it may have been cancelled, and nobody wants the call any more. From here on it cannot be.
+            # Its caller may have been cancelled, and no one wants the call any more. From here on it cannot be.
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-            # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that nobody else does.
+            # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that no one else does.
             item = function = future = None
 
     def _fail_pending_calls(self) -> None:

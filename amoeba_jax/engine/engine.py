@@ -353,7 +353,7 @@ class Engine:
             self._shared_at = self.num_changes
 
     def _admit(self) -> None:
-        """Place waiting sequences, in order: nobody overtakes within a rank, so nobody starves."""
+        """Place waiting sequences, in order: none overtakes within a rank, so none starves."""
         self._share_out()
         if self.scheduler_hook is not None:
             self.scheduler_hook.schedule()
@@ -512,7 +512,7 @@ class Engine:
         return True
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """The next step whose programs are there: whoever can do without those of the best one goes on.
+        """The next step whose programs are there: sequences that can do without those of the best one go on.
 
         Where someone cannot, programs with which any number can are compiled first; those of the best step come
         when nothing else is waited for.

@@ -71,10 +71,10 @@ class Results:
             self._report(Update(sequence, (token,), entries, sequence.finished))
 
     def _end_without_token(self, instance: Instance, sequence: Sequence) -> None:
-        """End a sequence whose logits are not numbers. Nobody is to find its pages, which may have them too.
+        """End a sequence whose logits are not numbers. No one is to find its pages, which may have them too.
 
-        As they are, pages may go to others: attention leaves out what a query does not see, and whoever gets a page
-        writes what it sees of it first.
+        As they are, pages may go to others: attention leaves out what a query does not see, and a sequence that gets
+        a page writes what it sees of it first.
         """
         self._stats.nan_logits += 1
         self._reject(

@@ -145,7 +145,7 @@ def _run_step(engine: Engine, instance: Instance, request: ProgramRequest, progr
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """A program of the sampler: rows that record nothing, or a slot that nobody has."""
+    """A program of the sampler: rows that record nothing, or a slot that no one has."""
     state = instance.state
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))

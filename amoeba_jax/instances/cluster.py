@@ -38,7 +38,7 @@ KvBuffers = list[list[jax.Array]]
 REVIVE_INTERVAL_S = 1.0
 """Seconds between two calls of `Cluster.revive` that try something."""
 _REVIVE_PAUSE = 9
-"""At least so many times as long as an attempt took lies between it and the next: the thread that launches steps
+"""At least that many times as long as an attempt took lies between it and the next: the thread that launches steps
 spends a tenth of its time on attempts at most, though each may read the weights."""
 _TAKE_BACK_ATTEMPTS = 3
 
@@ -155,7 +155,7 @@ class Cluster:
         """An instance over extents and the allocators of their pages, one a rank.
 
         `tokens` are the ranks' `[num_slots]` last tokens of the instances before, of which only the memory is used: a
-        slot is read after something was sampled for it. Without them they are made anew.
+        slot is read after something was sampled for it. Without them they are recreated.
         """
         pool = PagePool(self.dims.pages, allocators, group.tp)
         if tokens is None:
@@ -178,7 +178,7 @@ class Cluster:
         )
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """An instance with allocators and extents of its own, all made anew."""
+        """An instance with allocators and extents of its own, all new."""
         for device in group.device_indices:
             self.allocators[device] = self.new_allocator(released)
         pages = self.plan.extent_pages(released)

@@ -184,7 +184,7 @@ class Instance:
             raise StateLostError(f"what sampling remembers is lost: {error}") from error
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Give a sequence pages for so many tokens, in all views.
+        """Give a sequence pages for that many tokens, in all views.
 
         Returns none, or, where they do not fit, the sequences that hold the pages it lacks, itself among them.
         """
@@ -434,7 +434,7 @@ class Instance:
     def copy_page(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page, `[tp]` local ids each, in all layers: launched, not waited for.
 
-        Donates the cache, layer by layer: what fails on the way has lost some of it.
+        Donates the cache, layer by layer: what fails part-way has lost some of it.
         """
         program = self.page_copy_program()
         ids = jax.device_put(np.stack([source, target], axis=1).astype(np.int32), self.group.sharded)  # [tp, 2]

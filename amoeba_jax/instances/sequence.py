@@ -15,7 +15,7 @@ from kvcache.prefix_cache import PageKeys
 class Entries(NamedTuple):
     """Log-probabilities of tokens that follow each other, as the device returned them.
 
-    Whoever wants them builds them, token by token: not the dispatcher, whose time is that of all requests.
+    The thread that wants them builds them, token by token: not the dispatcher, whose time is that of all requests.
     """
 
     logprobs: TokenLogprobs

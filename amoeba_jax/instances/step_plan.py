@@ -98,9 +98,9 @@ class PendingStep:
     Attributes:
         rows: all of them.
         sampled: rows whose next token the step chooses.
-        result: what the sampler returned, on its way to the host; read after all else.
+        result: what the sampler returned, in flight to the host; read after all else.
         decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
-        prompt_rows: a row whose prompt log-probabilities it computes, with those on their way.
+        prompt_rows: a row whose prompt log-probabilities it computes, with those in flight.
         launched_at: by `time.perf_counter()`.
     """
 

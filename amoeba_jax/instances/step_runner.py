@@ -13,7 +13,7 @@ class StepRunner(Protocol):
     """Has pages of its own for the instance's sequences, beside those of the instance."""
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Give a sequence pages for so many tokens. Returns none, or, where they do not fit, all sequences that hold
+        """Give a sequence pages for that many tokens. Returns none, or, where they do not fit, all sequences that hold
         pages it could have."""
         ...
 

@@ -66,13 +66,13 @@ class Buckets:
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """How many of the waiting prompts to take beside so many decodes: a bucket is worth its padding from half full
-        on, and a step has no more rows than there are sequences."""
+        """How many of the waiting prompts to take beside that many decodes: a bucket is worth its padding from half
+        full on, and a step has no more rows than there are sequences."""
         fitting = (rows for rows in self.chunk_rows(chunk) if rows == 1 or num_decodes + rows <= self.max_num_seqs)
         return max(min(waiting, rows) for rows in fitting if rows == 1 or waiting * 2 >= rows)
 
     def step(self, num_decodes: int, num_prompts: int = 0, chunk: int = 0) -> BatchShape:
-        """The bucket for so many decodes and so many prompts in chunks of `chunk`, a chunk size."""
+        """The bucket for that many decodes and that many prompts in chunks of `chunk`, a chunk size."""
         if not num_prompts:
             return self._shape(_fitting(self.decode_sizes, num_decodes), 0, 0)
         prompts = _fitting(self.chunk_rows(chunk), num_prompts)

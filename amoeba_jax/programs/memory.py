@@ -40,7 +40,7 @@ class MemoryPlan:
     activation_bytes: int
     sampling_bytes: int
     staging_bytes: int
-    """Pages on their way from one device to another while instances merge or split."""
+    """Pages in flight between devices while instances merge or split."""
     phase_pages: int
     """Pages that two devices exchange at once."""
     page_bytes: int

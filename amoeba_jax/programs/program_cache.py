@@ -3,7 +3,7 @@
 Entries lie beside JAX's own in the directory of its persistent compilation cache, in JAX's format, so that the same
 limit of size, the same lock and the same search for damage hold (see `compile_cache`). A key has all that a program
 depends on: what is asked for, the model's sizes, this project's source, versions, settings, and the kind of processor.
-Functions that are replaced in a running process are not noticed: whoever does that has the cache off
+Functions that are replaced in a running process are not noticed: to do that, turn the cache off
 (`compile_cache=""`).
 """
 

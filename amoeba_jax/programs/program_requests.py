@@ -207,13 +207,13 @@ class ProgramRequests:
 
     @_of_any_group
     def draw(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
-        """`sampler.draw` for so many rows and settings of this size."""
+        """`sampler.draw` for that many rows and settings of this size."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("draw", group, sampler.draw, shapes, small=True)
 
     @_of_any_group
     def draw_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
-        """`sampler.draw_full` for so many rows and settings of this size. Donates `flags`."""
+        """`sampler.draw_full` for that many rows and settings of this size. Donates `flags`."""
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
         return self._on_first("draw_full", group, sampler.draw_full, shapes, donate=(2,), small=True)
@@ -228,7 +228,7 @@ class ProgramRequests:
 
     @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramRequest:
-        """`sampler.token_logprobs` for logits of so many tokens, and as many targets."""
+        """`sampler.token_logprobs` for logits of that many tokens, and as many targets."""
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
@@ -270,7 +270,7 @@ class ProgramRequests:
 
     @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramRequest:
-        """`compile_page_copy` for extents of so many pages."""
+        """`compile_page_copy` for extents of that many pages."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramRequest(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _FULL_SHARE = 0.92
 _DROPPED_SHARE = 0.25
 # Reading the list of mappings takes some 20 ms when it is long, compiling a program 100 and more. So it is not read
-# before programs have come that could fill it if each took so many times what they take on average: the largest takes
+# before programs have come that could fill it if each took that many times what they take on average: the largest takes
 # five times that, with SmolLM2.
 _MOST_OF_AVERAGE = 8
 # Where it is not these programs that fill it, dropping more of them for each that comes would not help.

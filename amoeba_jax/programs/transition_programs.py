@@ -72,7 +72,7 @@ class TransitionPrograms:
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedChunk, ...]:
-        """Extents of a layer that become weights again; none on the way up."""
+        """Extents of a layer that become weights again; none when merging."""
         before, after = self.released
         if before <= after:
             return ()

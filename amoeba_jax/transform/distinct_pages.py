@@ -39,7 +39,7 @@ def distinct_pages(sequences: list[Sequence], tp: int) -> DistinctPages:
 
 
 def deal(sequences: list[Sequence], room: list[int], limit: int) -> list[list[Sequence]]:
-    """The sequences of each of the instances to come, by their room in pages, and at most so many.
+    """The sequences of each of the instances to come, by their room in pages, and at most that many.
 
     Raises `OutOfPagesError`.
     """

@@ -138,7 +138,7 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
 
 
 def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
-    """Instances that change next: one that falls apart, or several of one degree that merge."""
+    """Instances that change next: one that splits, or several of one degree that merge."""
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
     groups = [[instance] for instance in mine if instance.tp > tp]

@@ -39,7 +39,7 @@ class Mover(Protocol):
     """Changes the layout of one layer after the other. Everything is launched, and nothing waited for."""
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile what is missing for up to so many pieces from one rank to another; none: no pages are moved.
+        """Compile what is missing for up to that many pieces from one rank to another; none: no pages are moved.
 
         Returns the most bytes that any device will need besides what it has.
         """

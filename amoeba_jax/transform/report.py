@@ -22,7 +22,7 @@ class TransformVariant(StrEnum):
     HOST_MEMORY = "host_memory"
     """Through host memory: pages and FFN weights."""
     RESTART = "restart"
-    """Weights are read again, the cache is made anew, and requests are computed again from their tokens. All instances
+    """Weights are read again, the cache is recreated, and requests are computed again from their tokens. All instances
     wait while the weights are read."""
 
 

@@ -12,7 +12,7 @@ from sharding.mesh import SubMesh
 
 
 class RestartError(RuntimeError):
-    """The weights could not be read again, or the cache not be made anew. The instances have their old degree, and an
+    """The weights could not be read again, or the cache not be recreated. The instances have their old degree, and an
     empty cache; or they are out of service, where that cannot be had any more: see `Cluster.lost`.
 
     Attributes:
@@ -38,12 +38,12 @@ def restart(
 ) -> GroupTransform:
     """Put instances of another degree in the place of others, in the dispatcher thread. Everything waits meanwhile.
 
-    Weights are read again, extents are made anew, and requests are queued to be computed again.
+    Weights are read again, extents are recreated, and requests are queued to be computed again.
 
     Args:
         requeue: takes a sequence off its instance, to be computed again.
-        old: several instances of one degree, which become one, or one, which falls apart. Nothing of theirs is pending.
-        tp: degree of the new instances, where one falls apart.
+        old: several instances of one degree, which become one, or one, which splits. Nothing of theirs is pending.
+        tp: degree of the new instances, where one splits.
         release_weights: whether a merged instance gives weights that its ranks do not need to its cache.
 
     Raises `RequestError`, with nothing changed, where a request may grow beyond the lower degree, or a program is
@@ -74,7 +74,7 @@ def restart(
     try:
         with cluster.open_weights() as reader:
             cluster.weights.reload(reader, group, have)
-        failed = "the KV cache cannot be made anew"
+        failed = "the KV cache cannot be recreated"
         for layer in range(cluster.dims.config.num_layers) if up else ():
             for instance in old:
                 cluster.weights.release(instance.group, layer, instance.released, before)

@@ -348,7 +348,7 @@ class Transformations:
             self._drain(instance)
             if instance not in self._active:
                 return  # a step's results could not be read: see `lost`
-        if active.steps and not instance.pending:  # nobody else will tell when the last switch is over
+        if active.steps and not instance.pending:  # no one else will tell when the last switch is over
             jax.block_until_ready([instance.kv, *(member.kv for member in transition.members)])
         if transition.up:
             instance.transition = None

@@ -40,7 +40,7 @@ from sharding.mesh import SubMesh, assemble, disassemble, replaced_if_lost
 
 @dataclass(eq=False)
 class Member:
-    """One of the instances of lower degree that a group comes from or falls apart into.
+    """One of the instances of lower degree that a group comes from or splits into.
 
     Attributes:
         pool: its pages in the view of the lower layout.
@@ -218,7 +218,7 @@ class Transition:
         return kept + given_back
 
     def undo(self) -> list[list[jax.Array]]:
-        """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are made anew."""
+        """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are recreated."""
         group, programs = self.instance.group, self.programs
         before, after = programs.released
         for member in self.members:

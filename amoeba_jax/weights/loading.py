@@ -1,4 +1,4 @@
-"""Weights on their way from files to devices: read by several threads, ahead of the devices by a bounded amount."""
+"""Load weights from files to devices: read by several threads, ahead of the devices by a bounded amount."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from amoeba_jax.checkpoint.base import FillChunks
 from sharding.params import ParamSpec
 
 _ALIGNMENT = 64
-"""JAX adopts host memory that is aligned to so many bytes."""
+"""JAX adopts host memory that is aligned to that many bytes."""
 
 _MAX_THREADS = 8
 

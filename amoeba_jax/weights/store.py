@@ -138,7 +138,7 @@ class WeightStore:
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
         """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
 
-        Where reading fails, the group has the chunks that it had: each until the same is there anew.
+        Where reading fails, the group has the chunks that it had: each until the same is there again.
         """
         back: list[dict[ChunkKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:

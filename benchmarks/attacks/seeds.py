@@ -67,7 +67,7 @@ def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
         "Generate": _generate(chat),
         "Tokenize": [pb.TokenizeRequest(text="Once upon a time", model=model), pb.TokenizeRequest(chat=chat)],
         "Detokenize": [pb.DetokenizeRequest(token_ids=[1, 200, 300, 17], skip_special_tokens=False)],
-        "Abort": [pb.AbortRequest(request_id="nobody")],
+        "Abort": [pb.AbortRequest(request_id="no one")],
         "WatchCluster": [pb.WatchClusterRequest(interval_s=0.1)],
         "Transform": [
             pb.TransformRequest(tensor_parallel_size=2, layers_per_step=4),

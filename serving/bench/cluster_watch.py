@@ -38,14 +38,14 @@ class ClusterWatch:
     """Why there are no samples, or no more: the status and text of the server."""
 
     def end_s(self, duration_s: float) -> float:
-        """How far it has seen of a run of so many seconds: to its end, or to the last sample before a problem."""
+        """How far it has seen of a run of that many seconds: to its end, or to the last sample before a problem."""
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
         """Sample until cancelled, or until the server refuses; `clock` gives the seconds since the start. An interval
         of 0 does nothing."""
         if interval_s == 0:
-            self.problem = "nobody asked for it"
+            self.problem = "no one asked for it"
             return
         try:
             async for cluster in client.watch_cluster(interval_s):

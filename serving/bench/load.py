@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """By whoever ran the benchmark."""
+    """By the person who ran the benchmark."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ class Run:
     workload: WorkloadConfig
     load: LoadConfig
     num_planned: int
-    """Requests that would have been sent if nobody had interrupted it."""
+    """Requests that would have been sent if no one had interrupted it."""
     records: Sequence[Record]
     duration_s: float
     watch: ClusterWatch

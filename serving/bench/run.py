@@ -94,7 +94,7 @@ async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
 async def _warm_up(
     client: AsyncClient, model: ModelInfo, config: LoadConfig, first: PlannedRequest, number: int, stop: asyncio.Event
 ) -> None:
-    """Send the first request so many times, without counting it."""
+    """Send the first request that many times, without counting it."""
     config = replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-")
     await Load(client, model, config).run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
 
@@ -119,7 +119,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
     try:
         for number in numbers:
             loop.add_signal_handler(number, on_signal)
-    except (RuntimeError, ValueError):  # not in the main thread: nobody can press Ctrl-C
+    except (RuntimeError, ValueError):  # not in the main thread: no one can press Ctrl-C
         yield stop
         return
     try:

@@ -47,11 +47,11 @@ OPENINGS = (
 )
 SHORT_PER_DEVICE = 2
 CHUNK = 64
-# Of what all devices hold, for the long prompt, in no more than so many chunks.
+# Of what all devices hold, for the long prompt, in no more than that many chunks.
 LONG_SHARE = 0.75
 MAX_CHUNKS = 40
 LONG_TOKENS = 24
-# Tokens that short requests generate before the merge and after the split, and a few that are on their way.
+# Tokens that short requests generate before the merge and after the split, and a few that are in flight.
 MARGIN = 20
 # Seconds for which the merged instance waits for another long request: not long, as there is none.
 LINGER_S = 0.25
@@ -102,7 +102,7 @@ class Stream:
         return Answer(self.prompt, tokens, "".join(chunk.text for chunk in self._chunks))
 
     def wait_for(self, num_tokens: int) -> None:
-        """Until it has so many tokens."""
+        """Until it has that many tokens."""
         while len(self.times) < num_tokens and self._thread.is_alive():
             time.sleep(0.002)
         self.check()
@@ -236,7 +236,7 @@ def run_work(llm: LLM, work: Work) -> Run:
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Until so many transformations have ended. Raises what the long request or the engine failed with."""
+    """Until that many transformations have ended. Raises what the long request or the engine failed with."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -281,7 +281,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
 
 
 def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
-    """Notes of a voyage, as many as make up so many tokens and no more."""
+    """Notes of a voyage, as many as make up that many tokens and no more."""
     things = ("two whales", "a lighthouse", "a red sail", "many gulls", "an island", "a storm far away", "calm water")
     weather = ("clear", "cloudy", "windy", "foggy", "rainy")
 
@@ -293,7 +293,7 @@ def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
         question = "In one sentence, what was the voyage like?"
         return encode("\n".join(["These are notes of a voyage.", *lines, question]))
 
-    few, many = 1, num_tokens  # one day fits, and so many do not: a day is several tokens
+    few, many = 1, num_tokens  # one day fits, and that many do not: a day is several tokens
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (middle, many) if len(notes(middle)) <= num_tokens else (few, middle)

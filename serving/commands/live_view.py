@@ -29,7 +29,7 @@ def live_view(client: Client, enabled: bool = True) -> Iterator[None]:
                 try:
                     live.update(cluster_table(client.cluster(timeout_s=5)), refresh=True)
                 except grpc.RpcError:
-                    continue  # it is only a picture: whoever uses the server sees what is wrong
+                    continue  # it is only a picture: users of the server see what is wrong
 
         thread = threading.Thread(target=follow, name="amoeba-live-view", daemon=True)
         thread.start()

@@ -201,6 +201,6 @@ def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 def _say(text: str) -> None:
-    """A line for whoever started the server; serving goes on where nobody can read it, or its disk is full."""
+    """A line for the terminal; serving goes on where no one can read it, or its disk is full."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

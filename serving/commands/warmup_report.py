@@ -15,7 +15,7 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Totals of each layout's programs; those that run on one device are TP1's, whoever uses them."""
+    """Totals of each layout's programs; those that run on one device are TP1's, whichever layout uses them."""
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
         mine = [info for info in infos if info.tensor_parallel_size == tp]

@@ -95,7 +95,7 @@ class ServerConfig:
     """What clients must send as `authorization: Bearer TOKEN`, one token or several. Clients with different tokens
     share no request ids and no cached prefixes. None: nothing."""
     admin_token: str | None = None
-    """The same for AdminService, which also allows everything else. None: where there is an `api_token`, nobody may
+    """The same for AdminService, which also allows everything else. None: where there is an `api_token`, no one may
     call AdminService."""
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""

@@ -53,7 +53,7 @@ def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) ->
 
 
 def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
-    """Raise `RequestError` for a text of so many characters, which cannot be a prompt that fits any context."""
+    """Raise `RequestError` for a text of that many characters, which cannot be a prompt that fits any context."""
     check_length("the prompt", length, "max_prompt_chars", limits, "characters")
     limit = max_model_len * longest_token_chars
     if length > limit:

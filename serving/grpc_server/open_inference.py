@@ -199,13 +199,13 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         def written(task: asyncio.Task[None]) -> None:
             writes.discard(task)
             if not task.cancelled():
-                task.exception()  # whoever waits for it has it
+                task.exception()  # the one that waits for it has it
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             room.release()
             if not task.cancelled():
-                task.exception()  # the client has left: nobody can be told
+                task.exception()  # the client has left: no one can be told
 
         try:
             async for request in request_iterator:

@@ -80,7 +80,7 @@ _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
     (NotANumberError, "the model's logits for this request are not numbers; other requests are not affected"),
     (RequestFailedError, "the engine could not go on with this request; others are not affected: it may be sent again"),
-    (TransformError, "the transformation failed on its way; the server's log says how it ended"),
+    (TransformError, "the transformation failed part-way; the server's log says how it ended"),
 )
 # What may be a path, as a whole: it is one if it has a folder in it.
 _WORD = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*")

@@ -68,7 +68,7 @@ class JaxExecutor:
         )
 
     def snapshot(self) -> ClusterView:
-        """The present state, without waiting requests whose last token is still on its way from the device, or that
+        """The present state, without waiting requests whose last token is still in flight from the device, or that
         nothing can be done for before a program has been compiled."""
         engine = self._engine
         self._waiting = _by_name(s for s in engine.waiting if not s.num_in_flight and not engine.awaits_program(s))

@@ -39,7 +39,7 @@ class AmoebaConfig:
 
 class AmoebaPolicy:
     """See docs/scheduling.md. It remembers when each merged instance was last wanted by a long request, and how large
-    long requests were of late; everything else is decided from the snapshot alone."""
+    long requests were recently; everything else is decided from the snapshot alone."""
 
     name = "amoeba"
 
@@ -48,7 +48,7 @@ class AmoebaPolicy:
         self._wanted_s: dict[tuple[int, ...], float] = {}
         """For the devices of each merged instance, when it last had a long request, or one waited that it can hold."""
         self._largest = (0.0, 0)
-        """The largest long request of late: when it was last seen, and its tokens."""
+        """The largest recent long request: when it was last seen, and its tokens."""
         self._pressed = False
         """A short request found no room when decisions were last made."""
 
@@ -85,7 +85,7 @@ class AmoebaPolicy:
         return leaving
 
     def _largest_long(self, view: ClusterView, queue: list[WaitingRequest]) -> int:
-        """Tokens of the largest long request of late; 0 if there was none."""
+        """Tokens of the largest recent long request; 0 if there was none."""
         requests = [*queue, *(request for instance in view.instances for request in instance.running)]
         size = max((r.max_total_tokens for r in requests if view.is_long(r.max_total_tokens)), default=0)
         seen_s, largest = self._largest

@@ -11,7 +11,7 @@ class QueueOrder:
 
     A request is due at its deadline, and at the latest `patience_s` after its arrival; each level of priority moves
     that by `level_s`. The time is fixed on arrival, so waiting is ageing: requests that come later are due later, and
-    at some time nobody comes any more who is due before it. A request that has waited `starving_s` goes ahead of all
+    at some time no one comes any more who is due before it. A request that has waited `starving_s` goes ahead of all
     that have not, however far their priorities are apart. Requests beyond their client's share go last, in this order
     too.
     """

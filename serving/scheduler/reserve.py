@@ -20,12 +20,12 @@ class Reserve:
 
     @classmethod
     def for_size(cls, view: ClusterView, num_tokens: int) -> "Reserve":
-        """Room for a long request of so many tokens, or for none."""
+        """Room for a long request of that many tokens, or for none."""
         degree = view.degree_for(num_tokens) if num_tokens else None
         return cls(view, num_tokens if degree else 0, degree or view.base_degree)
 
     def kept_from(self, room: Room, num_tokens: int) -> frozenset[int]:
-        """Devices of which so many tokens should not be given away: no group would have room for the request then."""
+        """Devices of which that many tokens should not be given away: no group would have room for the request then."""
         if not self.num_tokens:
             return frozenset()
         enough = [(devices, free) for devices, free in self._frees(room).items() if free >= self.num_tokens]

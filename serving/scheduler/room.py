@@ -38,7 +38,7 @@ class Room:
         )
 
     def free(self, instance: InstanceView) -> int:
-        """Tokens that nobody has or was promised; below zero where more was promised than there is."""
+        """Tokens that no one has or was promised; below zero where more was promised than there is."""
         return self._free[instance.id]
 
     def load(self, instance: InstanceView) -> float:
@@ -59,7 +59,7 @@ class Room:
             self.close(max(fitting, key=lambda i: (self._free[i.id], -i.id)))
 
     def set_aside(self, instance: InstanceView, request: WaitingRequest, freed: int) -> None:
-        """Keep room for a request that goes to an instance once others have freed so many tokens. Until then the rest
+        """Keep room for a request that goes to an instance once others have freed that many tokens. Until then the rest
         of the instance may be given away."""
         self._free[instance.id] += min(freed - self.need(request), 0)
 

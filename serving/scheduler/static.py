@@ -8,7 +8,7 @@ from serving.scheduler.view import ClusterView
 
 class StaticPolicy:
     """Gives each request to the least-loaded instance with room, and never changes a degree. A request that no present
-    instance could hold is turned away. Nobody overtakes: a request that finds no room keeps one instance for itself.
+    instance could hold is turned away. No one overtakes: a request that finds no room keeps one instance for itself.
     """
 
     name = "static"

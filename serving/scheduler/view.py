@@ -57,12 +57,12 @@ class InstanceView:
     capacity_tokens: int
     """Tokens that it holds when empty."""
     free_tokens: int
-    """Of these, tokens that are free, or held only by prefixes that nobody uses."""
+    """Of these, tokens that are free, or held only by prefixes that no one uses."""
     free_slots: int
     """Requests that it could run besides those that it runs."""
     running: tuple[RunningRequest, ...] = ()
     transition_to: int | None = None
-    """Degree that its devices are on their way to; None when they are not being transformed. Takes no requests then."""
+    """Degree that its devices change to; None when they are not being transformed. Takes no requests then."""
     draining: bool = False
     """An operator keeps new requests away from it."""
 
@@ -159,5 +159,5 @@ class ClusterView:
         return tuple(instance for instance in self.instances if not wanted.isdisjoint(instance.devices))
 
     def whole_pages(self, num_tokens: int) -> int:
-        """Tokens of the pages that so many tokens take."""
+        """Tokens of the pages that that many tokens take."""
         return -(-num_tokens // self.page_size) * self.page_size

@@ -130,7 +130,7 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
 
 
 def test_load_and_transformations_from_the_start(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nobody waits for a program that others need: none is compiled where steps are launched."""
+    """No one waits for a program that others need: none is compiled where steps are launched."""
     between: list[str] = []
     make = Executables._make
 

@@ -51,7 +51,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
 
 
 def smallest_memory(llm: LLM, num_pages: int) -> int:
-    """A device budget that leaves the KV cache so many pages."""
+    """A device budget that leaves the KV cache that many pages."""
     plan = llm._engine.cluster.memory_plan
     fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
     return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers

@@ -91,7 +91,7 @@ def interrupts() -> Iterator[None]:
 
 
 def interrupt_when_running(llm: LLM, count: int = 1) -> None:
-    """What Ctrl-C does, once so many sequences run: those of the caller's block among them."""
+    """What Ctrl-C does, once that many sequences run: those of the caller's block among them."""
     main = threading.main_thread().ident
     assert main is not None
     wait_until_running(llm, count)

@@ -1,4 +1,4 @@
-"""Who has to give up pages for a request of higher priority: those whose pages help, and nobody else."""
+"""Who has to give up pages for a request of higher priority: those whose pages help, and no one else."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""No client takes all slots or pages from others, and none waits for what nobody else wants."""
+"""No client takes all slots or pages from others, and none waits for what no one else wants."""
 
 import asyncio
 from collections import Counter
@@ -44,7 +44,7 @@ def test_shares(running: list, waiting: list, slots: int, tokens: int):
     clients = {s.client for s in made}
     within = [s for s in made if not s.beyond_share]
     if len(clients) < 2:
-        assert within == made, "there is nobody to share with"
+        assert within == made, "there is no one to share with"
         return
     assert {s.client for s in within} == clients, "everyone has something"
     for client, count in Counter(s.client for s in within).items():

@@ -14,7 +14,7 @@ GEOMETRY = PageGeometry(kv_heads=4, page_size=16, head_dim=8, max_tp=4)
 
 
 def make_allocators(*extents: tuple[int, ...]) -> list[BuddyAllocator]:
-    """One allocator a rank, each with extents of so many pages."""
+    """One allocator a rank, each with extents of that many pages."""
     allocators = [BuddyAllocator(GEOMETRY.max_tp) for _ in extents]
     for allocator, pages in zip(allocators, extents, strict=True):
         for num_pages in pages:

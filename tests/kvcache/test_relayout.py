@@ -228,7 +228,7 @@ def test_scale_up_swaps_pieces_and_keeps_whole_pages_whole():
     allocators = make_allocators(geometry, 4, 3, 2)
     new = place_up(tables, [np.ones(t.shape[1], int) for t in tables], geometry, allocators)
     # Rank 0 keeps 8 and 0. A page of each other instance changes places with a piece of its page 2. Instance 0's page 0
-    # has nobody to change with: its pieces go to the first page that is free, and the others stay whole.
+    # has no one to change with: its pieces go to the first page that is free, and the others stay whole.
     np.testing.assert_array_equal(new[0], [[8, 0], [4, 0], [4, 0], [4, 0]])
     np.testing.assert_array_equal(new[1], [[9], [5], [5], [5]])
     np.testing.assert_array_equal(new[2], [[10], [6], [6], [6]])

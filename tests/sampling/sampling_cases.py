@@ -130,7 +130,7 @@ class Case:
 
 
 class State:
-    """What stays on the device. Slots that nobody took have garbage in them."""
+    """What stays on the device. Slots that no one took have garbage in them."""
 
     def __init__(self, vocab_size: int = VOCABULARY, slots: int = SLOTS):
         self.last_tokens = jnp.full(slots, 1, jnp.int32)

@@ -54,7 +54,7 @@ class LoopThread:
 async def _make_an_event() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         with contextlib.suppress(grpc.RpcError):
-            await channel.unary_unary("/nobody/listens")(b"", timeout=0.1)
+            await channel.unary_unary("/nothing/listens")(b"", timeout=0.1)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Live:
 
 
 def wait_until(what: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells."""
+    """Wait for something that no one tells."""
     give_up = time.monotonic() + TIMEOUT_S
     while not what():
         assert time.monotonic() < give_up, "it never came to that"

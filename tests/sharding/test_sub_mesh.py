@@ -114,7 +114,7 @@ def test_views_of_a_kind_are_equal_whether_jax_checked_them_or_not(pool, replica
 
 
 def test_one_buffer_can_stand_in_views_of_several_groups(pool):
-    """Switching the degree and back is free: the same buffers, viewed anew."""
+    """Switching the degree and back is free: the same buffers, viewed again."""
     buffers = [jnp.full((2, 3), index, jnp.float32, device=device) for index, device in enumerate(pool.devices[:4])]
     merged = assemble(pool.group(0, 4), buffers)
     singles = [assemble(pool.group(index, 1), [buffer]) for index, buffer in enumerate(buffers)]

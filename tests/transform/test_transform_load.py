@@ -72,7 +72,7 @@ class Load:
 
 
 def transform_at_random(llm: LLM, count: int, seed: int) -> Counter[str]:
-    """So many transformations that did something; how many of which kind, and how many were refused."""
+    """That many transformations that did something; how many of which kind, and how many were refused."""
     choose, found = python_random.Random(seed), Counter[str]()
     num_devices = llm.config.num_devices
     while sum(n for kind, n in found.items() if kind != "refused") < count:

@@ -1,4 +1,4 @@
-"""Transformations where room is scarce: what is refused, what has to give way, and that it is nobody else."""
+"""Transformations where room is scarce: what is refused, what has to give way, and that it is no one else."""
 
 import time
 from collections.abc import Callable, Iterator

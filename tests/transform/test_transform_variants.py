@@ -222,7 +222,7 @@ def test_restart_whose_cache_cannot_be_made(idle: LLM, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(Cluster, "empty_instance", fails_once)
-        with pytest.raises(TransformError, match=r"KV cache cannot be made anew: RESOURCE_EXHAUSTED.*computed again"):
+        with pytest.raises(TransformError, match=r"KV cache cannot be recreated: RESOURCE_EXHAUSTED.*computed again"):
             idle.transform(4 if up else 1, variant="restart")
     assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}
     assert [dict(ledger.entries) for ledger in ledgers] == before

@@ -45,7 +45,7 @@ def make_samples(*moments: tuple[float, str]) -> list[Sample]:
 
 
 def make_run(count: int, watch: ClusterWatch) -> Run:
-    """20 seconds with so many requests."""
+    """20 seconds with that many requests."""
     model = ModelInfo("tiny", "1.0", 4096, 256, False, False, (), None)
     workload, records = WorkloadConfig(dataset_name="mix"), make_records(count)
     return Run(datetime(2026, 1, 2), model, workload, LoadConfig(), count, records, 20.0, watch, False)

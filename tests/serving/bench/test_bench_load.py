@@ -78,8 +78,8 @@ def test_a_server_that_is_not_there_fails_every_request(live: Live):
     async def run() -> Load:
         async with AsyncClient(live.target) as client:
             model = await client.model_info()
-        async with AsyncClient("127.0.0.1:1") as nobody:
-            load = Load(nobody, model, LoadConfig())
+        async with AsyncClient("127.0.0.1:1") as client:
+            load = Load(client, model, LoadConfig())
             await load.run(planned((3, 3), (3, 3)), asyncio.Event())
             return load
 
@@ -149,7 +149,7 @@ def test_merges_and_splits_are_seen_while_they_happen(live: Live):
         async def next_samples() -> None:
             while not ticks.empty():
                 ticks.get_nowait()
-            for _ in range(2):  # one may have been on its way
+            for _ in range(2):  # one may have been in flight
                 await asyncio.wait_for(ticks.get(), TIMEOUT_S)
 
         async with AsyncClient(live.target) as client:

@@ -118,9 +118,9 @@ def test_policies_are_switched(start: Callable[..., Live], small_llm: LLM):
         assert live.scheduling is not None
         assert live.scheduling.policy_name == name
         assert sum(len(message.completions[0].token_ids) for message in live.generate(text="hello")) == 8
-    code, text = code_and_text(lambda: set_policy(live, "nobody"))
+    code, text = code_and_text(lambda: set_policy(live, "no one"))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "nobody" in text
+    assert "no one" in text
     assert "round_robin" in text
     assert set_policy(live, "static") == "static"
     live.check_idle()

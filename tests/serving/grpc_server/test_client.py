@@ -56,7 +56,7 @@ def test_every_other_call(live: Live):
         assert client.detokenize(client.tokenize("déjà")) == "déjà"
         assert client.tokenize(conversation) == live.llm.tokenizer.apply_chat_template(conversation)
         assert client.model_info().max_model_len == 4096
-        assert client.abort("nobody") is False
+        assert client.abort("no one") is False
         assert client.cluster().state == "ready"
         assert next(client.watch_cluster(0.1)).instances[0].tensor_parallel_size == 1
         assert client.transform(2).tensor_parallel_size == 2
@@ -81,7 +81,7 @@ def test_asyncio_client_does_the_same(live: Live):
             assert (await client.cluster()).state == "ready"
             assert (await client.transform(2)).tensor_parallel_size == 2
             assert (await client.transform(1)).tensor_parallel_size == 1
-            assert not await client.abort("nobody")
+            assert not await client.abort("no one")
             watch = client.watch_cluster(0.1)
             assert (await anext(watch)).state == "ready"
             await watch.aclose()
@@ -142,7 +142,7 @@ def _first_refusal(live: Live):
 
 
 def test_tries_end_with_the_deadline():
-    """Nobody listens there; a thousand tries would take minutes."""
+    """No one listens there; a thousand tries would take minutes."""
     retries = Retries(attempts=1000, first_delay_s=0.05, longest_delay_s=0.1)
     with Client(f"127.0.0.1:{free_port()}", retries=retries) as client, pytest.raises(grpc.RpcError) as caught:
         client.model_info(timeout_s=0.5)

@@ -50,7 +50,7 @@ class Scripted:
 
 
 class Writes:
-    """What the service would write, each for so many seconds."""
+    """What the service would write, each for that many seconds."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -195,7 +195,7 @@ def test_the_limit_of_unread_tokens_grows_with_the_samples(
     monkeypatch.setattr(output_coalescer, "_GRACE_S", 0.02)
 
     async def run(count: int) -> bool:
-        """Whether a blocked client is cut off when so many tokens have come."""
+        """Whether a blocked client is cut off when that many tokens have come."""
 
         async def never(_: RequestDelta) -> None:
             await asyncio.Event().wait()

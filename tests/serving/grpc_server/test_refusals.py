@@ -50,7 +50,7 @@ def test_clients_that_have_gone_are_forgotten(refusals: Refusals):
 
 
 def _wrong_calls(live: Live, count: int, metadata: tuple[tuple[str, str], ...] = ()) -> float:
-    """Seconds that so many refused calls take, eight at a time."""
+    """Seconds that that many refused calls take, eight at a time."""
 
     def call(_: int) -> grpc.StatusCode:
         request = pb.TokenizeRequest(text="x", model="another")

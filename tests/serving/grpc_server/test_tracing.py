@@ -37,7 +37,7 @@ def traced(start: Callable[..., Live], spans: InMemorySpanExporter) -> Live:
 
 
 def finished(spans: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
-    """So many spans. They end when the server is done with a request, which its client may know before."""
+    """That many spans. They end when the server is done with a request, which its client may know before."""
     wait_until(lambda: len(spans.get_finished_spans()) >= count)
     found = list(spans.get_finished_spans())
     assert len(found) == count

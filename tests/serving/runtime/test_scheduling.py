@@ -243,8 +243,8 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
     wait_for(lambda: any(view.running for view in llm.instances))
     assert scheduling.set_policy("amoeba") == "static"
     assert len(llm.generate(prompts(1, 2 * CACHE), greedy(4))[0].outputs[0].token_ids) == 4
-    with pytest.raises(UnknownPolicyError, match="nobody"):
-        scheduling.set_policy("nobody")
+    with pytest.raises(UnknownPolicyError, match="no one"):
+        scheduling.set_policy("no one")
     assert scheduling.policy_name == "amoeba"
     background.result()
     wait_for(lambda: split(llm))

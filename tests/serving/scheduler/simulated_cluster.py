@@ -76,7 +76,7 @@ class SimulatedCluster:
     page_size: int = 16
     now_s: float = 0.0
     fail_transformations: int = 0
-    """So many transformations end without effect."""
+    """That many transformations end without effect."""
     queue: list[WaitingRequest] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)
     """Output tokens that each request will generate."""

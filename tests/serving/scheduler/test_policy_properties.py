@@ -1,4 +1,4 @@
-"""What no policy may do in any state, and that nobody starves."""
+"""What no policy may do in any state, and that no one starves."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def check(view: ClusterView, actions: list) -> None:
         assert action.reason
         if isinstance(action, Dispatch):
             target = by_id[action.instance_id]
-            assert transformed.isdisjoint(target.devices), "nobody is sent to what changes"
+            assert transformed.isdisjoint(target.devices), "no one is sent to what changes"
             given.setdefault(target.id, []).append(waiting[action.request_id])
         elif isinstance(action, ScaleUp | ScaleDown):
             assert transformed.isdisjoint(action.devices), "devices are transformed once"
