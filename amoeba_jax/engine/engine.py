@@ -360,7 +360,7 @@ class Engine:
             return
         while (sequence := next((s for s in self.waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.deadline is not None and sequence.deadline < time.monotonic():
-                self.reject(sequence, DeadlineError("the request's time is over, and no instance has had room for it"))
+                self.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
                 continue
             if sequence.num_in_flight:
                 return  # preempted a moment ago: its last token is not known yet

@@ -74,7 +74,7 @@ def test_fields_are_taken_at_their_limit_and_refused_beyond(start: Callable[...,
 
 
 def test_clients_are_told_the_limits(start: Callable[..., Live]):
-    live = start(**SMALL)
+    live = start(**SMALL, max_refusals_per_second=Limits().max_refusals_per_second)
     limits = live.inference.GetModelInfo(pb.GetModelInfoRequest()).limits
     assert dict(limits) == {field.name: SMALL.get(field.name, field.default) for field in fields(Limits)}
     with Client(live.target) as client:
