@@ -17,6 +17,7 @@ from serving.grpc_server.callers import Callers
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.guard import Guard
+from serving.grpc_server.health import HealthServicer
 from serving.grpc_server.inference_service import InferenceService
 from serving.grpc_server.monitor import INTERVAL_S, watch_engine
 from serving.grpc_server.open_inference import OpenInferenceService
@@ -59,7 +60,7 @@ class Server:
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._watch: asyncio.Task[None] | None = None
 

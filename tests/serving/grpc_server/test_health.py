@@ -30,6 +30,9 @@ def test_ready_once_a_model_is_attached(start: Callable[..., Live]):
     live = start(attach=False)
     assert check(live, "") == SERVING
     assert {check(live, service) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)} == {NOT_SERVING}
+    listed = health_pb2_grpc.HealthStub(live.channel).List(health_pb2.HealthListRequest(), timeout=TIMEOUT_S).statuses
+    statuses = {service: listed[service].status for service in ("", INFERENCE, ADMIN, OPEN_INFERENCE)}
+    assert statuses == {"": SERVING, INFERENCE: NOT_SERVING, ADMIN: NOT_SERVING, OPEN_INFERENCE: NOT_SERVING}
     watch = health_pb2_grpc.HealthStub(live.channel).Watch(
         health_pb2.HealthCheckRequest(service=INFERENCE), timeout=TIMEOUT_S
     )
