@@ -165,7 +165,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with LLM(
-        options.model, num_devices=4, device_memory="2GiB", compile_beside=False, compile_cache="", progress=False
+        options.model,
+        num_devices=4,
+        device_memory="2GiB",
+        load_format="random",
+        compile_beside=False,
+        compile_cache="",
+        progress=False,
     ) as llm:
         results = measure(llm, options.repeats)
     table = Table(title="step shapes: the same work with them and without")
