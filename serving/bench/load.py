@@ -11,12 +11,9 @@ from itertools import pairwise
 import grpc
 
 from amoeba_jax.client import AsyncClient, ModelInfo
-from amoeba_jax.errors import ConfigError
 from amoeba_jax.sampling_params import SamplingParams
+from serving.bench.load_config import LoadConfig
 from serving.bench.workload import PlannedRequest
-
-MAX_PREFIX_CHARS = 80
-"""Ids may have 128."""
 
 
 class Outcome(StrEnum):
@@ -80,30 +77,6 @@ class Record:
     def queue_s(self) -> float | None:
         """How long it waited here to be sent."""
         return None if self.start_s is None else self.start_s - self.arrival_s
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """How requests are sent. Raises `ConfigError`, and `RequestError` for a temperature that cannot be."""
-
-    seed: int = 0
-    """Of the prompts."""
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    """Generate as many tokens as planned, whatever the model says."""
-    max_concurrency: int | None = None
-    """The most requests at once: others wait here. None: no limit."""
-    request_id_prefix: str = "bench-"
-    """Of all ids. It is their cache salt as well: no prompt finds what an earlier run with its seed has left."""
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency={self.max_concurrency} must be at least 1")
-        if len(self.request_id_prefix) > MAX_PREFIX_CHARS:
-            raise ConfigError(
-                f"request_id_prefix has {len(self.request_id_prefix)} characters: the most is {MAX_PREFIX_CHARS}"
-            )
-        SamplingParams(temperature=self.temperature)  # checks it
 
 
 class Load:

@@ -24,34 +24,44 @@ class WorkloadConfig:
     """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
 
     dataset_name: str = "random"
-    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file."""
+    """Kind of workload. `random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`:
+    lengths and times of a file."""
     num_prompts: int | None = None
-    """The most requests. None: as many as come within `duration_s`; where that is None too, all of a trace, or 1000."""
+    """Largest number of requests. Default: as many as arrive within `duration_s`; without it, all of a trace, or
+    1000."""
     duration_s: float | None = None
-    """Requests that would come later are left out. None: all come."""
+    """Seconds in which requests arrive; those in flight may finish. Default: until all requests have arrived."""
     request_rate: float | None = None
-    """Requests a second; infinity: all at once. None: the times of a trace that has some, infinity otherwise. Not for
-    `mix`, whose classes have rates of their own."""
+    """Requests a second; inf: all at once. Not for `mix`, whose classes have rates of their own. Default: the times of
+    a trace that has some, inf otherwise."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of intervals: 1 is a Poisson process, less comes in bursts, more is regular."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of the random generator for lengths, arrivals and prompts."""
     random_input_len: int = 1024
+    """Mean prompt length in tokens, for `random`."""
     random_output_len: int = 128
+    """Mean number of generated tokens, for `random`."""
     random_range_ratio: float = 0.0
-    """Lengths are drawn from (1 - ratio) to (1 + ratio) times these."""
+    """Lengths of `random` are drawn from (1 - ratio) to (1 + ratio) times their means."""
     short_input_len: int = 1000
+    """Prompt length of the short requests in tokens, for `mix`."""
     short_output_len: int = 128
+    """Tokens that a short request generates, for `mix`."""
     short_per_minute: float = 60.0
+    """Short requests a minute, for `mix`."""
     long_input_len: int = 50000
+    """Prompt length of the long requests in tokens, for `mix`."""
     long_output_len: int = 128
+    """Tokens that a long request generates, for `mix`."""
     long_per_minute: float = 1.0
+    """Long requests a minute, for `mix`."""
     trace: Path | None = None
-    """A .npz file; see `read_trace`."""
+    """File of a trace (.npz) with input_tokens, output_tokens and arrival_s."""
     trace_length_scale: float = 1.0
-    """Factor of its lengths, which stay at least 1."""
+    """Factor of a trace's lengths, which stay at least 1."""
     trace_time_scale: float = 1.0
-    """Factor of its times: below 1, requests come faster."""
+    """Factor of a trace's times: below 1, requests arrive faster."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:

@@ -22,7 +22,7 @@ from serving.commands.compile_watch import CompileWatch
 from serving.commands.generate import chat_prompt, uses_chat
 from serving.commands.live_view import live_view
 from serving.commands.local_server import local_server
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 QUESTIONS = (
     "Write three sentences about the sea.",

@@ -17,7 +17,8 @@ from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramRequest
 from serving.runtime.metrics import ServerMetrics
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

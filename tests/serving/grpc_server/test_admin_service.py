@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -16,7 +16,7 @@ from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.commands.serve_config import serve_settings
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 Status = grpc.StatusCode

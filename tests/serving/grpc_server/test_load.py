@@ -14,7 +14,7 @@ from tiny_models import byte_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
 from amoeba_jax.client._proto import inference_pb2 as pb
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

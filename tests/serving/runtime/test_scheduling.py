@@ -15,7 +15,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
 from amoeba_jax.transform.transition import Transition
 from serving.runtime.metrics import ServerMetrics
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 from serving.scheduler import POLICY_NAMES, UnknownPolicyError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
