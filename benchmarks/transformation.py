@@ -122,9 +122,7 @@ class Running:
         return all(sequence.output for sequence in running)
 
     def end(self, llm: LLM) -> None:
-        with llm._lock:
-            names = list(llm._requests)
-        for name in names:
+        for name in llm._registry.ids:
             llm.cancel(name)
         self._thread.join()
 

@@ -28,7 +28,7 @@ def check_idle(llm: LLM) -> None:
     """Nothing runs, waits or is remembered, and every page of every allocator is free once prefixes are forgotten."""
     views = llm.instances
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
-    assert not llm._requests
+    assert not llm._registry.ids
     forget_prefixes(llm)
     for allocator in llm._engine.cluster.allocators:
         assert allocator.free_units == allocator.total_units

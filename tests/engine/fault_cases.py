@@ -120,7 +120,7 @@ class Load:
     def _submit(self, engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> None:
         for name, (prompt, params) in asked.items():
             deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-            request = self._llm._request(prompt, params, deliveries.put, name, None, every_token=False)
+            request = self._llm._registry.make(prompt, params, deliveries.put, name, None, every_token=False)
             for sequence in request.sequences:
                 self._wrap_sink(name, sequence)
             self._asked[name] = request, deliveries

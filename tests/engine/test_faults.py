@@ -199,7 +199,7 @@ def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any]
             assert not isinstance(delivery, BaseException)
             outcome.requests[asked] = tuple(completion.token_ids for completion in delivery.completions)
         else:
-            llm._end([request])
+            llm._registry.end([request])
     check(llm, outcome, expected, before)
 
 
@@ -207,10 +207,10 @@ def test_a_caller_that_takes_no_output_harms_no_other(llm: LLM, expected: dict[s
     def raising(_: object) -> None:
         raise ZeroDivisionError
 
-    request: Request = llm._request([1, 2, 3], None, raising, "broken", None)
+    request: Request = llm._registry.make([1, 2, 3], None, raising, "broken", None)
     llm._dispatcher.call(llm._engine.submit, [request.sequences[0]]).result(TIMEOUT_S)
     assert Load(llm).run().tokens == expected
-    llm._end([request])
+    llm._registry.end([request])
 
 
 _FULL_DISK = """

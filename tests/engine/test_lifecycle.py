@@ -163,7 +163,7 @@ def test_abandoned_stream_may_be_collected_while_requests_are_registered(llm: LL
         holder["self"] = holder
         next(holder["stream"])
         del holder
-        with llm._lock:
+        with llm._registry._lock:
             gc.collect()
 
     with other_thread(collect):

@@ -94,7 +94,7 @@ class Live:
         # The engine takes a request that was cancelled out between two steps.
         idle = (0, 0, 0)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == idle for v in self.llm.instances))
-        wait_until(lambda: not self.llm._requests)
+        wait_until(lambda: not self.llm._registry.ids)
         with Client(self.target) as client:
             answer = client.generate("after all that", GREEDY)[0]
         expected = self.llm.generate("after all that", GREEDY)[0].outputs[0]

@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 12)
     def submit(self, case: int) -> None:
         prompt, params = CASES[case]
-        request = self.llm._request(prompt, params, lambda _: None, None, None)
+        request = self.llm._registry.make(prompt, params, lambda _: None, None, None)
         self.requests.append((case, request, request.sequences))
         self.engine.submit([request.sequences[0]])
 
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
             instance.cache.clear()
         for allocator in self.engine.cluster.allocators:
             assert allocator.free_units == allocator.total_units
-        self.llm._end([request for _, request, _ in self.requests])
+        self.llm._registry.end([request for _, request, _ in self.requests])
 
 
 def check_live(allocators: list[BuddyAllocator], pages: list[Any], tp: int, *, cached: bool) -> None:

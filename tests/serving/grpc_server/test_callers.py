@@ -193,4 +193,4 @@ def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], polic
     assert live.server.front_door.admission.ids, "the others go on"
     for stream in streams:
         stream.cancel()
-    wait_until(lambda: not live.llm._requests)
+    wait_until(lambda: not live.llm._registry.ids)
