@@ -60,7 +60,7 @@ class EngineHandle:
                 transform_attention=self.config.transform_attention,
             )
             self.tokenizer = _load_tokenizer(self._directory)
-            sizes = {name: spec.num_bytes(self.dims.dtype) for name, (_, spec) in model_specs(self.dims).items()}
+            sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
                 engine = Engine(self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM
+from amoeba_jax.models.decoder import num_parameters
 from amoeba_jax.programs.batch import StepBatch
 
 _LLAMA = {
@@ -73,7 +74,7 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
     config = engine.dims.config
     # The model's own elements: what is read for padding is no use. An untied embedding is looked up, not read through.
     table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
-    matrices = config.num_parameters - table
+    matrices = num_parameters(engine.dims) - table
     kv_elements = 2 * batch * context * config.num_kv_heads * config.head_dim * config.num_layers
     return {"step_s": step_s, "bytes": (matrices + kv_elements) * itemsize, "flops": 2 * matrices * batch}
 

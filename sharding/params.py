@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Literal
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from sharding.errors import LayoutError
+from sharding.owners import Owner
 
 ReadTensor = Callable[[str], np.ndarray]
 
@@ -64,7 +66,7 @@ class ParamSpec:
     `num_chunks == 1` with `placement "replicated"` is used whole by every rank.
 
     Attributes:
-        name: unique name, e.g. `layers.3.mlp.gate_up`.
+        kind: what it is within its layer, e.g. `mlp.gate_up`; unique among parameters of the same layer.
         sources: checkpoint tensors, laid side by side along the chunked axis.
         chunk_shape: shape of one chunk as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
         num_chunks: `max_tp` for chunked parameters, 1 for replicated ones.
@@ -73,9 +75,11 @@ class ParamSpec:
             release to the KV cache.
         init: distribution for random initialization.
         strided: which chunks a rank computes with. For parameters whose chunks are summed, in any order.
+        owner: under which a ledger books its bytes.
+        layer: the layer that it belongs to; None: embedding, final norm and head.
     """
 
-    name: str
+    kind: str
     sources: tuple[Source, ...]
     chunk_shape: tuple[int, ...]
     num_chunks: int = 1
@@ -83,6 +87,14 @@ class ParamSpec:
     page_elems: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
     strided: bool = False
+    _: KW_ONLY
+    owner: Owner
+    layer: int | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """Name that no other parameter of the model has, e.g. `layers.3.mlp.gate_up`."""
+        return self.kind if self.layer is None else f"layers.{self.layer}.{self.kind}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryEntry, MemoryReport
+from sharding.owners import Owner
 
 
 def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
@@ -37,7 +38,7 @@ def memory_report(engine: Engine) -> MemoryReport:
             owner,
             size,
             padding_bytes=(
-                round(size * copied_heads) if owner == "kv cache" else padding_bytes[device].get((layer, owner), 0)
+                round(size * copied_heads) if owner == Owner.KV_CACHE else padding_bytes[device].get((layer, owner), 0)
             ),
         )
         for device, ledger in enumerate(cluster.ledgers)
@@ -50,7 +51,7 @@ def memory_report(engine: Engine) -> MemoryReport:
             kept[device] = instance.cache.num_evictable_pages * dims.pages.units_per_page(instance.tp) * unit_bytes
     used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
-    padding["kv cache"] = dims.heads.kv_padding
+    padding[Owner.KV_CACHE] = dims.heads.kv_padding
     reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)
     return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=tuple(kept))
 

@@ -28,6 +28,7 @@ from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble
+from sharding.owners import Owner
 from sharding.release import ReleasedChunk
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Cluster:
             SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]
         for ledger in self.ledgers:
-            ledger.add("sampling", self.memory_plan.sampling_bytes)
+            ledger.add(Owner.SAMPLING, self.memory_plan.sampling_bytes)
         self.executables = Executables(
             dims,
             strict=config.strict_compile,
@@ -293,7 +294,7 @@ class Cluster:
         plan, dims = self.memory_plan, self.dims
         for ledger in self.ledgers:
             for layer in range(dims.config.num_layers):
-                ledger.add("kv cache", plan.num_pages * plan.page_bytes, layer)
+                ledger.add(Owner.KV_CACHE, plan.num_pages * plan.page_bytes, layer)
         self.allocators = [self.new_allocator(tp) for _ in self.sub_meshes.devices]
         instances = []
         for group in self.sub_meshes.groups(tp):

@@ -20,6 +20,7 @@ from amoeba_jax.models.layers import (
     parameter,
 )
 from sharding.mesh import TP_AXIS
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
 
 
@@ -29,8 +30,10 @@ class DecoderLayer(nnx.Module):
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.eps = dims.config.norm_eps
         hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
-        self.attention_norm = norm_scale(dims, f"layers.{layer}.attention_norm", f"{hf}.input_layernorm.weight", hidden)
-        self.mlp_norm = norm_scale(dims, f"layers.{layer}.mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden)
+        self.attention_norm = norm_scale(
+            dims, "attention_norm", f"{hf}.input_layernorm.weight", hidden, Owner.NORM, layer
+        )
+        self.mlp_norm = norm_scale(dims, "mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden, Owner.NORM, layer)
         self.attention = Attention(dims, layer, tp)
         self.mlp = FeedForward(dims, layer, tp)
 
@@ -59,7 +62,7 @@ class Embedding(nnx.Module):
             )
         else:
             shape = (dims.config.vocab_size, dims.config.hidden_size)
-            spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape)
+            spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape, owner=Owner.EMBEDDING)
             self.table = nnx.List([parameter(dims, spec)])
 
     def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "D N"]:
@@ -79,7 +82,8 @@ def head_spec(dims: ModelDims) -> ParamSpec:
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_chunk)
     source = Source(name, (config.vocab_size, config.hidden_size), rows)
-    return ParamSpec("head", (source,), (dims.vocab_chunk, config.hidden_size), dims.max_tp, "sharded")
+    shape = (dims.vocab_chunk, config.hidden_size)
+    return ParamSpec("head", (source,), shape, dims.max_tp, "sharded", owner=Owner.HEAD)
 
 
 class Head(nnx.Module):
@@ -88,7 +92,7 @@ class Head(nnx.Module):
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
         hidden = dims.config.hidden_size
-        self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden)
+        self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden, Owner.FINAL_NORM)
         self.kernels = chunks(dims, head_spec(dims), tp)
 
     def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
@@ -181,13 +185,17 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
     return (SegmentPlan(0, first), *runs, SegmentPlan(count, last))
 
 
-def model_specs(dims: ModelDims) -> dict[str, tuple[int | None, ParamSpec]]:
-    """Every parameter of the model by name, with the layer it belongs to (None: embedding and head)."""
+def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
+    """Every parameter of the model by name."""
     windows = dims.config.sliding_windows
     whole = Segment(dims, SegmentPlan(0, SegmentShape(windows, True, True)), tp=1)
-    specs: dict[str, tuple[int | None, ParamSpec]] = {}
-    for path, variable in nnx.to_flat_state(nnx.split(whole)[1]):
+    specs: dict[str, ParamSpec] = {}
+    for _, variable in nnx.to_flat_state(nnx.split(whole)[1]):
         spec: ParamSpec = variable.get_metadata()["spec"]
-        layer = int(str(path[1])) if path[0] == "layers" else None
-        specs.setdefault(spec.name, (layer, spec))
+        specs.setdefault(spec.name, spec)
     return specs
+
+
+def num_parameters(dims: ModelDims) -> int:
+    """Parameters of the model itself, without padding and copies."""
+    return sum(spec.model_elements for spec in model_specs(dims).values())

@@ -11,7 +11,7 @@ from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import MemoryPlan, plan_memory
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.weights.store import WeightStore
+from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
 
 
@@ -36,7 +36,7 @@ class EnginePlan:
         config: EngineConfig,
         dims: ModelDims,
         devices: tuple[jax.Device, ...],
-        weights: WeightStore,
+        weights: WeightLayout,
         memory: MemoryPlan | None = None,
     ):
         self.config, self.dims, self.weights = config, dims, weights

@@ -10,7 +10,7 @@ from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.step_program import StepKey, segment_keys
-from amoeba_jax.weights.store import WeightStore
+from amoeba_jax.weights.layout import WeightLayout
 from kvcache.exchange import ExchangeKind, exchange_kinds
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedChunk
@@ -37,7 +37,7 @@ class TransitionPrograms:
 
     def __init__(
         self,
-        weights: WeightStore,
+        weights: WeightLayout,
         executables: Executables,
         group: SubMesh,
         members: list[SubMesh],

@@ -23,6 +23,7 @@ from serving.commands.generate import chat_prompt, uses_chat
 from serving.commands.live_view import live_view
 from serving.commands.local_server import local_server
 from serving.runtime.scheduling_config import SchedulingConfig
+from sharding.owners import Owner
 
 QUESTIONS = (
     "Write three sentences about the sea.",
@@ -272,7 +273,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """The map taken when half of what changes its owner had done so, if there is one."""
     if not maps:
         return []
-    sizes = [m.by_owner(0)["kv cache"] for m in maps]
+    sizes = [m.by_owner(0)[Owner.KV_CACHE] for m in maps]
     middle = (sizes[0] + sizes[-1]) / 2
     return [("half way", maps[min(range(len(maps)), key=lambda i: abs(sizes[i] - middle))])]
 

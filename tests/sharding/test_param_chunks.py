@@ -12,6 +12,7 @@ from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.errors import LayoutError
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows, expand_rows, round_up_to_pages
 
 LAYER = "model.layers.0"
@@ -67,7 +68,7 @@ class Weights:
     """Random float64 tensors of a model's specs, no element zero, and the chunks built from them."""
 
     def __init__(self, dims: ModelDims):
-        self.specs = {name: spec for name, (_, spec) in model_specs(dims).items()}
+        self.specs = model_specs(dims)
         random = np.random.default_rng(0)
         sources = {source.name: source for spec in self.specs.values() for source in spec.sources}
         self.tensors = {
@@ -167,7 +168,7 @@ def test_chunks_are_written_whole_into_memory_that_was_used_before(sizes):
 @given(sizes=SIZES, dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
 def test_tensors_come_back_from_their_chunks(sizes, dtype):
     dims = make_dims(sizes)
-    specs = [spec for _, spec in model_specs(dims).values()]
+    specs = list(model_specs(dims).values())
     random = np.random.default_rng(1)
     restored = set()
     for spec in specs:
@@ -305,12 +306,12 @@ def test_round_up_to_pages_is_the_smallest_whole_number_of_pages(size, row_elems
 
 
 def test_replicated_parameter_is_whole_on_every_rank():
-    spec = ParamSpec("norm", (Source("norm.weight", (7,)),), (7,))
+    spec = ParamSpec("norm", (Source("norm.weight", (7,)),), (7,), owner=Owner.NORM)
     assert [list(spec.chunk_indices(4, rank)) for rank in range(4)] == [[0]] * 4
     assert spec.local_chunks(4) == 1
 
 
 def test_chunk_that_is_not_whole_pages_is_refused():
-    spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8)
+    spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8, owner=Owner.FFN)
     with pytest.raises(AssertionError, match="not whole pages of 8"):
         spec.build_chunks(lambda name: np.ones((6, 5)), np.dtype(np.float32))
