@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from kvcache.extents import extent_starts
 from kvcache.geometry import PageGeometry
 from kvcache.migration import Phase, phase_shape
 from sharding.errors import LayoutError
@@ -93,7 +94,7 @@ def as_pieces(extents: Sequence[Float[Array, "_ elems"]], p: int) -> list[jax.Ar
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
     """Pieces by their ids, which count over all of `rows`. A negative id gives anything."""
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
-    for r, start in list(zip(rows, _starts(rows), strict=True))[1:]:
+    for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
         # One loop over all extents, once XLA has fused it. What is not wanted of an extent is always its first row.
         pieces = jnp.where(inside[:, None], r[jnp.where(inside, ids - start, 0)], pieces)
@@ -122,15 +123,11 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Puts pieces where their ids say, which count over all of `rows`. A negative id puts nothing."""
     written = []
-    for r, start in zip(rows, _starts(rows), strict=True):
+    for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))
         place = jnp.where(inside, ids - start, len(r))  # past the end, so dropped
         written.append(r.at[place].set(pieces, mode="drop"))
     return written
-
-
-def _starts(rows: Sequence[jax.Array]) -> list[int]:
-    return list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
 
 
 def compile_exchange(

@@ -60,17 +60,11 @@ class PrefixCache:
     Args:
         pool: the pages; used by one thread, as this is.
         enabled: False caches nothing, and everything else works alike.
-
-    Attributes:
-        queried_pages: pages that `match` was asked for, in total.
-        hit_pages: pages that `match` returned, in total.
-        evicted_pages: pages that made room, in total (`clear` does not count).
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self.pool = pool
         self.enabled = enabled
-        self.queried_pages = self.hit_pages = self.evicted_pages = 0
         self._columns: dict[bytes, tuple[int, ...]] = {}
         self._keys: dict[int, bytes] = {}  # by the page's id on rank 0
         self._evictable: OrderedDict[bytes, None] = OrderedDict()  # the next to go first
@@ -114,8 +108,6 @@ class PrefixCache:
         without it.
         """
         hits = keys[: self.num_cached(keys)]
-        self.queried_pages += len(keys)
-        self.hit_pages += len(hits)
         for key in hits:
             self._evictable.pop(key, None)
         table = self._table([self._columns[key] for key in hits])
@@ -189,7 +181,6 @@ class PrefixCache:
         num_pages = min(num_pages, len(self._evictable))
         keys = [self._evictable.popitem(last=False)[0] for _ in range(num_pages)]
         self._forget(keys)
-        self.evicted_pages += num_pages
         return num_pages
 
     def forget(self, keys: Sequence[bytes]) -> None:

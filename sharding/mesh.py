@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding.degrees import DEGREES
 from sharding.errors import LayoutError
 
 TP_AXIS = "tp"
-DEGREES = (1, 2, 4)
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,12 @@ class ParamSpec:
         """Shape and dtype of one chunk as computed with."""
         return jax.ShapeDtypeStruct(self.chunk_shape, dtype)
 
-    def build_chunks(self, read: ReadTensor, dtype: np.dtype) -> list[np.ndarray]:
-        """Chunks of this parameter in `stored_shape`, from checkpoint tensors returned by `read(name)`."""
-        chunks = [np.empty(self.stored_shape, dtype) for _ in range(self.num_chunks)]
-        self.fill_chunks(read, chunks)
-        return chunks
-
     def fill_chunks(self, read: ReadTensor, chunks: list[np.ndarray]) -> None:
-        """`build_chunks` into contiguous memory that is there, whatever it holds: padding is written as zeros."""
+        """Write the chunks of this parameter, padding as zeros, from checkpoint tensors returned by `read(name)`.
+
+        Args:
+            chunks: contiguous memory for each chunk in `stored_shape`, whatever it holds.
+        """
         outs = [chunk.reshape(self.chunk_shape) for chunk in chunks]
         position, axis = 0, 0
         for source in self.sources:
@@ -155,7 +153,7 @@ class ParamSpec:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, chunks: list[np.ndarray]) -> np.ndarray:
-        """The checkpoint tensor of `source` out of stored chunks: the inverse of `build_chunks`."""
+        """The checkpoint tensor of `source` out of stored chunks: the inverse of `fill_chunks`."""
         position = 0
         for other in self.sources:
             if other is source:

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
+from kvcache.extents import LayerKV, extent_starts
 from pallas_kernels.kv_append import append_kv
 from pallas_kernels.paged_attention import PageTable, paged_attention
 from sharding.mesh import TP_AXIS
@@ -144,8 +145,8 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = scales if scales else (None, None)
 
     def __call__(
-        self, x: Float[Array, "D N"], extents: list[jax.Array], context: StepContext
-    ) -> tuple[Float[Array, "D N"], list[jax.Array]]:
+        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
+    ) -> tuple[Float[Array, "D N"], LayerKV]:
         """Attention output (summed over ranks) and the extents with the new tokens written."""
         config, geometry, tp = self.dims.config, self.dims.pages, self.tp
         q, k, v = self._project(x)
@@ -154,10 +155,8 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
-        starts = [0]
-        for extent in pages:
-            starts.append(starts[-1] + extent.shape[0])
-        pages = append_kv(pages, tuple(starts), k, v, context.page_ids, context.slots)
+        starts = extent_starts(page.shape[0] for page in pages)
+        pages = append_kv(pages, starts, k, v, context.page_ids, context.slots)
         outputs, first = [], 0
         for group in context.groups:
             batch, length = group.query_positions.shape

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_watch import CompileWatch
 from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
@@ -22,7 +23,6 @@ from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
 from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
 from amoeba_jax.programs.program_store import ProgramStore
-from serving.commands.compile_watch import CompileWatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

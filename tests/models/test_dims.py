@@ -52,7 +52,7 @@ def padding(dims: ModelDims) -> dict[str, float]:
 def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
     dims = ModelDims(real(shared_data, model), max_tp, 16, "bfloat16", transform_attention=True)
     config = dims.config
-    assert dims.heads.kv_padding == dims.heads.query_padding == 1
+    assert dims.heads.kv_padding == len(dims.heads.q_rows()) / config.num_heads == 1
     assert dims.ffn_chunk * max_tp == config.ffn_size
     assert dims.output_columns * max_tp == config.num_heads * config.head_dim
     assert dims.qkv_rows * max_tp == (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -84,7 +84,7 @@ def test_qwen25_32b_ffn_needs_no_padding_up_to_pages_of_128_tokens(shared_data, 
 def test_smollm2_gets_a_zero_head_where_ranks_do_not_divide_its_heads(max_tp, kv_heads):
     dims = ModelDims(SMOLLM2, max_tp, 16, "bfloat16")
     assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_copies) == (kv_heads, 3, 1)
-    assert dims.heads.kv_padding == dims.heads.query_padding == kv_heads / 3
+    assert dims.heads.kv_padding == len(dims.heads.q_rows()) / 9 == kv_heads / 3
     assert dims.kv_chunk_heads == kv_heads // max_tp
     assert dims.qkv_rows == kv_heads // max_tp * 5 * 64
     assert dims.output_columns == kv_heads // max_tp * 3 * 64

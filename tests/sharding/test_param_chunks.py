@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from chunks import build_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +76,9 @@ class Weights:
             name: random.uniform(0.5, 1.5, source.shape) * random.choice([-1, 1], source.shape)
             for name, source in sources.items()
         }
-        self.chunks = {n: s.build_chunks(self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()}
+        self.chunks = {
+            n: build_chunks(s, self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()
+        }
 
     def matrix(self, name: str, chunk: int) -> np.ndarray:
         """A chunk in the shape that the model computes with."""
@@ -173,7 +176,7 @@ def test_tensors_come_back_from_their_chunks(sizes, dtype):
     restored = set()
     for spec in specs:
         tensors = {source.name: random.standard_normal(source.shape).astype(dtype) for source in spec.sources}
-        chunks = spec.build_chunks(tensors.__getitem__, dtype)
+        chunks = build_chunks(spec, tensors.__getitem__, dtype)
         for source in spec.sources:
             back = spec.restore_tensor(source, chunks)
             assert back.dtype == dtype
@@ -314,4 +317,4 @@ def test_replicated_parameter_is_whole_on_every_rank():
 def test_chunk_that_is_not_whole_pages_is_refused():
     spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8, owner=Owner.FFN)
     with pytest.raises(AssertionError, match="not whole pages of 8"):
-        spec.build_chunks(lambda name: np.ones((6, 5)), np.dtype(np.float32))
+        build_chunks(spec, lambda name: np.ones((6, 5)), np.dtype(np.float32))

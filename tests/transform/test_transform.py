@@ -220,7 +220,7 @@ def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
 
 
 def views_of_weights(llm: LLM) -> list[jax.Array]:
-    groups = llm._engine.cluster.weights._views.values()
+    groups = llm._engine.cluster.weights._views._parameters.values()
     return [view for names in groups for places in names.values() for view in places.values()]
 
 

@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from chunks import build_chunks
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_model, write_model
 
@@ -55,7 +56,7 @@ def saved_model(model: Path, directory: Path, **settings) -> Path:
 def assert_chunks(store: WeightStore, tensors: dict[str, np.ndarray]) -> None:
     """All chunks on all devices are those of the tensors, bit for bit."""
     for name, spec in store.specs.items():
-        for index, expected in enumerate(spec.build_chunks(tensors.__getitem__, DTYPES[store.dims.dtype])):
+        for index, expected in enumerate(build_chunks(spec, tensors.__getitem__, DTYPES[store.dims.dtype])):
             for device in range(len(store.devices)):
                 chunk = np.asarray(store.chunk(device, name, index))
                 assert chunk.dtype == expected.dtype
