@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
-from kvcache.extents import extent_starts
+from kvcache.extents import Extent, LayerKV, extent_starts
 from kvcache.geometry import PageGeometry
 from kvcache.migration import Phase, phase_shape
 from sharding.errors import LayoutError
@@ -57,7 +57,7 @@ def join_phases(phases: Sequence[Phase]) -> list[Exchange]:
 
 
 def exchange_pieces(
-    extents: Sequence[Float[Array, "_ elems"]],
+    extents: Sequence[Extent],
     num_read: int,
     num_written: int,
     send: Int32[Array, "*pieces"],
@@ -86,7 +86,7 @@ def exchange_pieces(
     return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
 
 
-def as_pieces(extents: Sequence[Float[Array, "_ elems"]], p: int) -> list[jax.Array]:
+def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
     """Extents of one rank as rows of one piece each: one flat leading axis, which XLA neither transposes nor copies."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
@@ -165,7 +165,7 @@ def compile_exchange(
         )
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)
 
-    def run(kv: list[list[jax.Array]], send: jax.Array, receive: jax.Array) -> list[list[jax.Array]]:
+    def run(kv: list[LayerKV], send: jax.Array, receive: jax.Array) -> list[LayerKV]:
         for phase in zip(send[0], receive[0], strict=True):
             kv = [exchange_pieces(extents, num_old, num_new, *phase, kind.distance) for extents in kv]
         return kv

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from jaxtyping import Array, Float
 
-Extent = Float[Array, "pages elems"]
-"""A buffer of whole KV pages of one layer: `pages` counts whole pages, `elems` is `PageGeometry.page_elems`. Over the
-devices of an instance, extents of the ranks lie one after the other: `[tp * pages, elems]`."""
+Extent = Float[Array, "_ elems"]
+"""A buffer `[pages, page_elems]` of whole KV pages of one layer; those of a layer differ in the number of pages. Over
+the devices of an instance, the ranks' extents lie one after the other: `[tp * pages, page_elems]`."""
 
 LayerKV = list[Extent]
 """All extents of a layer: the first was KV cache from the start, the others were weights."""

@@ -19,6 +19,7 @@ from amoeba_jax.models.layers import (
     norm_scale,
     parameter,
 )
+from kvcache.extents import LayerKV
 from sharding.mesh import TP_AXIS
 from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
@@ -38,8 +39,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = FeedForward(dims, layer, tp)
 
     def __call__(
-        self, x: Float[Array, "D N"], extents: list[jax.Array], context: StepContext
-    ) -> tuple[Float[Array, "D N"], list[jax.Array]]:
+        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
+    ) -> tuple[Float[Array, "D N"], LayerKV]:
         attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
         x = x + attended
         return x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps)), extents

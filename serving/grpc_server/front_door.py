@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from serving.grpc_server.tracing import Tracing
 
 # How long a drain waits for the clients of requests that it has aborted, and for the engine to abort them.
-_LAST_WORDS_S = 2.0
+_SHUTDOWN_GRACE_S = 2.0
 _ABORT_S = 10.0
 # How long the message that is being written may take when its request is over.
 _LAST_WRITE_S = 0.5
@@ -285,7 +285,7 @@ class FrontDoor:
                     await self._abort(request_id)
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_SHUTDOWN_GRACE_S):
                 await self._idle.wait()
         return len(left)
 
