@@ -48,7 +48,7 @@ class State(Enum):
     DEAD = "the engine has failed: try another server"
 
 
-class FrontDoor:
+class RequestHandler:
     """Lets requests in and serves them. All methods run in the server's event loop."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the front door needs of whatever serves its requests: `LLM` has it."""
+"""What the request handler needs of what serves its requests: `LLM` has it."""
 
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol

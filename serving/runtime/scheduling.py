@@ -36,12 +36,12 @@ class Scheduling:
 
     @property
     def policy_name(self) -> str:
-        """Of the policy that decides."""
+        """Name of the policy that decides."""
         return self._hook.policy.name
 
     @property
     def counters(self) -> SchedulerCounters:
-        """What was decided since the start."""
+        """Counts of decisions since the start."""
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:

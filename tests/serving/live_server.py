@@ -87,8 +87,8 @@ class Live:
 
     def check_idle(self) -> None:
         """No request is left: everything is free and zero, and the next one is answered as the API answers it."""
-        self.loop.run(asyncio.wait_for(self.server.front_door._idle.wait(), TIMEOUT_S))
-        admission = self.server.front_door.admission
+        self.loop.run(asyncio.wait_for(self.server.request_handler._idle.wait(), TIMEOUT_S))
+        admission = self.server.request_handler.admission
         assert (admission.ids, admission.queued_requests, admission.queued_tokens) == (set(), 0, 0)
         assert not admission._requests_of
         # The engine takes a request that was cancelled out between two steps.

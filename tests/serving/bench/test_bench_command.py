@@ -39,7 +39,7 @@ def bench(*arguments: str | Path):
 
 def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Let the server refuse the request whose id ends so."""
-    admission = live.server.front_door.admission
+    admission = live.server.request_handler.admission
     admit = admission.admit
 
     def refusing(caller: Caller, num_bytes: int, name: str, unique: bool) -> Any:
@@ -137,20 +137,20 @@ def test_tokens_come_from_files_and_instances_need_the_admins(start: Callable[..
 
 def test_waits_for_a_server_that_is_loading(start: Callable[..., Live]):
     live = start(attach=False)
-    front_door, asked = live.server.front_door, threading.Event()
+    request_handler, asked = live.server.request_handler, threading.Event()
     attach = threading.Thread(
         target=lambda: asked.wait(TIMEOUT_S) and live.loop.run(live.server.attach(live.llm)), daemon=True
     )
     attach.start()
-    get_backend = type(front_door).backend
+    get_backend = type(request_handler).backend
 
-    class Watched(type(front_door)):
+    class Watched(type(request_handler)):
         @property
         def backend(self):
             asked.set()
             return get_backend.fget(self)  # type: ignore[misc]
 
-    front_door.__class__ = Watched
+    request_handler.__class__ = Watched
     result = bench("--target", live.target, *SMALL, "--num-prompts", "2", "--ready-check-timeout-sec", TIMEOUT_S)
     assert result.exit_code == 0, result.output
     attach.join(TIMEOUT_S)

@@ -74,7 +74,7 @@ def test_requests_with_short_deadlines_leave_nothing_behind(live: Live, count: i
         codes = set(threads.map(ask, range(count)))
     assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
     live.check_idle()
-    door = live.server.front_door
+    door = live.server.request_handler
     wait_until(lambda: not door._generating and not door._closing)
 
 
