@@ -111,7 +111,7 @@ class SamplingParams:
             )
         if self.temperature == 0 and self.n > 1:
             raise RequestError(
-                f"n must be 1 where temperature is 0, which always takes the likeliest token, got {shorten(self.n)}"
+                f"n must be 1 where temperature is 0, which always takes the greedy token, got {shorten(self.n)}"
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -65,7 +65,7 @@ class ExecutableInfo:
     relocated: bool
     """It is the program of other devices, loaded for these."""
     code_bytes: int
-    """Of its machine code, where XLA says so; on CPU it does not (0)."""
+    """Bytes of its machine code; 0 where XLA does not tell, as on CPU."""
     temp_bytes: int
     """Temporaries on each device while it runs."""
     argument_bytes: int
@@ -89,7 +89,7 @@ class MemoryEntry:
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Of these: zeros, and copies of heads, that are stored so that sizes divide."""
+    """Bytes, of `num_bytes`, of zeros and copies of heads that are stored so that sizes divide."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,7 +3,7 @@
     python benchmarks/decode.py [--batch 1 8 32] [--context 128] [--json decode.json]
 
 Random weights of real shapes; a step reads every weight once, and the KV of its sequences. The bandwidth that it is
-held against is measured in the same run.
+compared with is measured in the same run.
 """
 
 import argparse

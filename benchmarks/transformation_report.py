@@ -50,7 +50,7 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
 
 
 def summary(result: dict[str, Any]) -> Iterator[str]:
-    """The figures that the variants are held against."""
+    """Lines that compare the variants."""
     ways = {(way["variant"], way.get("layers_per_step")): way["trips"] for way in result["ways"]}
     layers = result["layers"]
 

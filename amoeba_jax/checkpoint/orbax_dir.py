@@ -112,5 +112,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def chunk_name(name: str, index: int) -> str:
-    """Of a parameter's chunk, in the folder of chunks."""
+    """File name of a parameter's chunk, in the folder of chunks."""
     return f"{name}.{index}"
