@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
@@ -86,7 +87,7 @@ def wait_until_decoding(llm: LLM, count: int) -> None:
     """Until that many sequences run and have a token."""
 
     def number() -> int:
-        running = [s for instance in llm._engine.instances for s in instance.running]
+        running = [s for instance in engine_of(llm).instances for s in instance.running]
         return sum(bool(sequence.output) for sequence in running)
 
     deadline = time.monotonic() + TIMEOUT_S
@@ -111,9 +112,9 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
     """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
 
     def read() -> dict[str, list[np.ndarray]]:
-        llm._engine.drain()
+        engine_of(llm).drain()
         found = {}
-        for instance in llm._engine.instances:
+        for instance in engine_of(llm).instances:
             shape = llm.dims.pages.sub_page_shape(instance.tp)
             for sequence in instance.running:
                 layers = []
@@ -131,7 +132,7 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
                 found[sequence.request_id] = layers
         return found
 
-    return llm._dispatcher.call(read).result(TIMEOUT_S)
+    return in_dispatcher(llm, read)
 
 
 def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:

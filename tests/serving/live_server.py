@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+from harness import registry_of
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
@@ -94,7 +95,7 @@ class Live:
         # The engine takes a request that was cancelled out between two steps.
         idle = (0, 0, 0)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == idle for v in self.llm.instances))
-        wait_until(lambda: not self.llm._registry.ids)
+        wait_until(lambda: not registry_of(self.llm).ids)
         with Client(self.target) as client:
             answer = client.generate("after all that", GREEDY)[0]
         expected = self.llm.generate("after all that", GREEDY)[0].outputs[0]

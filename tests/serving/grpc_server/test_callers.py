@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from harness import registry_of
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax.client._proto import inference_pb2 as pb
@@ -193,4 +194,4 @@ def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], polic
     assert live.server.request_handler.admission.ids, "the others go on"
     for stream in streams:
         stream.cancel()
-    wait_until(lambda: not live.llm._registry.ids)
+    wait_until(lambda: not registry_of(live.llm).ids)

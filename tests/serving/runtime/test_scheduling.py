@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import engine_of
 from serving_checks import TIMEOUT_S
 from tiny_models import tiny_model
 from transform_cases import Background
@@ -61,7 +62,7 @@ def schedule(llm: LLM) -> Iterator[Schedule]:
     for scheduling in made:
         scheduling.close()
     # Instances are new a moment before their transformation has ended.
-    wait_for(lambda: not llm._engine.transformations.busy)
+    wait_for(lambda: not engine_of(llm).transformations.busy)
     assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
