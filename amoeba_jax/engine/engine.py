@@ -17,6 +17,7 @@ from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.errors import DeadlineError, MemoryBudgetError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_shapes
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster, drop_frames
+from amoeba_jax.instances.deadlines import Deadlines
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence, Update
@@ -73,6 +74,7 @@ class Engine:
         self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
         self.results = Results(self.reject, self._remove, self._report, self._failed, self.recovery, self.stats)
         self.waiting: list[Sequence] = []
+        self.deadlines = Deadlines()
         self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
         self.scheduler_hook: SchedulerHook | None = None
         self.readiness = Readiness()
@@ -204,6 +206,8 @@ class Engine:
         if sequence.page_keys is None:
             sequence.page_keys = PageKeys(self.dims.page_size, sequence.cache_salt or "")
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        if self.scheduler_hook is None:
+            self.deadlines.add(sequence)
         self._num_changes += 1
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
@@ -358,10 +362,9 @@ class Engine:
         if self.scheduler_hook is not None:
             self.scheduler_hook.schedule()
             return
+        for sequence in self.deadlines.expired(time.monotonic()):
+            self.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
         while (sequence := next((s for s in self.waiting if not self.awaits_program(s)), None)) is not None:
-            if sequence.deadline is not None and sequence.deadline < time.monotonic():
-                self.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
-                continue
             if sequence.num_in_flight:
                 return  # preempted a moment ago: its last token is not known yet
             instance = self.room.choose(sequence)
@@ -428,8 +431,9 @@ class Engine:
             self.reject(sequence, error)
             self.recovery.check(instance, error)
             return
-        if sequence.started_at is None:
-            sequence.started_at = time.monotonic()
+        first = sequence.started_at is None
+        sequence.start()
+        if first:
             sequence.num_cached = sequence.num_computed
             self.stats.cached_tokens += sequence.num_computed
 
@@ -466,6 +470,7 @@ class Engine:
         self._retire(instance, sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
+        sequence.wait_again()
         self.stats.preemptions += 1
         self.siblings.release(sequence)
         self._enqueue(sequence)

@@ -67,9 +67,19 @@ class Transformations:
         return any(job.awaits_programs for job in self._jobs)
 
     def targets(self) -> dict[int, int]:
-        """Of every device that is being transformed, or is about to be, the degree to come."""
-        jobs = [job for job in self._jobs if not job.awaits_programs]
-        return {device: job.options.tensor_parallel_size for job in jobs for device in job.options.devices}
+        """Of every device that is being transformed, or is about to be, the degree to come.
+
+        Groups of a job that have ended, or that will not begin as another has failed, are not among them.
+        """
+        targets: dict[int, int] = {}
+        for job in (job for job in self._jobs if not job.awaits_programs):
+            active = [*self._active.values(), *(active for active, _ in self._settling)]
+            devices = {device for a in active if a.job is job for device in a.devices}
+            if job.error is None:
+                to_come = [i for i in self._cluster.instances if i.tp != job.options.tensor_parallel_size]
+                devices |= {device for i in to_come for device in i.group.device_indices}
+            targets |= dict.fromkeys(devices & set(job.options.devices), job.options.tensor_parallel_size)
+        return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
         """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""

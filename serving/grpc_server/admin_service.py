@@ -1,6 +1,7 @@
 """amoeba.v1.AdminService."""
 
 import asyncio
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import grpc
@@ -9,6 +10,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.transform.report import TransformReport, TransformVariant
+from amoeba_jax.views import InstanceView
 from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.statuses import PreconditionError
 from serving.runtime.snapshot import take_snapshot
@@ -28,6 +30,15 @@ _VARIANTS = {
     pb.TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant.HOST_MEMORY,
     pb.TRANSFORM_VARIANT_RESTART: TransformVariant.RESTART,
 }
+
+
+def kinds_of(instances: Sequence[InstanceView], degree: int, devices: Collection[int]) -> list[str]:
+    """What a transformation to `degree` would be for the instances with some of `devices`, or for all where none are
+    named: `scale_up`, `scale_down`, both, or `unchanged`."""
+    named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
+    changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
+    changes["scale_down"] = any(i.tensor_parallel_size > degree for i in named)
+    return [kind for kind, changed in changes.items() if changed] or ["unchanged"]
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
@@ -73,7 +84,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         )
 
         # The transformation goes on if the client leaves, and is counted all the same.
-        work = asyncio.ensure_future(self._transform(transform, degree, variant))
+        work = asyncio.ensure_future(self._transform(transform, request, variant))
         report = await asyncio.shield(work)
         return pb.TransformResponse(
             tensor_parallel_size=report.tensor_parallel_size,
@@ -86,17 +97,18 @@ class AdminService(pb_grpc.AdminServiceServicer):
             tokens=report.tokens,
         )
 
-    async def _transform(self, transform, degree: int, variant: TransformVariant) -> TransformReport:
-        metrics = self._front_door.metrics
-        degrees = [i.tensor_parallel_size for i in metrics.latest.instances] if metrics.latest else []
-        kind = "scale_up" if degree > min(degrees, default=1) else "scale_down"
+    async def _transform(self, transform, request: pb.TransformRequest, variant: TransformVariant) -> TransformReport:
+        front_door, metrics = self._front_door, self._front_door.metrics
+        before = await front_door.control(lambda: front_door.backend.instances)
+        kinds = kinds_of(before, request.tensor_parallel_size, request.devices)
         try:
-            report = await self._front_door.transform(transform)
-        except (LayoutError, RequestError, MemoryBudgetError) as error:
-            metrics.not_transformed(kind, str(variant), "refused")
-            raise PreconditionError(str(error)) from error
-        except Exception:
-            metrics.not_transformed(kind, str(variant), "failed")
+            report = await front_door.transform(transform)
+        except Exception as error:
+            refused = isinstance(error, LayoutError | RequestError | MemoryBudgetError)
+            for kind in kinds:
+                metrics.not_transformed(kind, str(variant), "refused" if refused else "failed")
+            if refused:
+                raise PreconditionError(str(error)) from error
             raise
         metrics.transformed(report)
         return report

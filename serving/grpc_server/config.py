@@ -19,9 +19,14 @@ class Limits:
     max_header_bytes: int = 16 * 2**10
     """Metadata of a call, its token included."""
     max_queued_requests: int = 1024
-    """Accepted requests that have no token yet."""
+    """Accepted requests that have no token yet. A request counts those of its own class and of more urgent ones, as
+    with the next two and `max_requests_per_client`: see `PriorityClass`."""
     max_queued_tokens: int = 4_000_000
     """Prompt tokens of these."""
+    max_queued_urgent_requests: int = 1024
+    """Of these, requests with a `priority` below 0."""
+    max_queued_best_effort_requests: int = 1024
+    """Of these, requests with a `priority` above 0."""
     max_requests_per_client: int = 512
     """Requests of one client (its address) at once."""
     max_client_bytes: int = 64 * 2**20

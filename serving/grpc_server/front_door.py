@@ -125,7 +125,8 @@ class FrontDoor:
         record, started_ns = self.metrics.start_request(), time.time_ns()
         failure: BaseException | None = None
         try:
-            with self.admission.admit(call.caller, call.num_bytes, call.name, call.unique_name) as ticket:
+            name, priority = call.name, call.params.priority
+            with self.admission.admit(call.caller, call.num_bytes, name, call.unique_name, priority) as ticket:
                 self._idle.clear()
                 async with _time_limit(call.timeout_s) as deadline:
                     tokens = await self.tokenize(call.prompt)

@@ -35,6 +35,7 @@ from serving.scheduler import (
     ScaleUp,
     Scheduler,
     WaitingRequest,
+    unknown,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,9 @@ class JaxExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Take on an action, or refuse it with nothing changed."""
+        """Take on an action, or refuse it with nothing changed: also one that is of no kind that there is."""
+        if (problem := unknown(action)) is not None:
+            return Outcome(False, problem)
         try:
             self._apply(action)
         except (RequestError, LayoutError, MemoryBudgetError) as error:
@@ -126,6 +129,8 @@ class JaxExecutor:
             case Dispatch(request_id, instance_id):
                 engine.start(self._instance(instance_id), _known(self._waiting, request_id))
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
+                if all(i.tp == degree for i in engine.instances if i.id in devices):
+                    raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
                 options = TransformOptions(degree, devices, layers_per_step=self._layers_per_step)
                 if not engine.transformations.request_programs(options):
                     self._preparing[devices, degree] = options
@@ -137,7 +142,7 @@ class JaxExecutor:
             case Reject(request_id, kind, reason):
                 engine.reject(_known(self._waiting, request_id), _ERRORS[kind](reason))
             case _:
-                raise RequestError(f"this executor knows no {action}")
+                raise RequestError(f"this executor cannot carry out {type(action).__name__}")
 
     def _instance(self, instance_id: int) -> Instance:
         for instance in self._engine.instances:
@@ -227,6 +232,7 @@ def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
         deadline_s=sequence.deadline,
         started=sequence.started_at is not None,
         beyond_share=sequence.beyond_share,
+        waiting_since_s=sequence.waiting_since,
     )
 
 
@@ -235,9 +241,11 @@ def _running_request(name: str, sequence: Sequence) -> RunningRequest:
         name,
         num_tokens=sequence.num_tokens,
         max_total_tokens=sequence.max_total_tokens,
-        uncomputed_tokens=max(len(sequence.prompt) - sequence.num_computed, 0),
+        # One that decodes has one token, its last, that is not computed.
+        uncomputed_tokens=max(max(len(sequence.prompt), sequence.num_tokens - 1) - sequence.num_computed, 0),
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
         beyond_share=sequence.beyond_share,
+        queued_s=sequence.queued_s,
     )

@@ -14,6 +14,7 @@ from serving.scheduler.actions import (
     ReplicateLayers,
     ScaleDown,
     ScaleUp,
+    unknown,
 )
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
@@ -63,4 +64,5 @@ __all__ = [
     "UnknownPolicyError",
     "WaitingRequest",
     "make_policy",
+    "unknown",
 ]

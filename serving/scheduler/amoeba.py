@@ -43,8 +43,11 @@ class AmoebaPolicy:
 
     name = "amoeba"
 
-    def __init__(self, config: AmoebaConfig | None = None, admission: Admission | None = None):
-        self.config, self.admission = config or AmoebaConfig(), admission or Admission()
+    def __init__(
+        self, config: AmoebaConfig | None = None, admission: Admission | None = None, order: QueueOrder | None = None
+    ):
+        self.config = config or AmoebaConfig()
+        self.admission = admission or Admission(order or QueueOrder())
         self._wanted_s: dict[tuple[int, ...], float] = {}
         """For the devices of each merged instance, when it last had a long request, or one waited that it can hold."""
         self._largest = (0.0, 0)
@@ -155,9 +158,38 @@ class _Round:
             return []
         if (merge := self._merge(request)) is not None:
             return [merge]
-        if not waits:
-            self._claim_group(request)
+        if waits:
+            return []
+        if not self._groups(request) and (split := self._release(request)) is not None:
+            return [split]
+        self._claim_group(request)
         return []
+
+    def _release(self, request: WaitingRequest) -> ScaleDown | None:
+        """Split an instance that was merged without releasing weights, so that a merge can release them."""
+        view = self.view
+        options = [
+            i
+            for i in view.instances
+            if i.id not in self.busy
+            and i.degree > view.base_degree
+            and i.capacity_tokens < request.max_total_tokens
+            and view.keeps_weights(i)
+        ]
+        for instance in sorted(options, key=lambda i: (i.used_tokens, i.id)):
+            self.room.close(instance)
+            self.busy.add(instance.id)
+            if (
+                fits_split(view, instance, view.base_degree)
+                and (instance.devices, view.base_degree) not in view.refused
+            ):
+                reason = (
+                    f"it has not released its weights and holds {instance.capacity_tokens} tokens; "
+                    f"{request.request_id} may grow to {request.max_total_tokens}"
+                )
+                return ScaleDown(instance.devices, view.base_degree, reason)
+            return None  # it splits when what runs there has ended
+        return None
 
     def _capacities(self) -> list[int]:
         """Of instances that hold long requests: present ones, and those that transformations under way will make."""

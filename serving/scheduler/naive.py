@@ -23,7 +23,7 @@ class BoundRequests:
         home = {device: instance.id for instance in view.instances for device in instance.devices}
         waiting = {instance.id: 0 for instance in view.instances}
         for request in view.queue:
-            if (device := self.device_of.get(request.request_id)) is not None:
+            if (device := self.device_of.get(request.request_id)) in home:
                 waiting[home[device]] += request.prompt_tokens
         return waiting
 
@@ -32,7 +32,8 @@ class BoundRequests:
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         known = {request.request_id for request in queue}
-        self.device_of = {name: device for name, device in self.device_of.items() if name in known}
+        served = {device for instance in view.instances for device in instance.devices}
+        self.device_of = {n: device for n, device in self.device_of.items() if n in known and device in served}
         choices = [i for i in view.instances if i.transition_to is None and not i.draining]
         for request in queue:
             if request.request_id not in self.device_of and choices:
@@ -70,6 +71,12 @@ class BoundRequests:
         if not room.takes(instance) or instance.capacity_tokens >= request.max_total_tokens:
             room.close(instance)
             return []
+        if instance.degree >= degree:  # it was merged without releasing weights: split, it can merge and release them
+            room.close(instance)
+            if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
+                return []
+            reason = f"it keeps weights and holds fewer than the {request.max_total_tokens} tokens of its next request"
+            return [ScaleDown(instance.devices, view.base_degree, reason)]
         devices = next(group for group in view.groups(degree) if instance.devices[0] in group)
         members = view.instances_on(devices)
         if not all(room.takes(member) for member in members) or (devices, degree) in view.refused:

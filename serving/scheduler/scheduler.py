@@ -5,7 +5,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 
-from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp
+from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, unknown
 from serving.scheduler.backoff import Backoff, BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.policy import Policy
@@ -74,6 +74,10 @@ class Scheduler:
         view = dataclasses.replace(view, refused=refused)
         decisions = []
         for action in self.policy.decide(view):
+            if (problem := unknown(action)) is not None:
+                self.counters.refused += 1
+                logger.error("policy=%s asked for what no executor knows: %s", self.policy.name, problem)
+                continue
             if self._backoff.blocks(action, view.now_s):
                 self.counters.held_back += 1
                 continue

@@ -24,9 +24,15 @@ class WaitingRequest:
     """When it is of no use to the client any more; None: never."""
     started: bool = False
     """It ran before and was preempted. It is never turned away for a full queue."""
+    waiting_since_s: float | None = None
+    """Now less the seconds that it has waited in all, the time that it ran left out; None: since its arrival."""
     beyond_share: bool = False
     """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
     that are within theirs."""
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds that it has waited in all."""
+        return now_s - (self.arrival_s if self.waiting_since_s is None else self.waiting_since_s)
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,18 @@ class RunningRequest:
     max_total_tokens: int
     """Most tokens that it may grow to."""
     uncomputed_tokens: int = 0
-    """Of its prompt, tokens that are still to be computed."""
+    """Tokens that are still to be computed before it decodes: of its prompt, and of its output after a preemption."""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     beyond_share: bool = False
     """As of a `WaitingRequest`: it may be preempted for one that is within its client's share."""
+    queued_s: float = 0.0
+    """Seconds that it waited in all before it ran. It would wait again with these behind it."""
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds that it has waited in all; `now_s` makes no difference while it runs."""
+        return self.queued_s
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,11 @@ class ClusterView:
     def is_long(self, max_total_tokens: int) -> bool:
         """A request that an instance of the base degree could not hold, were it empty."""
         return max_total_tokens > self.limits[self.base_degree].capacity_tokens
+
+    def keeps_weights(self, instance: InstanceView) -> bool:
+        """It holds less than its degree can: it was merged without releasing weights. Split and merged again, it would
+        hold more."""
+        return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def has_long(self, instance: InstanceView) -> bool:
         """It runs a long request."""

@@ -186,6 +186,7 @@ def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LL
 
     with pytest.raises(DeadlineError, match="while the request was queued"):
         asyncio.run(ask())
+    assert any(view.waiting for view in llm.instances), "it is told at once, though others wait before it"
     background.result()
 
 
