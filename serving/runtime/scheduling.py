@@ -28,8 +28,9 @@ class SchedulingConfig:
     policy: str = "amoeba"
     """Name of a policy."""
     linger_s: float = AmoebaConfig.linger_s
-    """See `AmoebaConfig`, as of the next five."""
+    """See `AmoebaConfig`, as of the next six."""
     split_free_share: float = AmoebaConfig.split_free_share
+    partial_splits: bool = AmoebaConfig.partial_splits
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
     merge_to: int = AmoebaConfig.merge_to
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
@@ -49,6 +50,8 @@ class SchedulingConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 1")
+        if not isinstance(self.partial_splits, bool):
+            raise ConfigError(f"partial_splits={self.partial_splits!r} must be true or false")
         layers = self.layers_per_step
         if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
             raise ConfigError(f"layers_per_step={layers!r} must be a positive integer")
@@ -64,6 +67,7 @@ class SchedulingConfig:
         config = AmoebaConfig(
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
+            partial_splits=self.partial_splits,
             merge_again_after_s=self.merge_again_after_s,
             merge_to=self.merge_to,
             reserve_memory_s=self.reserve_memory_s,

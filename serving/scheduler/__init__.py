@@ -26,6 +26,7 @@ from serving.scheduler.policy import Policy
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
+from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
 
@@ -60,6 +61,8 @@ __all__ = [
     "ScaleUp",
     "Scheduler",
     "SchedulerCounters",
+    "SplitConfig",
+    "SplitRule",
     "StaticPolicy",
     "UnknownPolicyError",
     "WaitingRequest",

@@ -9,6 +9,7 @@ from serving.scheduler.preemption import preempt_for, rank
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve, freed_by_long
 from serving.scheduler.room import Room, fits_split
+from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
@@ -24,6 +25,8 @@ class AmoebaConfig:
     with shorter gaps between them are one burst, with one merge and one split. Short requests are served faster by what
     it splits into, so it does not wait when one finds no room, or when they leave less than `split_free_share` of the
     instance free. 0 is the paper's rule."""
+    partial_splits: bool = True
+    """A merged instance splits to the least degree that its long requests need, and need not wait for their end."""
     merge_again_after_s: float | None = None
     """A long request that has waited this long for a merged instance may have another merged for it. None: it waits,
     and consecutive long requests never cause a second merge."""
@@ -36,10 +39,15 @@ class AmoebaConfig:
     """Share kept free of what running requests may still grow by. 0 admits as vLLM does, and the engine preempts when
     pages run out; with 1 that never happens, and the cache is less full."""
 
+    @property
+    def splits(self) -> SplitConfig:
+        """When instances split."""
+        return SplitConfig(self.split_free_share, self.linger_s, self.partial_splits)
+
 
 class AmoebaPolicy:
-    """See docs/scheduling.md. It remembers when each merged instance was last wanted by a long request, and how large
-    long requests were recently; everything else is decided from the snapshot alone."""
+    """See docs/scheduling.md. Besides what `SplitRule` remembers it knows how large long requests were recently;
+    everything else is decided from the snapshot alone."""
 
     name = "amoeba"
 
@@ -48,8 +56,7 @@ class AmoebaPolicy:
     ):
         self.config = config or AmoebaConfig()
         self.admission = admission or Admission(order or QueueOrder())
-        self._wanted_s: dict[tuple[int, ...], float] = {}
-        """For the devices of each merged instance, when it last had a long request, or one waited that it can hold."""
+        self._splits = SplitRule(self.config.splits)
         self._largest = (0.0, 0)
         """The largest recent long request: when it was last seen, and its tokens."""
         self._pressed = False
@@ -61,7 +68,11 @@ class AmoebaPolicy:
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         round_ = _Round(view, self.config, self.admission.order)
-        actions: list[Action] = [*rejects, *round_.split(self._leaving(view, queue))]
+        sizes = [r.max_total_tokens for r in queue if view.is_long(r.max_total_tokens)]
+        leaving = self._splits.leaving(view, sizes, self._pressed)
+        splits = self._splits.split(view, round_.room, leaving)
+        round_.busy.update(action.devices[0] for action in splits)
+        actions: list[Action] = [*rejects, *splits]
         round_.reserve = Reserve.for_size(view, self._largest_long(view, queue))
         for request in queue:
             if view.is_long(request.max_total_tokens):
@@ -70,22 +81,6 @@ class AmoebaPolicy:
                 actions += round_.place_short(request)
         self._pressed = round_.pressed
         return actions
-
-    def _leaving(self, view: ClusterView, queue: list[WaitingRequest]) -> list[InstanceView]:
-        """Merged instances that take no new requests, because their long requests are done."""
-        waiting = [r.max_total_tokens for r in queue if view.is_long(r.max_total_tokens)]
-        before, self._wanted_s = self._wanted_s, {}
-        leaving = []
-        for instance in view.instances:
-            if instance.degree <= view.base_degree or instance.transition_to is not None or instance.draining:
-                continue
-            wanted = view.has_long(instance) or any(size <= instance.capacity_tokens for size in waiting)
-            wanted_s = view.now_s if wanted else before.get(instance.devices, view.now_s)
-            self._wanted_s[instance.devices] = wanted_s
-            busy = self._pressed or instance.free_tokens < self.config.split_free_share * instance.capacity_tokens
-            if not wanted and (busy or view.now_s - wanted_s >= self.config.linger_s):
-                leaving.append(instance)
-        return leaving
 
     def _largest_long(self, view: ClusterView, queue: list[WaitingRequest]) -> int:
         """Tokens of the largest recent long request; 0 if there was none."""
@@ -112,20 +107,6 @@ class _Round:
         """Merged instances where room is set aside for a long request that waits."""
         self.to_come: list[int] = []
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
-
-    def split(self, leaving: list[InstanceView]) -> list[Action]:
-        """Close the instances that take no new requests, and split those that are empty enough."""
-        view, actions = self.view, []
-        for instance in leaving:
-            self.room.close(instance)
-            free = instance.free_tokens / instance.capacity_tokens
-            if free < self.config.split_free_share or not fits_split(view, instance, view.base_degree):
-                continue
-            if (instance.devices, view.base_degree) not in view.refused:
-                reason = f"its long requests are done and {free:.0%} of its KV cache is free"
-                self.busy.add(instance.id)
-                actions.append(ScaleDown(instance.devices, view.base_degree, reason))
-        return actions
 
     def place_short(self, request: WaitingRequest) -> list[Action]:
         """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, and

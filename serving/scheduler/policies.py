@@ -16,15 +16,17 @@ class UnknownPolicyError(ValueError):
 
 _MAKERS: dict[str, Callable[[Admission, AmoebaConfig], Policy]] = {
     AmoebaPolicy.name: lambda admission, config: AmoebaPolicy(config, admission),
-    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth),
-    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(admission, config.reserved_growth),
+    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth, config.splits),
+    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(
+        admission, config.reserved_growth, config.splits
+    ),
     StaticPolicy.name: lambda admission, config: StaticPolicy(admission, config.reserved_growth),
 }
 POLICY_NAMES = tuple(_MAKERS)
 
 
 def make_policy(name: str, admission: Admission | None = None, config: AmoebaConfig | None = None) -> Policy:
-    """A policy by its name; of `config` the baselines use only `reserved_growth`. Raises `UnknownPolicyError`."""
+    """A policy by its name; of `config` the baselines use `reserved_growth` and what is about splits. Raises `UnknownPolicyError`."""
     if name not in _MAKERS:
         raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
     return _MAKERS[name](admission or Admission(), config or AmoebaConfig())
