@@ -18,6 +18,7 @@ from serving.scheduler.actions import (
 )
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.backoff import BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
@@ -28,6 +29,7 @@ from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
+from serving.scheduler.timing import Timing
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Action",
     "Admission",
     "AmoebaConfig",
+    "AmoebaPaperPolicy",
     "AmoebaPolicy",
     "BackoffConfig",
     "BindGroup",
@@ -47,6 +50,7 @@ __all__ = [
     "LeastLoadFirstPolicy",
     "MigrateLayers",
     "Outcome",
+    "PaperConfig",
     "Policy",
     "Preempt",
     "PreemptKind",
@@ -64,6 +68,7 @@ __all__ = [
     "SplitConfig",
     "SplitRule",
     "StaticPolicy",
+    "Timing",
     "UnknownPolicyError",
     "WaitingRequest",
     "make_policy",

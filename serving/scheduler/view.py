@@ -4,8 +4,10 @@ Plain data. Token counts are of KV cache; times are seconds of one monotonic clo
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+
+from serving.scheduler.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class ClusterView:
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
     """Transformations (devices, degree) that were refused or failed a moment ago, or whose programs are being compiled:
     not to be asked for now."""
+    timing: Timing = field(default_factory=Timing)
+    """What steps and transformations take here."""
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:

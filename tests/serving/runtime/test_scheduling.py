@@ -137,7 +137,9 @@ def test_every_policy_serves_a_mix_with_the_same_tokens(llm: LLM, schedule: Sche
     params = [greedy(24)] * len(short) + [greedy(8)] * len(long)
     assert tokens(llm.generate(requests, params)) == expected
     wait_for(lambda: split(llm))
-    assert scheduling.counters.scale_ups == scheduling.counters.scale_downs > 0
+    counters = scheduling.counters
+    assert min(counters.scale_ups, counters.scale_downs) > 0
+    assert (counters.refused, counters.transformations_failed) == (0, 0)
 
 
 def test_static_turns_away_what_would_need_a_merge(llm: LLM, schedule: Schedule):
