@@ -50,7 +50,8 @@ class Results:
         self._recovery.succeeded(step.rows)
         if prompt_result is not None and step.prompt_row is not None:
             self._take_prompt_logprobs(instance, step.prompt_row, prompt_result)
-        instance.pace.take(step.launched_at, time.perf_counter(), step.decodes)
+        prompt_tokens = 0 if step.decodes else sum(row.length for row in step.rows if row.length > 1)
+        instance.pace.take(step.launched_at, time.perf_counter(), step.decodes, prompt_tokens)
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:

@@ -18,6 +18,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.job import TransformOptions
 from amoeba_jax.transform.report import TransformReport
+from serving.runtime.timings import Timings
 from serving.scheduler import (
     Action,
     ClusterView,
@@ -62,6 +63,7 @@ class JaxExecutor:
         self._running: dict[str, Sequence] = {}
         self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
         """Transformations that were asked for and whose programs are being compiled."""
+        self._timings = Timings()
         cluster = engine.cluster
         self._degrees = tuple(
             DegreeLimits(tp, engine.capacity_tokens(tp), cluster.buckets(tp).max_num_seqs)
@@ -94,6 +96,7 @@ class JaxExecutor:
             page_size=engine.dims.page_size,
             max_model_len=engine.max_model_len,
             refused=refused.union(self._preparing),
+            timing=self._timings.take(engine.instances),
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
@@ -105,6 +108,7 @@ class JaxExecutor:
             free_slots=instance.num_free_slots,
             running=tuple(_running_request(names[id(s)], s) for s in instance.running if not s.finished),
             transition_to=target,
+            step_s=instance.pace.step_s,
         )
 
     def apply(self, action: Action) -> Outcome:
@@ -136,13 +140,18 @@ class JaxExecutor:
                     self._preparing[devices, degree] = options
                     raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
                 future = engine.transform(options)
-                future.add_done_callback(lambda done: self._on_transformed(action, done))
+                future.add_done_callback(lambda done: self._transformed(action, done))
             case Preempt(request_id, PreemptKind.SOFT):
                 engine.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
                 engine.reject(_known(self._waiting, request_id), _ERRORS[kind](reason))
             case _:
                 raise RequestError(f"this executor cannot carry out {type(action).__name__}")
+
+    def _transformed(self, action: ScaleUp | ScaleDown, done: "Future[TransformReport]") -> None:
+        if done.exception() is None:
+            self._timings.transformed(done.result())
+        self._on_transformed(action, done)
 
     def _instance(self, instance_id: int) -> Instance:
         for instance in self._engine.instances:

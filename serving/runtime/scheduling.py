@@ -28,7 +28,9 @@ class SchedulingConfig:
     policy: str = "amoeba"
     """Name of a policy."""
     linger_s: float = AmoebaConfig.linger_s
-    """See `AmoebaConfig`, as of the next six."""
+    """See `AmoebaConfig`, as of the next eight."""
+    ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
+    tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
     split_free_share: float = AmoebaConfig.split_free_share
     partial_splits: bool = AmoebaConfig.partial_splits
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
@@ -40,9 +42,10 @@ class SchedulingConfig:
     for a token meanwhile."""
 
     def __post_init__(self) -> None:
-        for name in ("linger_s", "reserve_memory_s", "merge_again_after_s"):
+        optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s")
+        for name in ("linger_s", "reserve_memory_s", *optional):
             value = getattr(self, name)
-            if name == "merge_again_after_s" and value is None:
+            if name in optional and value is None:
                 continue
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r} must be seconds, finite and at least 0")
@@ -68,6 +71,8 @@ class SchedulingConfig:
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
             partial_splits=self.partial_splits,
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
             merge_again_after_s=self.merge_again_after_s,
             merge_to=self.merge_to,
             reserve_memory_s=self.reserve_memory_s,

@@ -1,6 +1,7 @@
 """Where requests go, and when instances merge and split. Plain Python, without JAX: the same policies drive real
 devices and a simulation. docs/scheduling.md explains them."""
 
+from serving.scheduler import estimates
 from serving.scheduler.actions import (
     Action,
     BindGroup,
@@ -17,7 +18,8 @@ from serving.scheduler.actions import (
     unknown,
 )
 from serving.scheduler.admission import Admission
-from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.amoeba import AmoebaPolicy
+from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.backoff import BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
@@ -71,6 +73,7 @@ __all__ = [
     "Timing",
     "UnknownPolicyError",
     "WaitingRequest",
+    "estimates",
     "make_policy",
     "unknown",
 ]

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from serving.scheduler.admission import Admission
-from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.amoeba import AmoebaPolicy
+from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policy import Policy

@@ -41,6 +41,10 @@ class Room:
         """Tokens that no one has or was promised; below zero where more was promised than there is."""
         return self._free[instance.id]
 
+    def has_slot(self, instance: InstanceView) -> bool:
+        """It can run one more request."""
+        return self._slots[instance.id] > 0
+
     def load(self, instance: InstanceView) -> float:
         """The instance's load with what was given to it since the snapshot: prompts yet to be computed."""
         return instance.load + 2 * self._given[instance.id] / instance.capacity_tokens

@@ -28,6 +28,10 @@ class WaitingRequest:
     """It ran before and was preempted. It is never turned away for a full queue."""
     waiting_since_s: float | None = None
     """Now less the seconds that it has waited in all, the time that it ran left out; None: since its arrival."""
+    ttft_slo_s: float | None = None
+    """Seconds after its arrival by which its first token should come; None: the policy's."""
+    tpot_slo_s: float | None = None
+    """Seconds that each further token should take at most; None: the policy's."""
     beyond_share: bool = False
     """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
     that are within theirs."""
@@ -79,6 +83,8 @@ class InstanceView:
     """Degree that its devices change to; None when they are not being transformed. Takes no requests then."""
     draining: bool = False
     """An operator keeps new requests away from it."""
+    step_s: float | None = None
+    """Seconds that its recent decode steps took; None before the first."""
 
     @property
     def degree(self) -> int:

@@ -22,6 +22,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Scheduler,
+    Timing,
     WaitingRequest,
 )
 
@@ -42,6 +43,12 @@ class ServiceRates:
     transformation_s: float = 1.0
     transforming_speed: float = 0.8
     """Share of the lower degree's decode speed that is left meanwhile. Prompts pause."""
+
+    def timing(self) -> Timing:
+        """What a policy would measure."""
+        pairs = [(a, b) for a in self.decode for b in self.decode if a != b]
+        steps_s = {degree: 1 / each for degree, each in self.decode_each.items()}
+        return Timing(steps_s, self.prefill, dict.fromkeys(pairs, self.transformation_s))
 
 
 @dataclass
@@ -78,6 +85,8 @@ class SimulatedCluster:
     now_s: float = 0.0
     fail_transformations: int = 0
     """That many transformations end without effect."""
+    shows_timing: bool = False
+    """Snapshots tell what steps and transformations take."""
     queue: list[WaitingRequest] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)
     """Output tokens that each request will generate."""
@@ -97,7 +106,13 @@ class SimulatedCluster:
     def snapshot(self) -> ClusterView:
         instances = tuple(self._view(i) for i in sorted(self.instances, key=lambda i: i.devices))
         return ClusterView(
-            self.now_s, instances, tuple(self.queue), self.degrees, self.num_devices, page_size=self.page_size
+            self.now_s,
+            instances,
+            tuple(self.queue),
+            self.degrees,
+            self.num_devices,
+            page_size=self.page_size,
+            timing=self.rates.timing() if self.shows_timing else Timing(),
         )
 
     def _view(self, instance: _Instance) -> InstanceView:
