@@ -24,6 +24,7 @@ from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.instances.shares import mark_beyond_share
 from amoeba_jax.instances.siblings import Siblings
 from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.programs.catalogue import catalogue_by_degree
@@ -73,13 +74,14 @@ class Engine:
         self.recovery = Recovery(self.cluster, self._preempt, self.reject, self.stats)
         self.transformations = Transformations(self.cluster, self._drain, self._preempt, self._refuse)
         self.results = Results(self.reject, self._remove, self._report, self._failed, self.recovery, self.stats)
-        self.waiting: list[Sequence] = []
+        self.waiting = Waiting()
         self.deadlines = Deadlines()
         self.siblings = Siblings(self._enqueue, lambda: sum(instance.max_running for instance in self.instances))
         self.scheduler_hook: SchedulerHook | None = None
         self.readiness = Readiness()
         self._num_changes = 0
         self._shared_at = 0
+        self._has_shares = False
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -164,7 +166,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Requests are waiting or running. (Siblings wait for one that is, or are held for want of slots.)"""
-        return bool(self.waiting) or bool(self.siblings.held) or any(instance.running for instance in self.instances)
+        return len(self.waiting) > 0 or bool(self.siblings.held) or any(instance.running for instance in self.instances)
 
     # Requests
 
@@ -205,7 +207,7 @@ class Engine:
     def _enqueue(self, sequence: Sequence) -> None:
         if sequence.page_keys is None:
             sequence.page_keys = PageKeys(self.dims.page_size, sequence.cache_salt or "")
-        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self.waiting.add(sequence)
         if self.scheduler_hook is None:
             self.deadlines.add(sequence)
         self._num_changes += 1
@@ -349,10 +351,14 @@ class Engine:
             return
         self._shared_at = self.num_changes
         running = [sequence for instance in self.instances for sequence in instance.running]
+        clients = {*self.waiting.clients, *(sequence.client for sequence in running if not sequence.finished)}
+        if len(clients) < 2 and not self._has_shares:
+            return  # one client's requests need not be gone through
+        self._has_shares = len(clients) > 1
         slots = sum(instance.max_running for instance in self.instances)
         tokens = sum(instance.capacity_tokens for instance in self.instances)
         if mark_beyond_share(running, self.waiting, slots, tokens):
-            self.waiting.sort(key=lambda s: s.order)
+            self.waiting.sort()
             self._num_changes += 1
             self._shared_at = self.num_changes
 

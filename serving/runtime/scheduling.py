@@ -11,8 +11,10 @@ from amoeba_jax.transform.report import TransformReport, TransformVariant
 from serving.runtime.jax_executor import EngineScheduler
 from serving.runtime.metrics import ServerMetrics
 from serving.scheduler import (
+    Admission,
     AmoebaConfig,
     Policy,
+    QueueOrder,
     ScaleDown,
     ScaleUp,
     SchedulerCounters,
@@ -28,22 +30,27 @@ class SchedulingConfig:
     policy: str = "amoeba"
     """Name of a policy."""
     linger_s: float = AmoebaConfig.linger_s
-    """See `AmoebaConfig`, as of the next eight."""
+    """See `AmoebaConfig`, as of the next nine."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
     split_free_share: float = AmoebaConfig.split_free_share
     partial_splits: bool = AmoebaConfig.partial_splits
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
     merge_to: int = AmoebaConfig.merge_to
+    lookahead: int = AmoebaConfig.lookahead
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
     reserved_growth: float = AmoebaConfig.reserved_growth
+    patience_s: float = QueueOrder.patience_s
+    """See `QueueOrder`, as of the next two; of all policies."""
+    level_s: float = QueueOrder.level_s
+    starving_s: float | None = QueueOrder.starving_s
     layers_per_step: int = 1
     """Layers that a transformation changes between two steps: more end sooner, and make running requests wait longer
     for a token meanwhile."""
 
     def __post_init__(self) -> None:
-        optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s")
-        for name in ("linger_s", "reserve_memory_s", *optional):
+        optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
+        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *optional):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
@@ -55,9 +62,10 @@ class SchedulingConfig:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 1")
         if not isinstance(self.partial_splits, bool):
             raise ConfigError(f"partial_splits={self.partial_splits!r} must be true or false")
-        layers = self.layers_per_step
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-            raise ConfigError(f"layers_per_step={layers!r} must be a positive integer")
+        for name in ("layers_per_step", "lookahead"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer")
         if isinstance(self.merge_to, bool) or self.merge_to not in (1, 2, 4):
             raise ConfigError(f"merge_to={self.merge_to!r} must be a degree: 1, 2 or 4")
         try:
@@ -75,10 +83,12 @@ class SchedulingConfig:
             tpot_slo_s=self.tpot_slo_s,
             merge_again_after_s=self.merge_again_after_s,
             merge_to=self.merge_to,
+            lookahead=self.lookahead,
             reserve_memory_s=self.reserve_memory_s,
             reserved_growth=self.reserved_growth,
         )
-        return make_policy(self.policy if name is None else name, config=config)
+        order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
+        return make_policy(self.policy if name is None else name, Admission(order), config)
 
 
 OnReport = Callable[[TransformReport], None]

@@ -26,6 +26,7 @@ from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
 from serving.scheduler.policy import Policy
+from serving.scheduler.queue_index import QueueIndex
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
@@ -33,6 +34,7 @@ from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
 from serving.scheduler.timing import Timing
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
+from serving.scheduler.waiting_queue import QueueSnapshot, WaitingQueue
 
 __all__ = [
     "POLICY_NAMES",
@@ -56,7 +58,9 @@ __all__ = [
     "Policy",
     "Preempt",
     "PreemptKind",
+    "QueueIndex",
     "QueueOrder",
+    "QueueSnapshot",
     "Reject",
     "RejectKind",
     "ReleaseGroup",
@@ -72,6 +76,7 @@ __all__ = [
     "StaticPolicy",
     "Timing",
     "UnknownPolicyError",
+    "WaitingQueue",
     "WaitingRequest",
     "estimates",
     "make_policy",

@@ -2,14 +2,15 @@
 
 import dataclasses
 
-from serving.scheduler.actions import Action
+from serving.scheduler.actions import Action, Reject
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
+from serving.scheduler.room import Room
 from serving.scheduler.split_rule import SplitRule
-from serving.scheduler.view import ClusterView, WaitingRequest
+from serving.scheduler.view import ClusterView
 
 
 class AmoebaPolicy:
@@ -23,7 +24,9 @@ class AmoebaPolicy:
     ):
         self.config = config or AmoebaConfig()
         self.admission = admission or Admission(order or QueueOrder())
-        self._splits = SplitRule(self.config.splits)
+        self._splits, self._index = SplitRule(self.config.splits), self.admission.index()
+        self._room: Room | None = None
+        self._room_of: tuple[int, int, int] | None = None
         self._largest = (0.0, 0)
         """The largest recent long request: when it was last seen, and its tokens."""
         self._pressed = False
@@ -31,28 +34,43 @@ class AmoebaPolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        view = dataclasses.replace(view, merge_to=self.config.merge_to)
-        longest = view.longest
-        rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
-        round_ = Round(view, self.config, self.admission.order, self._pressed)
-        sizes = [r.max_total_tokens for r in queue if view.is_long(r.max_total_tokens)]
-        leaving = self._splits.leaving(view, sizes, self._pressed)
-        splits = self._splits.split(view, round_.room, leaving)
+        view, index, longest = dataclasses.replace(view, merge_to=self.config.merge_to), self._index, view.longest
+        index.update(view.queue)
+        actions: list[Action] = [
+            *self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        ]
+        gone = {action.request_id for action in actions if isinstance(action, Reject)}
+        room = self._refreshed(view)
+        leaving = self._splits.leaving(view, room.merged.values(), index.largest, self._pressed)
+        splits = self._splits.split(view, room, leaving)
+        actions += splits
+        reserve = Reserve(view, room, self._largest_long(view, room))
+        round_ = Round(view, room, reserve, self.config, self.admission.order, self._pressed)
         round_.busy.update(action.devices[0] for action in splits)
-        actions: list[Action] = [*rejects, *splits]
-        round_.reserve = Reserve.for_size(view, self._largest_long(view, queue))
-        for request in queue:
-            if view.is_long(request.max_total_tokens):
-                actions += round_.place_long(request)
-            else:
-                actions += round_.place_short(request)
+        for request in index.ordered(view.now_s):
+            if request.request_id in gone:
+                continue
+            placed = round_.place(request)
+            actions += placed
+            if round_.num_unplaced >= self.config.lookahead:
+                break
         self._pressed = round_.pressed
         return actions
 
-    def _largest_long(self, view: ClusterView, queue: list[WaitingRequest]) -> int:
+    def _refreshed(self, view: ClusterView) -> Room:
+        base = view.limits[view.base_degree].capacity_tokens
+        if self._room is None or self._room_of != (view.page_size, view.base_degree, base):
+            self._room = Room(view, self.config.reserved_growth)
+            self._room_of = view.page_size, view.base_degree, base
+        else:
+            self._room.refresh(view)
+        return self._room
+
+    def _largest_long(self, view: ClusterView, room: Room) -> int:
         """Tokens of the largest recent long request; 0 if there was none."""
-        requests = [*queue, *(request for instance in view.instances for request in instance.running)]
-        size = max((r.max_total_tokens for r in requests if view.is_long(r.max_total_tokens)), default=0)
+        running = [i.largest for i in room.merged.values() if view.has_long(i)]
+        waiting = self._index.largest(view.longest.capacity_tokens)
+        size = max([waiting if view.is_long(waiting) else 0, *running])
         seen_s, largest = self._largest
         if size >= largest or view.now_s - seen_s > self.config.reserve_memory_s:
             self._largest = (view.now_s, size)

@@ -32,6 +32,9 @@ class AmoebaConfig:
     merge_to: int = 1
     """Merges go to this degree at least: long requests are served faster, and fewer instances are left for short ones.
     1: to the least degree that holds the request."""
+    lookahead: int = 32
+    """A decision goes past at most that many requests that find no place: with thousands that wait it takes no longer,
+    and smaller requests that come later overtake no more than these."""
     reserve_memory_s: float = 600.0
     """Room is kept for a long request as large as the largest that came within this time."""
     reserved_growth: float = 0.0

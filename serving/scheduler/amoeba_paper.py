@@ -36,6 +36,7 @@ class AmoebaPaperPolicy:
 
     def __init__(self, config: PaperConfig | None = None, admission: Admission | None = None):
         self.config, self.admission = config or PaperConfig(), admission or Admission()
+        self._index = self.admission.index()
         self._splits = SplitRule(SplitConfig(free_share=0.5, linger_s=0.0, partial=False))
         self._scaling: dict[str, tuple[int, ...]] = {}
         """Devices that become one instance for a waiting request, in steps of two."""
@@ -43,17 +44,15 @@ class AmoebaPaperPolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        longest = view.longest
-        rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        rejects, queue = self.admission.screen(view, self._index, f"a TP{view.longest.degree} instance")
         waiting = {request.request_id for request in queue}
         self._scaling = {name: devices for name, devices in self._scaling.items() if name in waiting}
-        sizes = [r.max_total_tokens for r in queue if view.is_long(r.max_total_tokens)]
         between = {device for devices in self._scaling.values() for device in devices}
-        leaving = self._splits.leaving(view, sizes, pressed=False)
+        leaving = self._splits.leaving(view, view.instances, self._index.largest, pressed=False)
         room = Room(view, self.config.reserved_growth)
         actions: list[Action] = [*rejects]
         actions += self._splits.split(view, room, [it for it in leaving if between.isdisjoint(it[0].devices)])
-        reserve = Reserve.for_size(view, self._largest_long(view, sizes))
+        reserve = Reserve(view, room, self._largest_long(view))
         for request in queue:
             if (chosen := self._candidate(view, room, reserve, request)) is not None:
                 self._scaling.pop(request.request_id, None)
@@ -66,10 +65,11 @@ class AmoebaPaperPolicy:
                 room.keep_for(request)
         return actions
 
-    def _largest_long(self, view: ClusterView, waiting: list[int]) -> int:
+    def _largest_long(self, view: ClusterView) -> int:
         """Tokens of the largest recent long request, whose transformation room is reserved for (Gyges 5)."""
-        running = (r.max_total_tokens for i in view.instances for r in i.running if view.is_long(r.max_total_tokens))
-        size = max([*waiting, *running], default=0)
+        running = [i.largest for i in view.instances if view.has_long(i)]
+        waiting = self._index.largest(view.longest.capacity_tokens)
+        size = max([waiting if view.is_long(waiting) else 0, *running])
         seen_s, largest = self._largest
         if size >= largest or view.now_s - seen_s > self.config.reserve_memory_s:
             self._largest = (view.now_s, size)
@@ -82,7 +82,7 @@ class AmoebaPaperPolicy:
         skip reserved instances; long ones prefer those of a higher degree."""
         options, long = room.with_room(request), view.is_long(request.max_total_tokens)
         if not long:
-            kept = reserve.kept_from(room, room.need(request))
+            kept = reserve.kept_from(room.need(request))
             options = [i for i in options if view.has_long(i) or kept.isdisjoint(i.devices)]
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 

@@ -1,55 +1,87 @@
 """One decision of the policy `amoeba`: which request goes where, by the room that is left."""
 
+from collections.abc import Iterator
+
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
-from serving.scheduler.preemption import preempt_for, rank
+from serving.scheduler.preemption import preempt_for
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.reserve import Reserve, freed_by_long
+from serving.scheduler.reserve import Reserve
 from serving.scheduler.room import Room, fits_split
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+_MOST_PREEMPTING = 4
+"""Requests for which a decision looks for others to preempt: each goes through the instances."""
 
 
 class Round:
     """One call of `decide`: the room that is left, and what waits for it."""
 
-    def __init__(self, view: ClusterView, config: AmoebaConfig, order: QueueOrder, was_pressed: bool):
-        self.view, self.config, self.order, self.was_pressed = view, config, order, was_pressed
-        self.room = Room(view, config.reserved_growth)
-        self.reserve = Reserve.for_size(view, 0)
-        self.pressed = False
-        self.last_rank = max((rank(r) for i in view.instances for r in i.running), default=(False, 0))
-        self.busy = {i.id for i in view.instances if i.transition_to is not None or i.draining}
+    def __init__(
+        self,
+        view: ClusterView,
+        room: Room,
+        reserve: Reserve,
+        config: AmoebaConfig,
+        order: QueueOrder,
+        was_pressed: bool,
+    ):
+        self.view, self.room, self.reserve, self.config = view, room, reserve, config
+        self.order, self.was_pressed, self.pressed = order, was_pressed, False
+        self.num_unplaced = self.num_preempting = 0
+        self.in_vain: list[tuple[tuple[bool, int], int]] = []
+        """Rank and tokens of requests for which no others could be preempted."""
+        self.last_rank = max((i.last_rank for i in view.instances), default=(False, 0))
+        self.busy = set(room.unsteady)
         """Instances that no merge may take: they split or merge, or make room for someone."""
-        self.awaited: set[int] = set()
-        """Merged instances where room is set aside for a long request that waits."""
+        self.special = {**room.merged, **room.unsteady}
+        """Instances that may hold long requests, now or when their transition has ended."""
+        self._sorted: dict[int, tuple[int, list[tuple[InstanceView, ...]]]] = {}
+        self._roomiest: list[InstanceView] | None = None
+        """Merged instances where no room is set aside yet for a long request that waits; most room first."""
         self.to_come: list[int] = []
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
         self.taken_s: dict[int, float] = {}
-        """Of instances with `awaited` room, seconds until the last request that waits for it has ended."""
+        """Of instances where room is set aside, seconds until the last request that waits for it has ended."""
+
+    def place(self, request: WaitingRequest) -> list[Action]:
+        """What becomes of a request: nothing, where it waits."""
+        long = self.view.is_long(request.max_total_tokens)
+        actions = self.place_long(request) if long else self.place_short(request)
+        self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
+        return actions
 
     def place_short(self, request: WaitingRequest) -> list[Action]:
         """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, and
         where long requests run, whose prompts take most of each step."""
-        if options := self.room.with_room(request):
-            kept, has_long = self.reserve.kept_from(self.room, self.room.need(request)), self.view.has_long
-            slo_s = self.config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
-
-            def is_slow(instance: InstanceView) -> bool:
-                return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
-
-            instance = min(
-                options,
-                key=lambda i: (not kept.isdisjoint(i.devices), has_long(i), is_slow(i), self.room.load(i), i.id),
-            )
-            other = kept and kept.isdisjoint(instance.devices)
-            why = f"least loaded of {len(options)} with room" + ("; others keep it for a scale-up" if other else "")
-            return [self._dispatch(instance, request, why)]
+        if count := self.room.num_with_room(request):
+            kept = self.reserve.kept_from(self.room.need(request))
+            if (instance := self._least_loaded(request, kept)) is not None:
+                other = kept and kept.isdisjoint(instance.devices)
+                why = f"least loaded of {count} with room" + ("; others keep it for a scale-up" if other else "")
+                return [self._dispatch(instance, request, why)]
         self.pressed = True
         preempts = self._preempt(request)
         if not preempts:
             self.room.keep_for(request)
         return [*preempts]
+
+    def _least_loaded(self, request: WaitingRequest, kept: frozenset[int]) -> InstanceView | None:
+        """Of instances with room, in this order: such as keep none for a scale-up, run no long request, have steps
+        within the SLO, and have the smallest load."""
+        slo_s = self.config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
+        room, view, need, best = self.room, self.view, self.room.need(request), None
+        for instance in room.by_load():
+            if instance.capacity_tokens < request.max_total_tokens or room.free(instance) < need:
+                continue
+            is_slow = slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
+            rank = (not kept.isdisjoint(instance.devices), view.has_long(instance), is_slow)
+            if best is None or rank < best[0]:
+                best = rank, instance
+            if not any(rank) or (not kept and rank[1] and not is_slow):
+                break  # those that follow are no better
+        return None if best is None else best[1]
 
     def place_long(self, request: WaitingRequest) -> list[Action]:
         """On an instance of the highest degree that has room; else wait for one that will have; else merge."""
@@ -66,7 +98,7 @@ class Round:
             return []
         if (merge := self._merge(request)) is not None:
             return [merge]
-        if not self._groups(request) and (split := self._release(request)) is not None:
+        if next(self._groups(request), None) is None and (split := self._release(request)) is not None:
             return [split]
         self._claim_group(request)
         return []
@@ -83,7 +115,7 @@ class Round:
         if wait_s is None or waited_s + wait_s <= slo_s:
             return None
         degree = self._degree_for(request)
-        members = next(iter(self._groups(request)), None)
+        members = next(self._groups(request), None)
         merge_s = None if members is None else estimates.merge_s(self.view, members, degree, request)
         if merge_s is None or merge_s >= wait_s:
             return None
@@ -97,7 +129,7 @@ class Round:
         limits, times = self.view.limits, []
         if any(capacity >= request.max_total_tokens for capacity in self.to_come):
             return None
-        for instance in self.view.instances:
+        for instance in self.special.values():
             to = instance.transition_to
             if to is not None and limits[to].capacity_tokens >= request.max_total_tokens:
                 return None
@@ -117,11 +149,8 @@ class Round:
         view = self.view
         options = [
             i
-            for i in view.instances
-            if i.id not in self.busy
-            and i.degree > view.base_degree
-            and i.capacity_tokens < request.max_total_tokens
-            and view.keeps_weights(i)
+            for i in self.room.merged.values()
+            if i.id not in self.busy and i.capacity_tokens < request.max_total_tokens and view.keeps_weights(i)
         ]
         for instance in sorted(options, key=lambda i: (i.used_tokens, i.id)):
             self.room.close(instance)
@@ -140,15 +169,11 @@ class Round:
 
     def _capacities(self) -> list[int]:
         """Of instances that hold long requests: present ones, and those that transformations under way will make."""
-        limits = self.view.limits
         capacities = list(self.to_come)
-        for instance in self.view.instances:
-            if instance.draining:
-                continue
-            if instance.transition_to is not None:
-                capacities.append(limits[instance.transition_to].capacity_tokens)
-            else:
-                capacities.append(instance.capacity_tokens)
+        for instance in self.special.values():
+            if not instance.draining:
+                to = instance.transition_to
+                capacities.append(instance.capacity_tokens if to is None else self.view.limits[to].capacity_tokens)
         return capacities
 
     def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
@@ -159,9 +184,14 @@ class Round:
 
     def _preempt(self, request: WaitingRequest) -> list[Preempt]:
         """Make room for a request that fits nowhere now, if requests run that rank behind it."""
-        if rank(request) >= self.last_rank:
+        wanted = request.rank, self.room.need(request)
+        if request.rank >= self.last_rank or self.num_preempting >= _MOST_PREEMPTING:
             return []
+        if any(rank <= wanted[0] and need <= wanted[1] for rank, need in self.in_vain):
+            return []  # one before it, for which less was to be found, found nothing
+        self.num_preempting += 1
         if (found := preempt_for(request, self.view, self.room, self.order)) is None:
+            self.in_vain.append(wanted)
             return []
         instance, preempts = found
         self.room.close(instance)
@@ -170,28 +200,33 @@ class Round:
 
     def _set_aside(self, request: WaitingRequest) -> None:
         """Keep room for a long request that waits until those before it on a merged instance are done."""
-        options = [
-            (self.room.free(i) + freed_by_long(self.view, self.room, i), -i.id, i)
-            for i in self.room.open
-            if i.capacity_tokens >= request.max_total_tokens and i.id not in self.awaited
-        ]
-        if options:
-            free, _, instance = max(options, key=lambda option: option[:2])
+        room = self.room
+        if self._roomiest is None:
+            self._roomiest = sorted(room.merged.values(), key=lambda i: (-room.free(i) - room.freed_by_long(i), i.id))
+        options = (i for i in self._roomiest if room.takes(i) and i.capacity_tokens >= request.max_total_tokens)
+        if (instance := next(options, None)) is not None:
+            self._roomiest.remove(instance)
+            free = room.free(instance) + room.freed_by_long(instance)
             wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
             run_s = estimates.run_s(self.view, instance.degree, request)
             if wait_s is not None and run_s is not None:
                 self.taken_s[instance.id] = wait_s + run_s
             self.room.set_aside(instance, request, free - self.room.free(instance))
-            self.awaited.add(instance.id)
 
-    def _groups(self, request: WaitingRequest) -> list[tuple[InstanceView, ...]]:
+    def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
         """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
-        view, room = self.view, self.room
         degree = self._degree_for(request)
-        candidates = []
+        made, groups = self._sorted.get(degree, (-1, []))
+        if made != self.room.num_given:
+            groups = self._sort_groups(degree)
+            self._sorted[degree] = self.room.num_given, groups
+        return (members for members in groups if self.busy.isdisjoint(i.id for i in members))
+
+    def _sort_groups(self, degree: int) -> list[tuple[InstanceView, ...]]:
+        view, room, candidates = self.view, self.room, []
         for devices in view.groups(degree):
-            members = view.instances_on(devices)
-            whole = sum(i.degree for i in members) == degree and len(members) > 1
+            members = room.members(devices)
+            whole = len(members) > 1 and sum(i.degree for i in members) == degree
             if whole and self.busy.isdisjoint(i.id for i in members) and (devices, degree) not in view.refused:
                 mixed = len({i.degree for i in members}) > 1
                 candidates.append((mixed, -room.merged_free(members, degree), devices, members))
@@ -213,7 +248,7 @@ class Round:
 
     def _claim_group(self, request: WaitingRequest) -> None:
         """No group has room, even merged: keep others from the one that has most, until it has enough."""
-        for members in self._groups(request)[:1]:
+        if (members := next(self._groups(request), None)) is not None:
             self._claim(members, self.view.limits[self._degree_for(request)].capacity_tokens)
 
     def _claim(self, members: tuple[InstanceView, ...], capacity: int) -> None:

@@ -19,7 +19,7 @@ class BoundRequests:
 
     def __init__(self, admission: Admission, reserved_growth: float, splits: SplitConfig):
         self.admission, self.reserved_growth = admission, reserved_growth
-        self.splits = SplitRule(splits)
+        self.splits, self._index = SplitRule(splits), admission.index()
         self.device_of: dict[str, int] = {}
         self._pressed = False
         """A short request found no room when decisions were last made."""
@@ -35,11 +35,9 @@ class BoundRequests:
 
     def decide(self, view: ClusterView, choose: Choose) -> list[Action]:
         """Bind new requests with `choose`; then split, dispatch and merge. An instance serves in the queue's order."""
-        longest = view.longest
-        rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        rejects, queue = self.admission.screen(view, self._index, f"a TP{view.longest.degree} instance")
         known = {request.request_id for request in queue}
-        sizes = [r.max_total_tokens for r in queue if view.is_long(r.max_total_tokens)]
-        leaving = self.splits.leaving(view, sizes, self._pressed)
+        leaving = self.splits.leaving(view, view.instances, self._index.largest, self._pressed)
         left = {instance.id for instance, _ in leaving}
         served = {device for i in view.instances if i.id not in left for device in i.devices}
         self.device_of = {n: device for n, device in self.device_of.items() if n in known and device in served}

@@ -1,6 +1,6 @@
 """When merged instances split: the same rule for all policies that split, so that they differ in nothing else."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from serving.scheduler.actions import ScaleDown
@@ -32,22 +32,22 @@ class SplitRule:
         self._wanted_s: dict[tuple[tuple[int, ...], int], float] = {}
         """By devices and the degree that was needed less than."""
 
-    def leaving(self, view: ClusterView, long_sizes: Iterable[int], pressed: bool) -> list[tuple[InstanceView, int]]:
+    def leaving(
+        self, view: ClusterView, merged: Iterable[InstanceView], largest: Callable[[int], int], pressed: bool
+    ) -> list[tuple[InstanceView, int]]:
         """Instances that take no new requests, and the degree that each of them splits to.
 
         Args:
-            long_sizes: most tokens of each long request that waits.
+            merged: instances above the base degree; others may be among them.
+            largest: gives the size of the largest request that waits and has at most that many tokens; 0 for none.
             pressed: a short request found no room when decisions were last made: no instance lingers.
         """
-        waiting = sorted(long_sizes)
         before, self._wanted_s = self._wanted_s, {}
         leaving = []
-        for instance in view.instances:
+        for instance in merged:
             if instance.degree <= view.base_degree or instance.transition_to is not None or instance.draining:
                 continue
-            sizes = [r.max_total_tokens for r in instance.running if view.is_long(r.max_total_tokens)]
-            held = [size for size in waiting if size <= instance.capacity_tokens]
-            needed = self._needed(view, instance, [*sizes, *held])
+            needed = self._needed(view, instance, max(instance.largest, largest(instance.capacity_tokens)))
             for degree in (d for d in view.limits if view.base_degree <= d < instance.degree):
                 # As long as a degree is needed, it is wanted to split to none below it.
                 known = before.get((instance.devices, degree), view.now_s)
@@ -56,13 +56,13 @@ class SplitRule:
                 leaving.append((instance, needed))
         return leaving
 
-    def _needed(self, view: ClusterView, instance: InstanceView, sizes: list[int]) -> int:
-        """The degree that an instance is still needed at."""
-        if not sizes:
+    def _needed(self, view: ClusterView, instance: InstanceView, size: int) -> int:
+        """The degree that an instance is still needed at, for a request of that many tokens."""
+        if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
             return instance.degree
-        degree = view.degree_for(max(sizes))
+        degree = view.degree_for(size)
         return instance.degree if degree is None else min(degree, instance.degree)
 
     def _ends(self, view: ClusterView, instance: InstanceView, degree: int, pressed: bool) -> bool:

@@ -3,7 +3,7 @@
 Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,9 +36,19 @@ class WaitingRequest:
     """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
     that are within theirs."""
 
+    @property
+    def since_s(self) -> float:
+        """Now less the seconds that it has waited in all."""
+        return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
+
     def waited_s(self, now_s: float) -> float:
         """Seconds that it has waited in all."""
-        return now_s - (self.arrival_s if self.waiting_since_s is None else self.waiting_since_s)
+        return now_s - self.since_s
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,11 @@ class RunningRequest:
     def waited_s(self, now_s: float) -> float:
         """Seconds that it has waited in all; `now_s` makes no difference while it runs."""
         return self.queued_s
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,17 @@ class InstanceView:
     def used_tokens(self) -> int:
         return self.capacity_tokens - self.free_tokens
 
-    @property
+    @cached_property
+    def largest(self) -> int:
+        """Most tokens that any of its requests may grow to; 0 if it runs none."""
+        return max((request.max_total_tokens for request in self.running), default=0)
+
+    @cached_property
+    def last_rank(self) -> tuple[bool, int]:
+        """The highest rank of its requests, which are preempted first: see `RunningRequest.rank`."""
+        return max((request.rank for request in self.running), default=(False, -(2**31)))
+
+    @cached_property
     def load(self) -> float:
         """Share of the KV cache in use, with prompt tokens that are still to be computed counted twice."""
         return (self.used_tokens + sum(r.uncomputed_tokens for r in self.running)) / self.capacity_tokens
@@ -120,7 +145,8 @@ class ClusterView:
 
     now_s: float
     instances: tuple[InstanceView, ...]
-    queue: tuple[WaitingRequest, ...]
+    queue: Collection[WaitingRequest]
+    """In any order. A `QueueSnapshot` where the executor keeps a `WaitingQueue`, else a tuple."""
     degrees: tuple[DegreeLimits, ...]
     """Of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
     num_devices: int
@@ -159,7 +185,7 @@ class ClusterView:
 
     def has_long(self, instance: InstanceView) -> bool:
         """It runs a long request."""
-        return any(self.is_long(request.max_total_tokens) for request in instance.running)
+        return self.is_long(instance.largest)
 
     def degree_for(self, max_total_tokens: int) -> int | None:
         """The least degree, from the base degree on, whose instances hold a request when empty; None if none does.

@@ -11,7 +11,8 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.deadlines import Deadlines
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
-from serving.runtime.jax_executor import JaxExecutor, _running_request, _waiting_request
+from serving.runtime.jax_executor import JaxExecutor, _running_request
+from serving.runtime.waiting_view import waiting_request
 from serving.scheduler import BindGroup, MigrateLayers, Preempt, PreemptKind, Reject, ReleaseGroup, ScaleDown, ScaleUp
 
 
@@ -55,7 +56,7 @@ def test_only_waiting_counts_as_waiting():
     preempted.arrival = preempted.waiting_since = now - 307
     preempted.queued_s = 5.0
     preempted.wait_again()
-    view = _waiting_request("a", preempted)
+    view = waiting_request("a", preempted)
     assert view.waited_s(now + 2) == pytest.approx(7, abs=0.1)
     assert view.arrival_s == now - 307
     preempted.start()

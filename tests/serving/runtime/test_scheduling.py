@@ -264,6 +264,10 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"reserved_growth": True}, "reserved_growth=True"),
         ({"layers_per_step": 0}, "layers_per_step=0"),
         ({"merge_to": 3}, "merge_to=3"),
+        ({"lookahead": 0}, "lookahead=0"),
+        ({"starving_s": -1}, "starving_s=-1"),
+        ({"ttft_slo_s": float("inf")}, "ttft_slo_s=inf"),
+        ({"partial_splits": 1}, "partial_splits=1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str):
