@@ -310,7 +310,9 @@ def bench(
     admin_token_file: Annotated[
         Path | None, typer.Option(help="File with its token.", show_default="from the environment")
     ] = None,
-    dataset_name: Annotated[str, typer.Option(help="random, mix (short and long requests) or trace.")] = "random",
+    dataset_name: Annotated[
+        str, typer.Option(help="random, mix (short and long requests), burst or trace.")
+    ] = "random",
     num_prompts: Annotated[
         int | None, typer.Option(help="The most requests.", show_default="1000, all of a trace, or by --duration")
     ] = None,
@@ -336,6 +338,14 @@ def bench(
     trace: Annotated[Path | None, typer.Option(help=".npz file with input_tokens, output_tokens, arrival_s.")] = None,
     trace_length_scale: Annotated[float, typer.Option(help="Factor of a trace's lengths.")] = 1.0,
     trace_time_scale: Annotated[float, typer.Option(help="Factor of its times; below 1 is faster.")] = 1.0,
+    low_rate: Annotated[str, typer.Option(help="Requests a second in burst's low phases, drawn from a range.")] = "2:5",
+    high_rate: Annotated[str, typer.Option(help="The same in its high phases.")] = "10:30",
+    phase_s: Annotated[float, typer.Option("--phase-s", help="Seconds of a phase.")] = 30.0,
+    priority_share: Annotated[
+        float, typer.Option(help="Share of requests with --urgent-priority; 0: all alike.")
+    ] = 0.0,
+    urgent_priority: Annotated[int, typer.Option(help="Their priority; lower goes first.")] = 0,
+    best_effort_priority: Annotated[int, typer.Option(help="Priority of the others.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 draws.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Generate as much as planned, whatever the model says.")] = True,
     num_warmups: Annotated[int, typer.Option(help="Send the first request so often before, uncounted.")] = 0,
@@ -350,7 +360,7 @@ def bench(
         list[str] | None, typer.Option(help="Limits in ms for ttft, tpot, e2el, such as ttft:10000 tpot:100.")
     ] = None,
     percentile_metrics: Annotated[
-        str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time.")
+        str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time, server_queue_time.")
     ] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Such as 50,90,99.")] = "99",
     label: Annotated[str | None, typer.Option(help="Goes into the result.")] = None,

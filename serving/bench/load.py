@@ -48,6 +48,10 @@ class Record:
     """Name of the gRPC status of a request that failed."""
     error: str = ""
     """And its text."""
+    server_queue_s: float | None = None
+    """From its arrival at the server until an instance took it up, by the server's clock."""
+    preemptions: int = 0
+    """How often it was preempted there."""
 
     @property
     def output_tokens(self) -> int:
@@ -176,7 +180,10 @@ class Load:
         request, config = record.request, self._config
         prompt = request.prompt(config.seed, self._model.vocab_size)
         params = SamplingParams(
-            temperature=config.temperature, max_tokens=request.output_len, ignore_eos=config.ignore_eos
+            temperature=config.temperature,
+            max_tokens=request.output_len,
+            ignore_eos=config.ignore_eos,
+            priority=request.priority,
         )
         name = f"{config.request_id_prefix}{request.index}"
         record.start_s = self.clock()
@@ -186,6 +193,8 @@ class Load:
                 if chunk.token_ids:
                     record.chunk_times.append(self.clock())
                     record.chunk_tokens.append(len(chunk.token_ids))
+                if chunk.usage is not None:
+                    record.server_queue_s, record.preemptions = chunk.usage.queue_s, chunk.usage.preemptions
                 if chunk.finish_reason == "abort":
                     record.outcome = Outcome.FAILED
                     record.status, record.error = "CANCELLED", "the request was aborted at the server"

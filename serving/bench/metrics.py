@@ -16,8 +16,11 @@ METRICS = {
     "itl": "ITL",
     "e2el": "E2EL",
     "client_queue_time": "Queue here",
+    "server_queue_time": "Queue there",
 }
 """What can be asked for, and how the table calls it. E2EL is the latency from end to end."""
+PEAK_WINDOW_S = 5.0
+"""`peak_output_throughput` is of the best window of this many seconds, counted from the start."""
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
@@ -76,6 +79,7 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
         "itl": [value for r in done for value in r.itl_s],
         "e2el": [value for r in done if (value := r.e2el_s) is not None],
         "client_queue_time": [value for r in done if (value := r.queue_s) is not None],
+        "server_queue_time": [value for r in done if (value := r.server_queue_s) is not None],
     }
 
 
@@ -97,12 +101,14 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
         "request_goodput": good / duration_s if config.goodput else None,
         "output_throughput": output_tokens / duration_s,
         "total_token_throughput": (input_tokens + output_tokens) / duration_s,
+        "preemptions": sum(record.preemptions for record in done),
+        "peak_output_throughput": max(tokens_per_bin(records, duration_s, PEAK_WINDOW_S), default=0.0) / PEAK_WINDOW_S,
         "max_output_tokens_per_s": max(tokens_per_bin(records, duration_s, 1.0), default=0.0),
         "max_concurrent_requests": max_concurrency(records),
     }
     for name, values in latencies_s(records).items():
         if name in config.percentile_metrics:
-            figures |= _statistics(name, values, config.metric_percentiles)
+            figures |= statistics(name, values, config.metric_percentiles)
     return figures
 
 
@@ -136,7 +142,8 @@ def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float)
     return counts.tolist()
 
 
-def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+def statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles in milliseconds, by vLLM's names; None where there are none."""
     values_ms = np.array(values_s) * 1000
     keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
     keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]

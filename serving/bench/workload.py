@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.arrivals import draw_arrivals
+from serving.bench.burst import draw_phases, read_rates
 from serving.bench.trace_file import read_trace
 
-DATASETS = ("random", "mix", "trace")
+DATASETS = ("random", "mix", "trace", "burst")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
 # Streams of random numbers, so that a change of one setting changes nothing else.
-_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS = range(4)
+_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES = range(5)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class WorkloadConfig:
     """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
 
     dataset_name: str = "random"
-    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file."""
+    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file.
+    `burst`: lengths as in `random`, in phases of a low and a high rate."""
     num_prompts: int | None = None
     """The most requests. None: as many as come within `duration_s`; where that is None too, all of a trace, or 1000."""
     duration_s: float | None = None
@@ -52,6 +54,17 @@ class WorkloadConfig:
     """Factor of its lengths, which stay at least 1."""
     trace_time_scale: float = 1.0
     """Factor of its times: below 1, requests come faster."""
+    low_rate: str = "2:5"
+    """Requests a second in the low phases of `burst`, drawn for each from the least to the highest."""
+    high_rate: str = "10:30"
+    """The same for its high phases."""
+    phase_s: float = 30.0
+    """Seconds of a phase."""
+    priority_share: float = 0.0
+    """Share of the requests of any dataset that has `urgent_priority`; all others have `best_effort_priority`. 0: all
+    have priority 0."""
+    urgent_priority: int = 0
+    best_effort_priority: int = 1
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -72,6 +85,13 @@ class WorkloadConfig:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} must be finite and at least 0")
+        read_rates("low_rate", self.low_rate)
+        read_rates("high_rate", self.high_rate)
+        if not 1 <= self.phase_s <= 86_400:
+            raise ConfigError(f"phase_s={self.phase_s} must be from 1 to 86400 seconds")
+        if not 0 <= self.priority_share <= 1:
+            raise ConfigError(f"priority_share={self.priority_share} must be from 0 to 1")
+        _check_range(self, ("urgent_priority", "best_effort_priority"), -(2**31), 2**31 - 1)
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be at least 0 and below 1")
         self._check_together()
@@ -89,6 +109,8 @@ class WorkloadConfig:
                 )
             if self.short_per_minute + self.long_per_minute == 0:
                 raise ConfigError("short_per_minute=0 and long_per_minute=0: no request would ever come")
+        if self.dataset_name == "burst" and self.request_rate is not None:
+            raise ConfigError(f"request_rate={self.request_rate} is not for burst: set low_rate and high_rate")
         if self.dataset_name != "trace" and self.duration_s is not None:
             if math.isinf(self.rate):
                 raise ConfigError(f"duration_s={self.duration_s:g} needs a request_rate: without one, all come at once")
@@ -103,6 +125,8 @@ class WorkloadConfig:
         """Requests a second; infinity for all at once. Without meaning for a trace with times of its own."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
+        if self.dataset_name == "burst":
+            return sum(read_rates("low_rate", self.low_rate) + read_rates("high_rate", self.high_rate)) / 4
         return math.inf if self.request_rate is None else self.request_rate
 
     @property
@@ -117,12 +141,16 @@ class PlannedRequest:
 
     index: int
     kind: str
-    """`random`, `short`, `long` or `trace`."""
+    """`random`, `short`, `long`, `trace` or `burst`."""
     arrival_s: float
     input_len: int
     output_len: int
     shortened: bool = False
     """Whether it was longer in the trace than the model's context."""
+    phase: str = ""
+    """Of `burst`: `low` or `high`, the phase in which it comes."""
+    priority: int = 0
+    """`SamplingParams.priority`: lower goes first."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
         """Its token ids, which depend on the seed and its index alone. Drawn when they are needed: those of a long
@@ -137,24 +165,41 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
     Raises `ConfigError` for lengths that the context does not hold, other than those of a trace, and for a trace that
     cannot be read or has too few requests.
     """
-    planners = {"random": _plan_random, "mix": _plan_mix, "trace": _plan_trace}
+    planners = {"random": _plan_random, "mix": _plan_mix, "trace": _plan_trace, "burst": _plan_burst}
     planned = planners[config.dataset_name](config, max_model_len)
+    if config.priority_share:
+        urgent = _stream(config, _PRIORITIES).random(len(planned)) < config.priority_share
+        priorities = (config.urgent_priority if it else config.best_effort_priority for it in urgent)
+        planned = [replace(request, priority=p) for request, p in zip(planned, priorities, strict=True)]
     if not planned:
         raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
     return planned
 
 
 def _plan_random(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    arrivals = _synthetic_arrivals(config, config.most)
+    return _requests(["random"] * len(arrivals), arrivals, *_random_lengths(config, len(arrivals), max_model_len))
+
+
+def _plan_burst(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+    rates = read_rates("low_rate", config.low_rate), read_rates("high_rate", config.high_rate)
+    random = _stream(config, _ARRIVALS)
+    drawn = list(draw_phases(random, *rates, config.phase_s, config.burstiness, config.most, config.duration_s))
+    lengths = _random_lengths(config, len(drawn), max_model_len)
+    planned = _requests(["burst"] * len(drawn), (time_s for time_s, _ in drawn), *lengths)
+    return [replace(request, phase=phase) for request, (_, phase) in zip(planned, drawn, strict=True)]
+
+
+def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
+    """Of prompts and outputs, around the two means."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
         for round_, factor in ((math.floor, 1 - ratio), (math.ceil, 1 + ratio))
     )
     _check_context("random_input_len plus random_output_len", high, max_model_len)
-    arrivals = _synthetic_arrivals(config, config.most)
     random = _stream(config, _LENGTHS)
-    lengths = [random.integers(low[part], high[part] + 1, len(arrivals)) for part in (0, 1)]
-    return _requests(["random"] * len(arrivals), arrivals, *lengths)
+    return [random.integers(low[part], high[part] + 1, count) for part in (0, 1)]
 
 
 def _plan_mix(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:

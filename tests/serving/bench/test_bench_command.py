@@ -42,12 +42,30 @@ def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     admission = live.server.front_door.admission
     admit = admission.admit
 
-    def refusing(caller: Caller, num_bytes: int, name: str, unique: bool) -> Any:
+    def refusing(caller: Caller, num_bytes: int, name: str, unique: bool, priority: int) -> Any:
         if name.endswith(ending):
             raise LimitError("no room for this one")
-        return admit(caller, num_bytes, name, unique)
+        return admit(caller, num_bytes, name, unique, priority)
 
     monkeypatch.setattr(admission, "admit", refusing)
+
+
+def test_burst_with_priorities(live: Live, tmp_path: Path):
+    flags = ["--dataset-name", "burst", "--duration", "4", "--phase-s", "1", "--low-rate", "2:4", "--high-rate", "12"]
+    flags += ["--priority-share", "0.3", "--random-input-len", "16", "--random-output-len", "4"]
+    where = ["--target", live.target, "--result-dir", tmp_path, "--result-filename", "burst.json"]
+    result = bench(*where, *flags, "--percentile-metrics", "ttft,server_queue_time")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "burst.json").read_text())
+    assert report["failed"] == 0
+    assert list(report["phases"]) == ["low", "high"]
+    assert list(report["priorities"]) == ["0", "1"]
+    for groups in (report["phases"], report["priorities"]):
+        assert sum(figures["completed"] for figures in groups.values()) == report["completed"]
+    assert report["mean_server_queue_time_ms"] > 0
+    assert report["phases"]["high"]["request_throughput"] > report["phases"]["low"]["request_throughput"]
+    assert "high phases" in result.output
+    live.check_idle()
 
 
 def test_mix_with_a_failure(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
