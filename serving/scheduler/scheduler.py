@@ -105,9 +105,11 @@ class Scheduler:
 
     def _log(self, action: Action, outcome: str, **more: str | float) -> None:
         """One line a decision: `key=value`, and the same as a dict in the record's `decision`."""
+        level = logging.INFO if outcome == "accepted" else logging.WARNING
+        if not logger.isEnabledFor(level):
+            return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}
         record |= dataclasses.asdict(action) | {"outcome": outcome} | more
-        level = logging.INFO if outcome == "accepted" else logging.WARNING
         logger.log(level, " ".join(f"{k}={_quoted(v)}" for k, v in record.items()), extra={"decision": record})
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from cluster_views import CAPACITY, DEGREES, cluster, instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_cluster import simulate
+from simulations import simulate
 
 from serving.scheduler import (
     POLICY_NAMES,
