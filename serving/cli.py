@@ -310,7 +310,9 @@ def bench(
     admin_token_file: Annotated[
         Path | None, typer.Option(help="File with its token.", show_default="from the environment")
     ] = None,
-    dataset_name: Annotated[str, typer.Option(help="random, mix (short and long requests) or trace.")] = "random",
+    dataset_name: Annotated[
+        str, typer.Option(help="random, mix (short and long requests), burst or trace.")
+    ] = "random",
     num_prompts: Annotated[
         int | None, typer.Option(help="The most requests.", show_default="1000, all of a trace, or by --duration")
     ] = None,
@@ -333,9 +335,13 @@ def bench(
     long_input_len: Annotated[int, typer.Option(help="Prompt tokens of the mix's long requests.")] = 50000,
     long_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
     long_per_minute: Annotated[float, typer.Option(help="How many come in a minute.")] = 1.0,
-    trace: Annotated[Path | None, typer.Option(help=".npz file with input_tokens, output_tokens, arrival_s.")] = None,
+    burst_rate: Annotated[float, typer.Option(help="Requests a second in bursts; --request-rate between them.")] = 20.0,
+    burst_every_s: Annotated[float, typer.Option("--burst-every", help="Seconds from burst to burst.")] = 120.0,
+    burst_s: Annotated[float, typer.Option("--burst-length", help="Seconds of a burst.")] = 30.0,
+    trace: Annotated[Path | None, typer.Option(help=".npz, .csv or .jsonl file of times and lengths.")] = None,
     trace_length_scale: Annotated[float, typer.Option(help="Factor of a trace's lengths.")] = 1.0,
     trace_time_scale: Annotated[float, typer.Option(help="Factor of its times; below 1 is faster.")] = 1.0,
+    trace_rate_scale: Annotated[float, typer.Option(help="Factor of its requests in the same time.")] = 1.0,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 draws.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Generate as much as planned, whatever the model says.")] = True,
     num_warmups: Annotated[int, typer.Option(help="Send the first request so often before, uncounted.")] = 0,

@@ -1,22 +1,22 @@
 """Which requests a benchmark sends: how long they are, and when each one comes."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.arrivals import draw_arrivals
-from serving.bench.trace_file import read_trace
+from serving.bench.trace_file import Draw, read_trace, scale_rate
 
-DATASETS = ("random", "mix", "trace")
+DATASETS = ("random", "mix", "burst", "trace")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
+_BURST = ("burst_rate", "burst_every_s", "burst_s")
 # Streams of random numbers, so that a change of one setting changes nothing else.
-_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS = range(4)
+_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _BURSTS, _TRACE = range(6)
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class WorkloadConfig:
     """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
 
     dataset_name: str = "random"
-    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file."""
+    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `burst`: as `random`, with a
+    higher rate for some time again and again. `trace`: those of a file."""
     num_prompts: int | None = None
     """The most requests. None: as many as come within `duration_s`; where that is None too, all of a trace, or 1000."""
     duration_s: float | None = None
@@ -46,12 +47,21 @@ class WorkloadConfig:
     long_input_len: int = 50000
     long_output_len: int = 128
     long_per_minute: float = 1.0
+    burst_rate: float = 20.0
+    """Requests a second during a burst, instead of `request_rate`."""
+    burst_every_s: float = 120.0
+    """From the start of a burst to the next; the first one ends the first such time."""
+    burst_s: float = 30.0
+    """How long a burst is."""
     trace: Path | None = None
-    """A .npz file; see `read_trace`."""
+    """A .npz, .csv or .jsonl file; see `read_trace`."""
     trace_length_scale: float = 1.0
     """Factor of its lengths, which stay at least 1."""
     trace_time_scale: float = 1.0
     """Factor of its times: below 1, requests come faster."""
+    trace_rate_scale: float = 1.0
+    """Factor of the number of requests in the same time: below 1 some are left out, above 1 further ones like them come
+    at other moments."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -60,7 +70,7 @@ class WorkloadConfig:
         _check_range(self, ("seed",), 0, 2**32 - 1)
         lengths = [f"{kind}_{part}_len" for kind in ("random", "short", "long") for part in ("input", "output")]
         _check_range(self, lengths, 1, 2**31 - 1)
-        for name in ("duration_s", "trace_length_scale", "trace_time_scale"):
+        for name in ("duration_s", "trace_length_scale", "trace_time_scale", "trace_rate_scale", *_BURST):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be above 0 and finite")
@@ -77,6 +87,13 @@ class WorkloadConfig:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.dataset_name == "burst":
+            if self.request_rate is None or math.isinf(self.request_rate):
+                raise ConfigError(
+                    f"request_rate={self.request_rate} must be finite: with 'burst' it is the rate between bursts"
+                )
+            if self.burst_s >= self.burst_every_s:
+                raise ConfigError(f"burst_s={self.burst_s:g} must be below burst_every_s={self.burst_every_s:g}")
         if self.dataset_name == "trace":
             if self.trace is None:
                 raise ConfigError("dataset_name='trace' needs a file: give it by --trace")
@@ -103,7 +120,11 @@ class WorkloadConfig:
         """Requests a second; infinity for all at once. Without meaning for a trace with times of its own."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
-        return math.inf if self.request_rate is None else self.request_rate
+        rate = math.inf if self.request_rate is None else self.request_rate
+        if self.dataset_name == "burst":
+            share = self.burst_s / self.burst_every_s
+            return (1 - share) * rate + share * self.burst_rate
+        return rate
 
     @property
     def most(self) -> int | None:
@@ -131,50 +152,98 @@ class PlannedRequest:
         return random.integers(0, vocab_size, self.input_len).tolist()
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Requests as columns, in the order of their arrival. Lengths in tokens, times in seconds from the start."""
+
+    arrival_s: np.ndarray
+    input_len: np.ndarray
+    output_len: np.ndarray
+    kinds: np.ndarray
+    """Index into `kind_names`."""
+    kind_names: tuple[str, ...]
+    shortened: np.ndarray
+    prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """See `Trace.prefix_blocks`."""
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """The requests of a workload in the order of their arrival, for a model with a context of `max_model_len` tokens.
 
     Raises `ConfigError` for lengths that the context does not hold, other than those of a trace, and for a trace that
     cannot be read or has too few requests.
     """
-    planners = {"random": _plan_random, "mix": _plan_mix, "trace": _plan_trace}
-    planned = planners[config.dataset_name](config, max_model_len)
-    if not planned:
+    plan = plan_columns(config, max_model_len)
+    columns = (plan.kinds, plan.arrival_s, plan.input_len, plan.output_len, plan.shortened)
+    return [
+        PlannedRequest(index, plan.kind_names[kind], arrival_s, input_len, output_len, cut)
+        for index, (kind, arrival_s, input_len, output_len, cut) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        )
+    ]
+
+
+def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
+    """The same as columns: a few bytes a request. Raises as `plan_requests`."""
+    planners = {"random": _plan_random, "burst": _plan_random, "mix": _plan_mix, "trace": _plan_trace}
+    plan = planners[config.dataset_name](config, max_model_len)
+    if not len(plan):
         raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
-    return planned
+    return plan
 
 
-def _plan_random(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _plan_random(config: WorkloadConfig, max_model_len: int) -> Plan:
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
         for round_, factor in ((math.floor, 1 - ratio), (math.ceil, 1 + ratio))
     )
     _check_context("random_input_len plus random_output_len", high, max_model_len)
-    arrivals = _synthetic_arrivals(config, config.most)
+    burst = config.dataset_name == "burst"
+    arrivals = _burst_arrivals(config) if burst else _synthetic_arrivals(config, config.most)
     random = _stream(config, _LENGTHS)
-    lengths = [random.integers(low[part], high[part] + 1, len(arrivals)) for part in (0, 1)]
-    return _requests(["random"] * len(arrivals), arrivals, *lengths)
+    inputs, outputs = (random.integers(low[part], high[part] + 1, len(arrivals)) for part in (0, 1))
+    return _plan([config.dataset_name], np.zeros(len(arrivals), np.int64), arrivals, inputs, outputs)
 
 
-def _plan_mix(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _burst_arrivals(config: WorkloadConfig) -> np.ndarray:
+    """Arrivals at the higher of both rates, thinned where the other one holds."""
+    assert config.request_rate is not None, "checked with the configuration"
+    peak = max(config.request_rate, config.burst_rate)
+    most = None if config.most is None else math.ceil(config.most * peak / config.rate * 1.5) + 64
+    arrivals = draw_arrivals(_stream(config, _ARRIVALS), peak, config.burstiness, most, config.duration_s)
+    bursts = arrivals % config.burst_every_s >= config.burst_every_s - config.burst_s
+    rates = np.where(bursts, config.burst_rate, config.request_rate)
+    return arrivals[_stream(config, _BURSTS).random(len(arrivals)) < rates / peak][: config.most]
+
+
+def _plan_mix(config: WorkloadConfig, max_model_len: int) -> Plan:
     planned = []
-    for kind, stream in (("short", _ARRIVALS), ("long", _LONG_ARRIVALS)):
+    for index, (kind, stream) in enumerate((("short", _ARRIVALS), ("long", _LONG_ARRIVALS))):
         per_minute, *lengths = (getattr(config, f"{kind}_{name}") for name in ("per_minute", "input_len", "output_len"))
         if per_minute == 0:
             continue
         _check_context(f"{kind}_input_len plus {kind}_output_len", lengths, max_model_len)
         random = _stream(config, stream)
         times = draw_arrivals(random, per_minute / 60, config.burstiness, config.most, config.duration_s)
-        planned += [(time, kind, *lengths) for time in times]
-    planned.sort()
-    times, kinds, inputs, outputs = zip(*planned[: config.most], strict=True) if planned else ((),) * 4
-    return _requests(kinds, times, inputs, outputs)
+        planned += [(time, index, *lengths) for time in times.tolist()]
+    planned.sort(key=lambda request: (request[0], -request[1]))
+    times, kinds, inputs, outputs = np.array(planned[: config.most], float).reshape(-1, 4).T
+    return _plan(["short", "long"], kinds, times, inputs, outputs)
 
 
-def _plan_trace(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
     assert config.trace is not None, "checked with the configuration"
-    trace = read_trace(config.trace)
+    random = _stream(config, _TRACE)
+    scale = config.trace_rate_scale
+    whole_s = None if config.duration_s is None else config.duration_s / config.trace_time_scale
+    draw = Draw(random, whole_s, scale, config.num_prompts)
+    trace = read_trace(config.trace, draw)
+    if scale != 1.0 and not _is_drawn(config.trace):
+        trace = scale_rate(trace, scale, random)
     size = len(trace.input_tokens)
     if config.num_prompts is not None and config.num_prompts > size:
         raise ConfigError(f"num_prompts={config.num_prompts} is more than the {size} requests of {config.trace}")
@@ -190,9 +259,18 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> list[PlannedReque
         np.maximum(1, np.rint(lengths[: len(arrivals)] * config.trace_length_scale)).astype(np.int64)
         for lengths in (trace.input_tokens, trace.output_tokens)
     ]
-    fitting = fit_context(scaled[0], scaled[1], max_model_len)
+    inputs, outputs = fit_context(scaled[0], scaled[1], max_model_len)
     shortened = scaled[0] + scaled[1] > max_model_len
-    return _requests(["trace"] * len(arrivals), arrivals, *fitting, shortened)
+    kinds = np.zeros(len(arrivals), np.int64)
+    return _plan(["trace"], kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+
+
+def _is_drawn(path: Path) -> bool:
+    """A file of statistics: its rate is scaled when requests are drawn."""
+    if path.suffix != ".npz":
+        return False
+    with np.load(path, allow_pickle=False) as file:
+        return "rate_rps" in file.files
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -218,20 +296,24 @@ def _stream(config: WorkloadConfig, stream: int) -> np.random.Generator:
     return np.random.default_rng((config.seed, stream))
 
 
-def _requests(
-    kinds: Iterable[str],
-    arrivals: Iterable[float],
-    inputs: Iterable[int],
-    outputs: Iterable[int],
-    shortened: Iterable[bool] | None = None,
-) -> list[PlannedRequest]:
-    lengths = zip(kinds, arrivals, inputs, outputs, strict=True)
-    return [
-        PlannedRequest(index, kind, float(arrival_s), int(input_len), int(output_len), bool(cut))
-        for index, ((kind, arrival_s, input_len, output_len), cut) in enumerate(
-            zip(lengths, repeat(False) if shortened is None else shortened, strict=False)
-        )
-    ]
+def _plan(
+    kind_names: Iterable[str],
+    kinds: np.ndarray,
+    arrivals: np.ndarray,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    shortened: np.ndarray | None = None,
+    prefix_blocks: Mapping[int, tuple[int, ...]] | None = None,
+) -> Plan:
+    return Plan(
+        arrivals.astype(np.float64),
+        inputs.astype(np.int64),
+        outputs.astype(np.int64),
+        kinds.astype(np.int64),
+        tuple(kind_names),
+        np.zeros(len(arrivals), bool) if shortened is None else shortened,
+        prefix_blocks or {},
+    )
 
 
 def _check_range(config: WorkloadConfig, names: Iterable[str], least: int, most: int) -> None:
