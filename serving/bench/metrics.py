@@ -9,6 +9,7 @@ import numpy as np
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.load import Outcome, Record
+from serving.bench.statistics import statistics
 
 METRICS = {
     "ttft": "TTFT",
@@ -102,7 +103,7 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
     }
     for name, values in latencies_s(records).items():
         if name in config.percentile_metrics:
-            figures |= _statistics(name, values, config.metric_percentiles)
+            figures |= statistics(name, values, config.metric_percentiles)
     return figures
 
 
@@ -134,13 +135,3 @@ def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float)
         for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):
             counts[min(int(time_s / width_s), len(counts) - 1)] += tokens
     return counts.tolist()
-
-
-def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    values_ms = np.array(values_s) * 1000
-    keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
-    keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]
-    if not len(values_ms):
-        return dict.fromkeys(keys)
-    figures = [values_ms.mean(), np.median(values_ms), values_ms.std(), *np.percentile(values_ms, percentiles)]
-    return {key: float(value) for key, value in zip(keys, figures, strict=True)}

@@ -41,6 +41,8 @@ class LoopConfig:
     """Virtual seconds to simulate. None: until all requests have ended."""
     drain_s: float = 3600.0
     """Where `until_s` is None: no longer than this after the last arrival."""
+    queue_limit: int | None = None
+    """Stop once that many requests wait at one host. None: never."""
 
 
 class Host:
@@ -147,11 +149,16 @@ class Cluster:
                 self.tally.events += 1
             for host in dirty.values():
                 self._tick(host, now_s)
+            if config.queue_limit is not None and any(
+                len(host.executor.queue) > config.queue_limit for host in dirty.values()
+            ):
+                break
             dirty.clear()
             if progress is not None and (since := since + 1) >= 2000:
                 since = 0
                 progress(now_s, self._next / total)
-        self.now_s = end_s if config.until_s is not None else self.now_s
+        if config.until_s is not None and config.queue_limit is None:
+            self.now_s = end_s
         self._close()
 
     def _handle(self, event: tuple, host: Host) -> bool:

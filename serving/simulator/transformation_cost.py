@@ -47,8 +47,10 @@ class Change(NamedTuple):
 class TransformationCost(Protocol):
     """Prices changes of degree."""
 
-    layers: int
-    """Layers of the model: each switches once."""
+    @property
+    def layers(self) -> int:
+        """Layers of the model: each switches once."""
+        ...
 
     def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
         """Of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in their cache."""
