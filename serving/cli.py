@@ -9,6 +9,7 @@ import typer
 
 import amoeba_jax
 from amoeba_jax.config import EngineConfig
+from serving.commands.simulate import simulate
 from serving.errors import EXIT_FAILURE, clean_exit
 
 # Commands import what they need themselves: `amoeba --help` must not wait for JAX.
@@ -404,6 +405,9 @@ def doctor(
         print_findings(findings, as_json)
         if any(finding.status == "fail" for finding in findings):
             raise typer.Exit(EXIT_FAILURE)
+
+
+app.command()(simulate)
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ class Block:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:
             return elapsed_s / self.first_s
+        # The root of half * n^2 + linear * n = elapsed, in the form that holds for small slopes too.
         half = self.slope_s / 2
-        linear = self.first_s - half
-        return (math.sqrt(linear * linear + 4 * half * max(elapsed_s, 0.0)) - linear) / (2 * half)
+        linear, elapsed_s = self.first_s - half, max(elapsed_s, 0.0)
+        return 2 * elapsed_s / (linear + math.sqrt(linear * linear + 4 * half * elapsed_s))
