@@ -56,7 +56,7 @@ def run_calibration(
     layers_per_step: int,
 ) -> None:
     """Load a model, time its steps and transformations, and write the calibration. Raises `ConfigError`."""
-    settings = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": max_model_len}
+    settings: dict[str, Any] = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": max_model_len}
     with LLM(
         model,
         num_devices=num_devices,
@@ -74,28 +74,28 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
     """Time an idle engine at each of its degrees. It ends at the degree that it began with, without requests."""
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
-    degrees = list(engine.cluster.sub_meshes.degrees())
-    before = engine.instances[0].tp
+    degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
+    before = _degree(llm)
     seqs = {tp: engine.cluster.buckets(tp).max_num_seqs for tp in degrees}
     capacity = {tp: engine.capacity_tokens(tp) for tp in degrees}
     decode_s: dict[int, dict[int, float]] = {}
     prompt_s: dict[int, dict[int, float]] = {}
     context_s: dict[int, float] = {}
-    shared = 0.0
+    crowding = 0.0
     up, down = [], []
     for tp in degrees:
-        if tp != engine.instances[0].tp:
+        if tp != _degree(llm):
             llm.transform(tp)
         timer = _Timer(llm, capacity[tp])
         decode_s[tp] = timer.decodes([1 << power for power in range(seqs[tp].bit_length())])
         prompt_s[tp] = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
         context_s[tp] = timer.context_s(decode_s[tp][1])
         if tp == degrees[0] and len(engine.instances) > 1:
-            shared = timer.shared_cores(len(engine.instances), decode_s[tp])
+            crowding = timer.crowding(len(engine.instances), decode_s[tp])
     for _ in range(_REPEATS if len(degrees) > 1 else 0):
         down.append(_layer_s(llm, degrees[0], layers_per_step, layers))
         up.append(_layer_s(llm, degrees[-1], layers_per_step, layers))
-    if engine.instances[0].tp != before:
+    if _degree(llm) != before:
         llm.transform(before)
     return Calibration(
         model=Path(config.model).name,
@@ -111,11 +111,16 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         decode_s=decode_s,
         prompt_s=prompt_s,
         context_s=context_s,
-        shared_cores=shared,
+        crowding=crowding,
         up_layer_s=median(up) if up else 0.0,
         down_layer_s=median(down) if down else 0.0,
         machine={"platform": platform.platform(), "python": platform.python_version()},
     )
+
+
+def _degree(llm: LLM) -> int:
+    """The degree of the first instance."""
+    return next(iter(llm.instances)).tensor_parallel_size
 
 
 def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
@@ -148,10 +153,10 @@ class _Timer:
         for _ in range(_REPEATS):
             outputs = self._run(count * width, prompt, _TOKENS, width)
             found.append(median(_value(o.metrics, "tpot_s") for o in outputs))
-        return min(found)
+        return median(found)
 
     def _ttft_s(self, prompt: int) -> float:
-        return min(_value(self._run(1, prompt, 1)[0].metrics, "ttft_s") for _ in range(_REPEATS))
+        return median(_value(self._run(1, prompt, 1)[0].metrics, "ttft_s") for _ in range(2 * _REPEATS + 1))
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
         """Seconds of a step by rows, as far as the cache holds them."""
@@ -177,12 +182,13 @@ class _Timer:
         self._run(1, length, 2)
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - 16)
 
-    def shared_cores(self, instances: int, decode_s: dict[int, float]) -> float:
-        """How many instances run at full speed side by side; 0 where all do."""
-        size = sorted(decode_s)[len(decode_s) // 2]
-        together_s = self._tpot_s(size, 16, instances)
-        cores = instances * decode_s[size] / together_s
-        return 0.0 if cores >= 0.95 * instances else max(cores, 1.0)
+    def crowding(self, instances: int, decode_s: dict[int, float]) -> float:
+        """Share of a step's time that each further instance adds which is busy meanwhile: the median over rows."""
+        shares = []
+        for size, alone_s in decode_s.items():
+            together_s = self._tpot_s(size, 16, instances)
+            shares.append((together_s / alone_s - 1) / (instances - 1))
+        return max(median(shares), 0.0)
 
 
 def _value(metrics: Any, name: str) -> float:

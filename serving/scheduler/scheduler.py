@@ -71,7 +71,8 @@ class Scheduler:
                 self.counters.transformations_failed += 1
                 self._log(action, "failed", retry_s=self._backoff.refuse(action, view.now_s))
         refused = view.refused | self._backoff.refused_transformations(view.now_s)
-        view = dataclasses.replace(view, refused=refused)
+        if refused != view.refused:
+            view = dataclasses.replace(view, refused=refused)
         decisions = []
         for action in self.policy.decide(view):
             if self._backoff.blocks(action, view.now_s):

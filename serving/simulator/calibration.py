@@ -34,8 +34,8 @@ class Calibration:
     """Degree -> chunk -> seconds of a step with it."""
     context_s: dict[int, float]
     """Degree -> seconds per token of context."""
-    shared_cores: float
-    """Devices that run at full speed side by side; more of them share it. 0: each has its own."""
+    crowding: float
+    """Share of a step's time that each further instance adds which is busy meanwhile, as devices of one CPU do."""
     up_layer_s: float
     down_layer_s: float
     page_layer_s: float = 0.0

@@ -31,6 +31,8 @@ def explain(results: Mapping[str, PolicyResult]) -> list[str]:
     """A line on the winner, and for each other policy what it lost and to what."""
     best = winner(results)
     lines = [f"{best}: most requests within the objectives ({results[best].kept_share:.1%})."]
+    if unfit := int((results[best].ending == Ending.NEVER_FITS).sum()):
+        lines[0] += f" Yet {unfit} requests fit none of its instances."
     return lines + [_against(result, results[best]) for name, result in results.items() if name != best]
 
 

@@ -45,7 +45,7 @@ class SimInstance:
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining", "limits",
-        "num_decoding", "page_size", "prefixes", "pricing", "prompts", "records", "runs", "speed", "steps", "tally",
+        "num_decoding", "page_size", "prefixes", "pricing", "prompts", "records", "runs", "slowdown", "steps", "tally",
         "version",
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ class SimInstance:
         self.change: Change | None = None
         self.prefixes = PrefixStore()
         self.down_until_s = -1.0
-        self.speed = 1.0
+        self.slowdown = 1.0
         self._idle_view: InstanceView | None = None
 
     # What it has
@@ -183,10 +183,10 @@ class SimInstance:
         pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
         context_s = pricing.context_s(degree) * self.context
         seconds = pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
-        block = Block(now_s, 1, seconds * self.speed)
+        block = Block(now_s, 1, seconds * self.slowdown)
         block.chunks = list(zip(self.prompts, chunks, strict=False))
         if decodes:
-            plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.speed
+            plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.slowdown
             block.plain_s = plain_s
             block.interference_s = max(block.first_s - plain_s, 0.0)
         return block
@@ -195,10 +195,10 @@ class SimInstance:
         pricing, degree, count = self.pricing, self.degree, self.num_decoding
         context_s = pricing.context_s(degree)
         steps = min(self._ends[0][0] - self.steps, self._steps_with_pages())
-        if pricing.shared_cores:
+        if pricing.crowding:
             steps = 1  # others may begin or end a step at any time, and change its speed
         first_s = pricing.fixed_s(degree, StepShape(count)) + context_s * self.context
-        return Block(now_s, max(steps, 1), first_s * self.speed, context_s * count * self.speed)
+        return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
 
     def _steps_with_pages(self) -> int:
         """Decode steps for which there are pages in any case."""
@@ -235,7 +235,7 @@ class SimInstance:
             low_s = pricing.fixed_s(change.lower, StepShape(-(-count // members)))
             low_s += pricing.context_s(change.lower) * self.context / members
             high_s = pricing.fixed_s(self.degree, StepShape(count)) + pricing.context_s(self.degree) * self.context
-            step_s = (low_share * low_s + (1 - low_share) * high_s) * self.speed
+            step_s = (low_share * low_s + (1 - low_share) * high_s) * self.slowdown
         block = Block(now_s, 1, step_s + switch_s)
         block.plain_s, block.switches, block.switch_s = step_s, switches, switch_s
         return block

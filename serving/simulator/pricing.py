@@ -7,10 +7,10 @@ from serving.simulator.step_cost import StepCost, StepShape
 class Pricing:
     """A `StepCost` that keeps what it has worked out."""
 
-    def __init__(self, cost: StepCost, batching: Batching, shared_cores: float = 0.0):
+    def __init__(self, cost: StepCost, batching: Batching, crowding: float = 0.0):
         self.cost, self.batching = cost, batching
-        self.shared_cores = shared_cores
-        """Above 0: devices share that many units of computation, such as virtual devices of one CPU."""
+        self.crowding = crowding
+        """Share of a step's time that each further busy instance adds. Above 0 where devices share a processor."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
         self._context: dict[int, float] = {}
         self._pair: dict[int, float] = {}

@@ -54,7 +54,7 @@ class SimExecutor:
         self.queue: dict[str, Waiting] = {}
         self.failing_transformations = 0
         self.changes = GroupChanges(self)
-        self.num_preempted = self.num_active = 0
+        self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
         self.prefixes: Mapping[int, tuple[int, ...]] = {}
         self.on_end: Callable[[int], None] | None = None
@@ -161,9 +161,9 @@ class SimExecutor:
         """Let an instance go on: make room for its next step, and plan it."""
         while instance.change is None and instance.pages_short():
             self.preempt(instance, instance.last_in_order())
-        if instance.pricing.shared_cores:
-            self.num_active = sum(i.block is not None for i in self.instances if i is not instance) + 1
-            instance.speed = max(1.0, self.num_active / instance.pricing.shared_cores)
+        if crowding := instance.pricing.crowding:
+            busy = sum(other.block is not None for other in self.instances if other is not instance)
+            instance.slowdown = 1.0 + crowding * busy
         block = instance.begin(self.now_s)
         if block is not None:
             self._reschedule(instance, block.end_s)

@@ -23,6 +23,12 @@ QWEN_32B = ModelShape.from_hf(
 
 def config(workload: dict[str, Any] | None = None, **changes: Any) -> SimulationConfig:
     """Eight H20 and two minutes of AMOEBA's mix, with changes. An instance of one device holds 20K tokens or so."""
-    load: dict[str, Any] = {"dataset_name": "mix", "duration_s": 120.0, "long_output_len": 200, **(workload or {})}
+    load: dict[str, Any] = {
+        "dataset_name": "mix",
+        "duration_s": 120.0,
+        "long_output_len": 200,
+        "long_per_minute": 3.0,
+        **(workload or {}),
+    }
     settings: dict[str, Any] = {"device": "H20", "activation_gb": 14.3, "policies": ("amoeba",), **changes}
     return SimulationConfig(QWEN_32B, WorkloadConfig(**load), **settings)
