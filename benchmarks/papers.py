@@ -337,8 +337,8 @@ NOT_REPRODUCED = (
     "50K tokens of prompt on four H20 take 8.3 s at all their FLOPS, and 12 s at the share that kernels reach: long "
     "requests can hardly meet 10 s (AMOEBA 4.3).",
     "AMOEBA Figure 10a gives 620-770 ms for each layer, Figure 11 under 1% of a step for it: one unit must be wrong.",
-    "Flying Table 2: 1.9M tokens on 8 devices are more than the 1.06M that TP2's weights leave if they are kept, as its "
-    "section 4.1 has it: weights must be released for them.",
+    "Flying Table 2: 1.9M tokens on 8 devices are more than the 1.06M that TP2's weights leave if they are kept, as in "
+    "its section 4.1: weights must be released for them.",
     "Seesaw, KunServe and LoongServe: their own papers' figures are of devices, models or traces that are not here; "
     "they are checked on what AMOEBA and Gyges measured of them.",
 )

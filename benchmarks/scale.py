@@ -73,7 +73,8 @@ def main() -> None:
         rows.append(row)
         table.add_row(
             f"{hours:g}", f"{row['requests']:,}", f"{row['events']:,}", f"{row['steps']:,}", f"{row['merges']:,}",
-            f"{row['seconds']:.1f}", f"{row['cpu_s']:.1f}", f"{row['gib']:.2f}", f"{row['cpu_s'] / row['events'] * 1e6:.1f}",
+            f"{row['seconds']:.1f}", f"{row['cpu_s']:.1f}", f"{row['gib']:.2f}",
+            f"{row['cpu_s'] / row['events'] * 1e6:.1f}",
         )  # fmt: skip
         print(f"{hours:g} hours: {row['seconds']:.1f} s", file=sys.stderr, flush=True)
     Console(width=100).print(table)
