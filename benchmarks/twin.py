@@ -11,9 +11,10 @@ import argparse
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +25,7 @@ from serving.bench.workload import PlannedRequest, WorkloadConfig, plan_requests
 from serving.commands.calibrate import calibrate
 from serving.runtime.jax_executor import EngineScheduler
 from serving.scheduler import AmoebaConfig, make_policy
+from serving.simulator.calibration import Calibration
 from serving.simulator.settings import SimulationConfig
 from serving.simulator.simulate import simulate
 
@@ -98,6 +100,18 @@ def run_twin(config: SimulationConfig, policy: str) -> Row:
     )
 
 
+def mean(one: Calibration, two: Calibration) -> Calibration:
+    """Times between those of two calibrations of one engine."""
+
+    def between(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {key: between(value, b[key]) for key, value in a.items() if key in b}
+        return (a + b) / 2
+
+    names = ("decode_s", "prompt_s", "context_s", "crowding", "up_layer_s", "down_layer_s")
+    return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in names})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -146,8 +160,10 @@ def main() -> None:
             if not turn:  # what is compiled then is not counted
                 run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
                 continue
-            calibration = calibrate(llm, options.layers_per_step)  # other work on this machine changes its speed
+            # Other work on this machine changes its speed: the twin gets the mean of what was before and after.
+            before = calibrate(llm, options.layers_per_step)
             engine = run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
+            calibration = mean(before, calibrate(llm, options.layers_per_step))
             config = SimulationConfig(
                 options.model,
                 workload,
