@@ -34,7 +34,7 @@ from sharding.page_table import MODELS, rows
 EXACT, PREDICTED, CALIBRATED = "exact arithmetic", "predicted", "calibrated on other rows"
 PAGE_BYTES = 2 * 2**20
 KILO = 1000
-RATES, OUTPUTS = (60, 240, 480), (64, 512)
+RATES, OUTPUTS = (60, 240, 480), (64, 256, 1024)
 """Of the sweeps: short requests a minute, and tokens that all requests generate."""
 
 
@@ -361,8 +361,8 @@ def main() -> None:
             (
                 "AMOEBA Figures 12, 13",
                 ("amoeba", "round_robin", "least_load_first"),
-                (60, 240, 480, 960),
-                (64, 256, 1024),
+                RATES,
+                OUTPUTS,
             ),
             ("AMOEBA Figure 14", ("amoeba", "kunserve", "loongserve"), RATES, OUTPUTS),
         ):

@@ -141,10 +141,11 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
     tpot_s = np.where(done & (requests.output_len > 1), (end - first) / more, np.nan)
     kept = done & slo.kept(ttft_s, tpot_s, e2el_s)
     last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
+    stopped = cluster.now_s < requests.span_s  # before all had come: it was overloaded
     counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]
     return PolicyResult(
         policy=policy,
-        duration_s=max(last_s, requests.span_s) if len(requests) else 0.0,
+        duration_s=cluster.now_s if stopped else max(last_s, requests.span_s),
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         e2el_s=e2el_s,
