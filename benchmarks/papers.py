@@ -326,7 +326,7 @@ def save_region(points: list[Point], path: Path) -> None:
     axes.axhspan(1.261, 1.392, color="#2f9e6e", alpha=0.2, label="AMOEBA Figure 12")
     axes.set(xscale="log", xlabel="short requests a minute", ylabel=f"{names[0]} over the best other")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 NOT_REPRODUCED = (
