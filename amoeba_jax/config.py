@@ -19,59 +19,61 @@ class EngineConfig:
     model: str = "smollm2-135m"
     """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
     load_format: str = "auto"
-    """`auto`: weights from the model's files. `random`: drawn from `seed`; the directory needs only config.json."""
+    """Where weights come from. `auto`: the model's files. `random`: drawn from `seed`; the directory needs only
+    config.json."""
     load_threads: int | None = None
     """Threads that read weights, 1 to 64, each with one parameter in host memory. Default: one a core, at most 8."""
     num_devices: int = 1
     """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
-    """Degree that instances start with: `num_devices / tensor_parallel_size` instances."""
+    """Degree of the instances at the start, 1, 2 or 4: as many instances as the devices make."""
     max_tensor_parallel_size: int | None = None
-    """Largest degree that instances may be given (1, 2 or 4). Default: 4, or fewer where there are fewer devices."""
+    """Largest degree that instances may be given (1, 2 or 4). Default: 4, or the number of devices if that is
+    less."""
     dtype: str = "auto"
-    """Weights, cache and activations: float32, bfloat16 or float16. `auto`: the model's own on GPU, f32 on CPU."""
+    """Type of weights, cache and activations: float32, bfloat16 or float16. `auto`: the model's own on GPU, float32 on
+    CPU."""
     device_memory: str | int | None = None
     """Budget per device, such as "2GiB". Default: on CPU 2 GiB, on GPU `memory_utilization` of the device."""
     memory_utilization: float = 0.9
     """Share of a GPU's memory to use where `device_memory` is not given."""
     kv_cache_tokens: int | None = None
-    """Tokens that one device's KV cache holds. Default: as many as the budget has room for. What fewer tokens leave of
-    the budget is there for what is not known at the start: programs that are compiled later, and transformations that
-    copy (`TransformVariant.BASIC`)."""
+    """Tokens that one device's KV cache holds. Default: as many as the budget has room for. Fewer tokens leave memory
+    for what is not known at the start: programs that are compiled later, and transformations that copy."""
     page_size: int = 16
     """Tokens per KV page, a power of two."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens. Default: what the model was trained for, or the largest layout holds."""
+    """Longest prompt plus output in tokens. Default: the model's context, or what the largest layout holds."""
     max_num_seqs: int = 32
     """Sequences that an instance decodes at once for each of its devices: 4 times as many at TP4."""
     max_num_batched_tokens: int = 512
-    """Prompt tokens that one step of an instance computes, beside its decodes; longer prompts take several steps."""
+    """Prompt tokens that one step of an instance computes besides its decodes; longer prompts take several steps."""
     prefix_caching: bool = True
     """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""
     segment_layers: int | None = None
     """Most layers compiled into one executable. Deeper models run as several launches of one such executable. Default:
     8, or 4 on CPU, where a process cannot hold many large programs (docs/startup.md)."""
     transform_attention: bool = False
-    """Also store the attention projections as extents that a transformation may release."""
+    """Let transformations release attention projections too, and not only FFN weights."""
     phase_pages: int | None = None
     """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 16,
-    or fewer where that is much of the memory."""
+    or fewer where that is a large part of the memory."""
     compile_cache: str | None = None
-    """Directory of the persistent compilation cache. Default: JAX's own setting if there is one, else in
-    the user cache directory. "" leaves JAX's setting alone. It holds for the whole process."""
+    """Directory of the persistent compilation cache, which holds for the whole process. An empty text leaves JAX's
+    setting alone. Default: JAX's own setting if there is one, else the user's cache directory."""
     compile_cache_size: str | int = "8GiB"
-    """Most bytes that the compilation cache's directory may hold: programs that were not used for longest go first."""
+    """Most bytes that the compilation cache's directory may hold: the least recently used programs go first."""
     compile_jobs: int | None = None
-    """Programs that `LLM.warmup` compiles at once. Default: as many as there are processors, at most 8."""
+    """Programs that a warm-up compiles at once. Default: one a processor, at most 8."""
     compile_beside: bool = True
-    """Compile programs that are missing beside the steps of running requests: a request waits for its own programs
-    alone, and steps take larger batches than they need while theirs are compiled. False: between steps, so that all
-    wait, and runs with the same requests take the same steps."""
+    """Compile missing programs beside the steps of running requests: a request waits for its own programs alone, and
+    steps take larger batches than they need while theirs are compiled. Otherwise programs are compiled between steps:
+    all requests wait, and runs with the same requests take the same steps."""
     strict_compile: bool = False
-    """Refuse what would have to be compiled after `LLM.warmup` of all degrees, instead of letting requests wait for it:
-    a request alone (`NotCompiledError`), or a transformation."""
+    """After a warm-up of all degrees, refuse a request or transformation that would need another program, instead of
+    compiling it while requests wait."""
     seed: int = 0
-    """Seed for requests that set none."""
+    """Seed of requests that set none, and of random weights."""
 
     def __post_init__(self) -> None:
         if self.num_devices not in (1, 2, 4, 8):

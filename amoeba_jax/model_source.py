@@ -9,7 +9,7 @@ from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.weights.loading import WeightReader, default_threads
-from amoeba_jax.weights.store import check_checkpoint, checkpoint_reader, random_reader
+from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, random_reader
 
 
 class ModelSource:

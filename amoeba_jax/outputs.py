@@ -33,14 +33,14 @@ class _ShortRepr:
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a token was, before temperature and what else sampling does to the logits."""
+    """Probability of a token, before temperature and other changes that sampling makes to the logits."""
 
     logprob: float
     """Natural logarithm of its probability over the whole vocabulary."""
     rank: int
-    """Its place among all tokens: 1 is the likeliest."""
+    """Rank among all tokens: 1 is the most probable."""
     decoded_token: str | None = None
-    """Its text alone; None without a tokenizer."""
+    """Text of this token alone; None without a tokenizer."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +85,7 @@ class CompletionOutput(_ShortRepr):
     index: int = 0
     """Which of the request's `n` samples this is."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """For each token: itself and the likeliest ones, by token id. None unless the request asked for it."""
+    """For each token: itself and the most probable ones, by token id. None unless the request asked for it."""
     cumulative_logprob: float | None = None
     """Sum over the tokens' own log-probabilities. None unless the request asked for log-probabilities."""
     new_text: str = field(default="", compare=False)
@@ -108,7 +108,7 @@ class RequestOutput(_ShortRepr):
     """Text added to the first sample since the previous output of a stream. All samples have their own `new_text`."""
     _: KW_ONLY
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """For each token of the prompt: itself and the likeliest ones, by token id. The first is None: nothing comes
+    """For each token of the prompt: itself and the most probable ones, by token id. The first is None: nothing comes
     before it. None altogether unless the request asked for it."""
     error: str | None = None
     """Why the request was refused or failed, if it was one of several; it has no `outputs` then."""

@@ -18,11 +18,11 @@ EndEarly = Callable[[Sequence, str | None], None]
 
 @dataclass(eq=False)
 class _Completion:
-    """One of a request's continuations: what its caller has not got yet, and how it ended."""
+    """One of a request's samples: what was added since the last delta, and how it ended."""
 
     sequence: Sequence
     text_stream: TextStream
-    text: str = ""
+    text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -32,25 +32,25 @@ class _Completion:
     stop_reason: int | str | None = None
 
     def take_delta(self) -> CompletionDelta:
-        """What has come since the last call."""
+        """Return what was added since the last call. Takes time for that alone."""
         wanted = self.sequence.params.logprobs is not None
         delta = CompletionDelta(
             self.sequence.index,
-            self.text,
+            "".join(self.text),
             tuple(self.tokens),
             tuple(self.logprobs) if wanted else None,
             self.cumulative_logprob if wanted else None,
             self.finish_reason,
             self.stop_reason,
         )
-        self.text, self.tokens, self.logprobs = "", [], []
+        self.text, self.tokens, self.logprobs = [], [], []
         return delta
 
 
 class Request:
-    """A request's continuations and what they report. `take` runs in one thread, the outputs' own.
+    """A request's samples and what the engine reports of them. `take` runs in one thread, the outputs' own.
 
-    The work for an update is that of its tokens: it does not grow with the length or the number of the continuations.
+    The work for an update is that of its tokens: it does not grow with the length or the number of the samples.
 
     Args:
         sequences: the leader first.
@@ -101,7 +101,7 @@ class Request:
         return self._failed or not self._num_unfinished
 
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
-        """Take in news and deliver them; `end_early(sequence, stop string)` where a stop string ends a sequence.
+        """Process updates and deliver what they add; `end_early(sequence, stop string)` where a stop string ends one.
 
         Where that fails, the request fails, and `end_early(sequence, None)` ends its sequences.
         """
@@ -161,14 +161,14 @@ class Request:
         for token in update.tokens:
             if ended_by_token and not sequence.params.include_stop_str_in_output:
                 continue  # a stop token is not text
-            completion.text += completion.text_stream.push(token)
+            completion.text.append(completion.text_stream.push(token))
         if update.logprobs is not None:
             entries = self._decoded(update.logprobs)
             completion.logprobs += entries
             for entry, token in zip(entries, update.tokens, strict=True):
                 completion.cumulative_logprob += entry[token].logprob
         if update.finished:
-            completion.text += completion.text_stream.finish()
+            completion.text.append(completion.text_stream.finish())
             if completion.text_stream.stopped is None:
                 assert sequence.finish_reason is not None
                 self._finish(completion, sequence.finish_reason, sequence.stop_reason)

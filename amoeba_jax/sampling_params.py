@@ -36,26 +36,26 @@ class SamplingParams:
     n: int = 1
     """Continuations of the prompt. 1 where temperature is 0, which would give the same one again; at most 128."""
     temperature: float = 1.0
-    """0 takes the likeliest token; otherwise logits are divided by it."""
+    """Divides the logits before sampling; 0 takes the greedy token."""
     top_p: float = 1.0
-    """Keep the likeliest tokens whose probabilities reach this sum. In (0, 1]."""
+    """Sample from the most probable tokens whose probabilities reach this sum. In (0, 1]."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    """Sample from the k most probable tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest. In [0, 1]."""
+    """Drop tokens less probable than this share of the most probable one. In [0, 1]."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that were generated already. In [-2, 2]."""
+    """Subtracted from the logits of tokens that were generated already. In [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit once for each time that it was generated. In [-2, 2]."""
+    """Subtracted from a token's logit for each time that it was generated. In [-2, 2]."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output. Above 0."""
     seed: int | None = None
-    """Makes sampling repeatable, whatever else is in the batch. Sample `i` of `n` has the seed `seed + i`. Without one,
-    the samples of all requests have different seeds, which depend on the engine's."""
+    """Makes sampling repeatable, whatever else is in the batch. Sample `i` of `n` has the seed `seed + i`. Default: a
+    seed of its own for each sample, derived from the engine's."""
     stop: str | Sequence[str] = ()
     """Text that ends the request, one string or several. A tuple once constructed."""
     stop_token_ids: Sequence[int] = ()
-    """Ends the request, besides the model's own end-of-sequence tokens."""
+    """Tokens that end the request, besides the model's own end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
     """Leave the stop string that ended the request in its text."""
     ignore_eos: bool = False
@@ -65,11 +65,11 @@ class SamplingParams:
     min_tokens: int = 0
     """Stop tokens and end-of-sequence tokens cannot come before this many others. At most `max_tokens`."""
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of this many likeliest ones, 0 to 20. None: of no token."""
+    """Log-probabilities of each generated token and of this many most probable ones, 0 to 20. None: of no token."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """The same for the tokens of the prompt. None: of no token."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    """Token id to what is added to its logit, in [-100, 100]. Pairs sorted by id once constructed."""
+    """Value that is added to a token's logit, by token id, in [-100, 100]. Pairs sorted by id once constructed."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens can be generated. None: all."""
     bad_words: Sequence[str] = ()
@@ -111,7 +111,7 @@ class SamplingParams:
             )
         if self.temperature == 0 and self.n > 1:
             raise RequestError(
-                f"n must be 1 where temperature is 0, which always takes the likeliest token, got {shorten(self.n)}"
+                f"n must be 1 where temperature is 0, which always takes the greedy token, got {shorten(self.n)}"
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -31,12 +31,12 @@ class EngineStats:
     output_stalls: int = 0
     """Times that no steps were launched, as that backlog was at its limit."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Of the steps, those of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
+    """Steps of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
     compiled_programs: int = 0
     """Programs compiled, or loaded from the compilation cache."""
     late_programs: int = 0
-    """Of these, those after a warm-up of all degrees: each held requests up."""
+    """Programs compiled or loaded after a warm-up of all degrees: each held requests up."""
     awaited_programs: int = 0
-    """Of these, those that came when requests needed them, and not before."""
+    """Programs compiled or loaded when requests needed them, and not before."""
     degrees: tuple[DegreePrograms, ...] = ()
     """How far a warm-up in the background has come; none where there was none."""

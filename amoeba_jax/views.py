@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sharding.ledger import format_bytes
+from sharding.owners import Owner
 
 # What a layer's bytes can serve, from the top of its column down.
 _LAYER_PARTS: tuple[str, ...] = (
@@ -64,7 +65,7 @@ class ExecutableInfo:
     relocated: bool
     """It is the program of other devices, loaded for these."""
     code_bytes: int
-    """Of its machine code, where XLA says so; on CPU it does not (0)."""
+    """Bytes of its machine code; 0 where XLA does not tell, as on CPU."""
     temp_bytes: int
     """Temporaries on each device while it runs."""
     argument_bytes: int
@@ -88,7 +89,7 @@ class MemoryEntry:
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Of these: zeros, and copies of heads, that are stored so that sizes divide."""
+    """Bytes, of `num_bytes`, of zeros and copies of heads that are stored so that sizes divide."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,15 +126,17 @@ class MemoryReport:
         The parts do not overlap: `padding` is that of weights and cache, and the others are without theirs. All
         layers have the same pages in use and kept.
         """
-        cache_bytes = self.by_owner(device).get("kv cache", 0)
+        cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
         for entry in self.entries:
             if entry.device != device:
                 continue
             parts = layers.setdefault(entry.layer, dict.fromkeys(_LAYER_PARTS, 0))
             parts["padding"] += entry.padding_bytes
-            if entry.owner != "kv cache":
-                parts["sampling" if entry.owner == "sampling" else "weights"] += entry.num_bytes - entry.padding_bytes
+            if entry.owner != Owner.KV_CACHE:
+                parts["sampling" if entry.owner == Owner.SAMPLING else "weights"] += (
+                    entry.num_bytes - entry.padding_bytes
+                )
             elif entry.num_bytes:
                 free, free_padding = entry.num_bytes, entry.padding_bytes
                 for part, of_device in (("kv cache in use", self.kv_used_bytes), ("kv cache kept", self.kv_kept_bytes)):

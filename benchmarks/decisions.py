@@ -58,7 +58,7 @@ class Decision:
 def sequences(llm: LLM, count: int) -> list[Sequence]:
     """Requests that no one has submitted."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    made = [llm._request([1 + i % 200] * PROMPT, params, lambda delivery: None, None, None) for i in range(count)]
+    made = [llm._registry.make([1 + i % 200] * PROMPT, params, lambda delivery: None, None, None) for i in range(count)]
     return [request.sequences[0] for request in made]
 
 

@@ -3,7 +3,7 @@
     python benchmarks/decode.py [--batch 1 8 32] [--context 128] [--json decode.json]
 
 Random weights of real shapes; a step reads every weight once, and the KV of its sequences. The bandwidth that it is
-held against is measured in the same run.
+compared with is measured in the same run.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM
+from amoeba_jax.models.decoder import num_parameters
 from amoeba_jax.programs.batch import StepBatch
 
 _LLAMA = {
@@ -60,7 +61,7 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
     shape = instance.buckets.step(batch)
     step = StepBatch(shape, instance.tp)
     pages = engine.dims.pages.pages_for(context)
-    tables = [instance.pages.allocate(pages) for _ in range(batch)]
+    tables = [instance.lane.pages.allocate(pages) for _ in range(batch)]
     step.set("positions", np.full(batch, context - 1))
     step.set("last_token", np.arange(batch))
     step.set("num_pages", np.full(batch, pages))
@@ -68,12 +69,12 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
         step.set_table(row, table)
     step_s = seconds(lambda: np.asarray(instance.launch(step).likeliest), repeats)
     for table in tables:
-        instance.pages.free(table)
+        instance.lane.pages.free(table)
     itemsize = np.dtype(engine.dims.dtype).itemsize
     config = engine.dims.config
     # The model's own elements: what is read for padding is no use. An untied embedding is looked up, not read through.
     table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
-    matrices = config.num_parameters - table
+    matrices = num_parameters(engine.dims) - table
     kv_elements = 2 * batch * context * config.num_kv_heads * config.head_dim * config.num_layers
     return {"step_s": step_s, "bytes": (matrices + kv_elements) * itemsize, "flops": 2 * matrices * batch}
 

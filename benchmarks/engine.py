@@ -30,6 +30,8 @@ from rich.table import Table
 
 from amoeba_jax.checkpoint import ensure_default_model
 from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.decoder import num_parameters
+from amoeba_jax.models.dims import ModelDims
 
 SEED = 0
 ITEM = 4
@@ -123,6 +125,7 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
     else:
         directory = ensure_default_model()
     shape = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    elements = num_parameters(ModelDims(shape, 1, 16, "float32"))
     tokens = max(max(work["batch"]) * (work["prompt"] + work["new_tokens"]), work["long_prompt"] + 1)
     kv_token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * ITEM
     # An untied embedding is looked up, not read through.
@@ -137,8 +140,8 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
         "batches": work["batch"],
         "vocab_size": shape.vocab_size,
         "max_len": min(shape.max_position, max(work["prompt"] + work["new_tokens"], work["long_prompt"] + 1, 2048)),
-        "weight_bytes": shape.num_parameters * ITEM,
-        "read_bytes": (shape.num_parameters - table) * ITEM,
+        "weight_bytes": elements * ITEM,
+        "read_bytes": (elements - table) * ITEM,
         "kv_token_bytes": kv_token_bytes,
         "kv_bytes": tokens * kv_token_bytes,
     } | {key: work[key] for key in ("prompt", "new_tokens", "long_prompt", "repeats")}

@@ -29,7 +29,7 @@ Prompts = list[list[int]]
 
 
 def params(options: argparse.Namespace) -> list[SamplingParams]:
-    """Of each request, the same in both processes."""
+    """Settings of each request, the same in both processes."""
     lengths = np.random.default_rng(1).integers(options.new_tokens // 2, options.new_tokens * 3 // 2, options.requests)
     return [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in lengths]
 

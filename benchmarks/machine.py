@@ -1,4 +1,4 @@
-"""What this machine can do at best: the ceilings that benchmarks are held against."""
+"""What this machine can do at best: the ceilings that benchmarks compare with."""
 
 import time
 from collections.abc import Callable

@@ -5,7 +5,7 @@
 In the header-centric order a rank's share of a page is one run of memory. It can be exchanged in place, or copied into
 a fresh pool as the variant `basic` does. In the page-friendly order, that of most engines, it is `2 * page_size` runs
 of one token's heads each, and what is left of a page when the others' heads have gone is full of holes: so all pages
-are copied, by the same programs. What every way leaves behind is held against NumPy.
+are copied, by the same programs. The result of each is compared with NumPy's.
 """
 
 import argparse

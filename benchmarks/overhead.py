@@ -51,22 +51,22 @@ def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
     """Seconds of a decode step of the executables alone, contexts growing as they do while serving, mean."""
     engine, instance = llm._engine, llm._engine.instances[0]
     pages = engine.dims.pages.pages_for(prompt + new_tokens)
-    tables = [instance.pages.allocate(pages) for _ in range(batch)]
+    tables = [instance.lane.pages.allocate(pages) for _ in range(batch)]
     steps = [decode_step(instance, instance.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
     start = time.perf_counter()
     for step in steps:
         head = instance.launch(step)
-        instance.last_tokens = head.last_tokens
+        instance.runner.last_tokens = head.last_tokens
     jax.block_until_ready(head.likeliest)
     elapsed = time.perf_counter() - start
     for table in tables:
-        instance.pages.free(table)
+        instance.lane.pages.free(table)
     return elapsed / len(steps)
 
 
 def decode_step(instance: Instance, shape, tables: list[np.ndarray], position: int) -> StepBatch:
     step, slots = StepBatch(shape, instance.tp), np.arange(len(tables))
-    used = instance.pages.geometry.pages_for(position + 1)
+    used = instance.lane.pages.geometry.pages_for(position + 1)
     step.set("sources", slots)
     step.set("slots", slots)
     step.set("positions", np.full(len(tables), position))

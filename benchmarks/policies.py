@@ -1,11 +1,15 @@
-"""The scheduler's policies side by side: a mix of short requests and a few long ones, on one server.
+"""The scheduler's policies side by side, and fixed degrees: the same requests to one server, with several seeds.
 
-    python benchmarks/policies.py [--model smollm2-135m] [--duration 40] [--repeats 1] [--json FILE]
+    python benchmarks/policies.py [--dataset mix|burst] [--duration 40] [--seeds 1 2 3] [--json FILE]
 
-AMOEBA's mix scaled to the machine: short prompts, and for every 20 of them a long one that one device cannot hold. They
-come faster than they are served, and `--max-concurrency` are with the server at a time, so that throughput is what it
-can do. All policies get the same requests in the same order, from `amoeba bench`; the first round compiles what they
-need and is not counted.
+`mix`: AMOEBA's, scaled to the machine: short prompts, and for every 20 of them a long one that one device cannot hold.
+`burst`: Flying Serving's: phases of a low and a high rate, with a share of urgent requests. Requests come faster than
+they are served, and `--max-concurrency` are with the server at a time. `static-tp1`, `static-tp2`, `static-tp4` and
+`static-mixed` (half of the devices are one instance) keep their degrees. All get the same requests in the same order
+from `amoeba bench`, seed by seed; a first round compiles what they need and is not counted.
+
+Figures are means over the seeds with 95% intervals (Student's t). Requests that no instance of a fixed degree holds are
+refused and count as failed, and as outside of the goodput.
 """
 
 import argparse
@@ -13,8 +17,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import mean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +28,30 @@ from server_process import server
 
 from amoeba_jax.client import Client
 
-FIELDS = ("completed", "failed", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "merges", "splits")
+FIELDS = {
+    "completed": "done",
+    "failed": "failed",
+    "request_goodput": "good/s",
+    "output_throughput": "tokens/s",
+    "peak_output_throughput": "peak tokens/s",
+    "p50_ttft_ms": "TTFT p50",
+    "p90_ttft_ms": "TTFT p90",
+    "p99_ttft_ms": "TTFT p99",
+    "p90_server_queue_time_ms": "queue p90",
+    "merges": "merges",
+    "splits": "splits",
+}
+STATIC = {"static-tp1": 1, "static-tp2": 2, "static-tp4": 4, "static-mixed": 0}
+POLICIES = ("amoeba", "amoeba_paper", "round_robin", "least_load_first", *STATIC)
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
+
+
+def interval(values: list[float]) -> float:
+    """Half the width of the 95% interval of a mean; infinite for one value, as nothing is known of its spread."""
+    if len(values) < 2:
+        return float("inf")
+    return _T95.get(len(values) - 1, 1.96) * stdev(values) / sqrt(len(values))
 
 
 def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -32,29 +60,53 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
         report = Path(scratch) / "report.json"
         flags = {
             "target": target,
-            "dataset-name": "mix",
+            "dataset-name": options.dataset,
             "duration": options.duration,
             "seed": seed,
-            "short-input-len": options.short_input_len,
-            "short-output-len": options.short_output_len,
-            "short-per-minute": options.short_per_minute,
-            "long-input-len": options.long_input_len,
-            "long-output-len": options.long_output_len,
-            "long-per-minute": options.long_per_minute,
+            "priority-share": options.priority_share,
             "max-concurrency": options.max_concurrency,
-            "metric-percentiles": "50,99",
+            "metric-percentiles": "50,90,99",
+            "percentile-metrics": "ttft,tpot,itl,server_queue_time",
             "result-filename": report,
         }
-        command = [
-            sys.executable,
-            "-m",
-            "serving.cli",
-            "bench",
-            *(f"--{name}={value}" for name, value in flags.items()),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if options.dataset == "mix":
+            names = [
+                f"{kind}_{what}" for kind in ("short", "long") for what in ("input_len", "output_len", "per_minute")
+            ]
+            flags |= {name.replace("_", "-"): getattr(options, name) for name in names}
+        else:
+            flags |= {"random-input-len": options.short_input_len, "random-output-len": options.short_output_len}
+            flags |= {"low-rate": options.low_rate, "high-rate": options.high_rate, "phase-s": options.phase_s}
+        command = [sys.executable, "-m", "serving.cli", "bench", *(f"--{n}={value}" for n, value in flags.items())]
+        subprocess.run([*command, "--goodput", *options.goodput], check=True, stdout=subprocess.DEVNULL)
         found = json.loads(report.read_text())
         return found | found["instances"]
+
+
+def begin(client: Client, name: str, num_devices: int) -> None:
+    """Put the instances as a policy starts with them, and let it decide."""
+    client.set_policy("static")
+    while any(i.tensor_parallel_size > 1 for i in client.cluster().instances):
+        client.transform(1)
+    if name in STATIC:
+        if STATIC[name] > 1:
+            client.transform(STATIC[name], wait_for_programs=True)
+        elif STATIC[name] == 0:
+            client.transform(num_devices // 2, devices=list(range(num_devices // 2)), wait_for_programs=True)
+    else:
+        client.set_policy(name)
+
+
+def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Print a table of means and intervals."""
+    table = Table("policy", *FIELDS.values(), title=title)
+    for name, reports in results.items():
+        cells = []
+        for field in FIELDS:
+            values = [float(value) for report in reports if (value := report.get(field)) is not None]
+            cells.append(f"{mean(values):.1f}\n±{interval(values):.1f}" if values else "-")
+        table.add_row(name, *cells)
+    Console(width=150).print(table)
 
 
 def main() -> None:
@@ -66,16 +118,22 @@ def main() -> None:
     parser.add_argument("--linger-s", type=float, default=60.0)
     parser.add_argument("--merge-to", type=int, default=1, help="of `amoeba`: the degree that merges go to at least")
     parser.add_argument("--layers-per-step", type=int, default=4)
+    parser.add_argument("--dataset", choices=("mix", "burst"), default="mix")
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of arrivals")
-    parser.add_argument("--short-input-len", type=int, default=32)
-    parser.add_argument("--short-output-len", type=int, default=32)
+    parser.add_argument("--short-input-len", type=int, default=32, help="also of burst")
+    parser.add_argument("--short-output-len", type=int, default=32, help="also of burst")
     parser.add_argument("--short-per-minute", type=float, default=240)
     parser.add_argument("--long-input-len", type=int, default=1024)
     parser.add_argument("--long-output-len", type=int, default=32)
     parser.add_argument("--long-per-minute", type=float, default=12)
+    parser.add_argument("--low-rate", default="1:2")
+    parser.add_argument("--high-rate", default="4:8")
+    parser.add_argument("--phase-s", type=float, default=10.0)
+    parser.add_argument("--priority-share", type=float, default=0.0)
+    parser.add_argument("--goodput", nargs="+", default=["ttft:10000", "tpot:1000"])
     parser.add_argument("--max-concurrency", type=int, default=16)
-    parser.add_argument("--policies", nargs="+", default=["round_robin", "least_load_first", "amoeba"])
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     settings = {
@@ -91,23 +149,15 @@ def main() -> None:
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.policies}
     with server(settings) as target, Client(target) as client:
-        for repeat in range(options.repeats + 1):
+        for place, seed in enumerate([options.seeds[0], *options.seeds]):
             for name in options.policies:
-                client.set_policy(name)
-                report = run(target, options, seed=max(repeat, 1))
-                print(f"{name}, round {repeat}: " + ", ".join(f"{f} {report[f]}" for f in FIELDS), flush=True)
-                if repeat:
+                begin(client, name, options.num_devices)
+                report = run(target, options, seed)
+                print(f"{name}, seed {seed}: " + ", ".join(f"{f} {report[f]}" for f in FIELDS), flush=True)
+                if place:
                     results[name].append(report)
-                # What this policy has merged is split again before the next has its turn.
-                client.set_policy("round_robin")
-                while any(i.tensor_parallel_size > 1 for i in client.cluster().instances):
-                    client.transform(1)
-    table = Table(title=f"{options.model}, {options.num_devices} devices, {options.duration:g} s; medians")
-    for column in ("policy", *FIELDS):
-        table.add_column(column, justify="right" if column != "policy" else "left")
-    for name, reports in results.items():
-        table.add_row(name, *(f"{median(report[field] for report in reports):.1f}" for field in FIELDS))
-    Console(width=130).print(table)
+    title = f"{options.model}, {options.num_devices} devices, {options.dataset} for {options.duration:g} s"
+    show(f"{title}; means of {len(options.seeds)} seeds, ms", results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -103,14 +103,13 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
     from amoeba_jax import LLM
     from amoeba_jax.instances.instance import Instance
+    from amoeba_jax.instances.step_plan import StepPlan
     from amoeba_jax.programs.executables import compile_programs
 
     def compile_s(instance: Instance) -> float:
-        requests, buckets = instance.executables.requests, instance.buckets
-        wanted = {}
-        for shape in (buckets.step(options.batch), buckets.step(0, 1, buckets.chunk_sizes[-1])):
-            for key, plan in zip(instance.step_keys(shape), instance.plans, strict=True):
-                wanted[key] = requests.step(key, plan, instance.group)
+        buckets = instance.buckets
+        shapes = buckets.step(options.batch), buckets.step(0, 1, buckets.chunk_sizes[-1])
+        wanted = {request.key: request for shape in shapes for request in instance.requests(StepPlan(shape, ()))}
         start = time.perf_counter()
         made = list(compile_programs(wanted.values(), jobs=1))
         assert not any(executable.info.cached for executable in made), "the cache must be off"
@@ -162,7 +161,7 @@ def decode_step(llm, batch: int, context: int):
     step.set("last_token", np.arange(batch))
     step.set("num_pages", np.full(batch, pages))
     for row in range(batch):
-        step.set_table(row, instance.pages.allocate(pages))
+        step.set_table(row, instance.lane.pages.allocate(pages))
     return step
 
 

@@ -67,7 +67,7 @@ def cases(rows: int) -> list[Case]:
         return lambda shape: shape.groups[-1] == (count, chunk)
 
     def few_rows(shape: BatchShape) -> bool:
-        return shape.num_tokens > shape.num_rows and shape.num_rows in (few, 2 * few)
+        return shape.num_tokens > shape.num_rows and shape.num_rows == few
 
     halves = [
         Case(f"decodes of {size}", [(size, 0, 0)], [(2 * size, 0, 0)], decodes(size))
@@ -79,7 +79,6 @@ def cases(rows: int) -> list[Case]:
         Case("chunk of 32", [(few - 1, 1, 32)], [(few - 1, 1, 128)], prompts(1, 32)),
         Case("4 prompts of 128", [(few - 4, 4, 128)], [(few - 1, 1, 128)] * 4, prompts(4, 128)),
         Case("4 prompts of 32", [(few - 4, 4, 32)], [(few - 1, 1, 32)] * 4, prompts(4, 32)),
-        Case("16 prompts of 32", [(rows - 16, 16, 32)], [(rows - 4, 4, 32)] * 4, prompts(16, 32)),
         Case(f"{few} rows beside 32 tokens", [(few - 1, 1, 32)], [(rows - 1, 1, 32)], few_rows),
         Case(f"{few} rows beside 128 tokens", [(few - 1, 1, 128)], [(rows - 1, 1, 128)], few_rows),
     ]
@@ -93,7 +92,7 @@ class Runner:
         self.mappings: dict[BatchShape, int] = {}
         self._geometry = llm._engine.dims.pages
         rows = self.instance.buckets.max_num_seqs
-        self._tables = [self.instance.pages.allocate(self._geometry.pages_for(_CONTEXT)) for _ in range(rows)]
+        self._tables = [self.instance.lane.pages.allocate(self._geometry.pages_for(_CONTEXT)) for _ in range(rows)]
         self._batches: dict[tuple[int, int, int], StepBatch] = {}
 
     def prepare(self, step: tuple[int, int, int]) -> None:
@@ -152,7 +151,7 @@ def measure(llm: LLM, repeats: int) -> list[Result]:
                 runner.run(steps)
                 taken.append(perf_counter() - start)
         programs = sum(case.kept(key.batch) for key in keys)
-        kinds = len({plan.shape for plan in runner.instance.plans})
+        kinds = len({segment.windows for segment in llm._engine.cluster.plan.segments})
         mappings = round(programs * runner.mappings[runner.instance.buckets.step(*case.steps[0])] / kinds)
         results.append(Result(case.name, programs, mappings, *map(median, times)))
     return results

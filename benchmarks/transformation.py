@@ -18,33 +18,26 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from decode import MODELS
-from machine import array_seconds, local_copy_seconds, seconds
+from layer_costs import DEVICES, ffn_times, idle_times, local_copy
 from rich.console import Console
-from rich.table import Table
+from transformation_report import print_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.models.layers import matmul
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transition import Transition
-from amoeba_jax.weights.store import WeightStore
-from sharding.ledger import format_bytes
-from sharding.mesh import SubMesh
 
 NEW_TOKENS = 192
-DEVICES = 4
 STEADY_STEPS = 6
 # Of merges and splits at once by each way: all requests still run after them.
 TURNS = 3
@@ -96,7 +89,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         # The last switch ends the transition: before it too there are plain steps.
         extra = plain_steps if transition.up == (direction == "up") else 0
         switched[transition] = next(turns[transition]) % (extra + 1) == 0
-        if switched[transition] or transition.plan_step() is None:
+        if switched[transition] or not any(s.num_left for s in transition.instance.running):
             switch_layers(transition)
 
     Instance.launch_plan, Transition.switch_layers = launch, switch
@@ -122,9 +115,7 @@ class Running:
         return all(sequence.output for sequence in running)
 
     def end(self, llm: LLM) -> None:
-        with llm._lock:
-            names = list(llm._requests)
-        for name in names:
+        for name in llm._registry.ids:
             llm.cancel(name)
         self._thread.join()
 
@@ -245,95 +236,6 @@ def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
     return costs
 
 
-def hybrid_step_s(trip: dict[str, Any], way: int) -> float:
-    """Median time of the steps of a merge (0) or the split behind it (1)."""
-    steps = [step for step in trip["steps"] if step["device"] == 0]
-    split = next(i for i in range(1, len(steps)) if steps[i]["boundary"] > steps[i - 1]["boundary"])
-    part = (steps[:split], steps[split:])[way]
-    return float(median(np.diff([step["arrived"] for step in part])))
-
-
-def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
-    """Host seconds of a merge and a split with nothing running: weights released and restored, or views switched."""
-
-    release, spent = WeightStore.release, [0.0]
-
-    def timed_release(*arguments: Any) -> list[jax.Array]:
-        start = time.perf_counter()
-        extents = release(*arguments)
-        spent[0] += time.perf_counter() - start
-        return extents
-
-    times: dict[str, list[float]] = defaultdict(list)
-    devices = tuple(jax.devices()[:DEVICES])
-    WeightStore.release = timed_release
-    try:
-        for weights, name in ((True, "restore"), (False, "switch")):
-            for _ in range(repeats + 1):
-                spent[0] = 0.0
-                for degree in (4, 1):
-                    report = llm.transform(degree, layers_per_step=1000, release_weights=weights)
-                    times[f"{name}_{degree}"].append(report.seconds)
-                if not weights:
-                    continue
-                times["release"].append(spent[0])
-                # Right after programs on the same cores, whose caches then hold nothing of this.
-                for degree in (4, 1):
-                    report = llm.transform(degree, layers_per_step=1000, release_weights=False)
-                    times[f"after_{degree}"].append(report.seconds)
-        for _ in range(repeats + 1):
-            for name, spent_s in array_seconds(SubMesh(0, devices), llm.dims.config.num_layers).items():
-                times[name].append(spent_s)
-    finally:
-        WeightStore.release = release
-    del times["restore_4"]
-    return {name: median(values[1:]) for name, values in times.items()}
-
-
-def local_copy(llm: LLM) -> float:
-    """Seconds for a byte of the model's pages: see `local_copy_seconds`."""
-    plan, group = llm._engine.cluster.memory_plan, SubMesh(0, tuple(jax.devices()[:DEVICES]))
-    dtype = jnp.dtype(llm.dims.dtype)
-    return local_copy_seconds(group, llm.dims.pages, dtype, plan.num_pages, plan.phase_pages)
-
-
-def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds of all layers' FFN on one device: as padded chunks, and as whole matrices without padding."""
-    dims, store = llm.dims, llm._engine.cluster.weights
-    hidden, ffn = dims.config.hidden_size, dims.config.ffn_size
-    device = jax.devices()[0]
-    random = np.random.default_rng(0)
-
-    def make(*shape: int) -> jax.Array:
-        return jax.device_put(random.standard_normal(shape, np.float32) * 0.02, device)
-
-    def layer(gate_up: list[jax.Array], down: list[jax.Array], x: jax.Array) -> jax.Array:
-        total = x
-        for g, d in zip(gate_up, down, strict=True):
-            gate, up = jnp.split(matmul(g, x), 2)
-            total = total + matmul(d, jax.nn.silu(gate) * up)
-        return total
-
-    def model(layers: list[tuple[list[jax.Array], list[jax.Array]]], x: jax.Array) -> jax.Array:
-        for gate_up, down in layers:
-            x = layer(gate_up, down, x)
-        return x
-
-    x = make(hidden, tokens)
-    found = {}
-    for name, width, parts in (("chunks", dims.ffn_chunk, dims.max_tp), ("whole", ffn, 1)):
-        layers = [
-            ([make(2 * width, hidden) for _ in range(parts)], [make(hidden, width) for _ in range(parts)])
-            for _ in range(dims.config.num_layers)
-        ]
-        run = jax.jit(model)
-        found[f"{name}_s"] = seconds(lambda run=run, layers=layers: run(layers, x).block_until_ready(), repeats)
-    padding = store.padding()
-    stored = sum(padding[kind].stored for kind in ("mlp.gate_up", "mlp.down"))
-    wanted = sum(padding[kind].model for kind in ("mlp.gate_up", "mlp.down"))
-    return found | {"padding": stored / wanted - 1, "ffn_bytes": stored * jnp.dtype(dims.dtype).itemsize}
-
-
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Everything for one model."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -425,112 +327,6 @@ def main() -> None:
         print_model(console, result)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def print_model(console: Console, result: dict[str, Any]) -> None:
-    use = median(trip["kv_use"] for way in result["ways"] for trip in way["trips"])
-    table = Table(
-        title=f"{result['model']}, {result['layers']} layers, {format_bytes(result['kv_bytes'])} of KV cache a device "
-        f"{use:.0%} full when merging; medians, ms"
-    )
-    columns = ("variant", "layers/step", "", "all", "steps", "tokens", "plan", "KV", "weights", "longest wait")
-    for column in (*columns, "TP1 step", "TP4 step", "moved", "extra a device"):
-        table.add_column(column, justify="left" if column in ("variant", "") else "right")
-    for way in result["ways"]:
-        for direction in ("up", "down"):
-            values = [trip[direction] for trip in way["trips"]]
-
-            def ms(key: str, values: list[dict[str, Any]] = values) -> str:
-                return f"{median(v[key] for v in values) * 1e3:.1f}"
-
-            table.add_row(
-                way["variant"],
-                str(way.get("layers_per_step", "")),
-                direction,
-                ms("seconds"),
-                str(int(median(v["steps"] for v in values))),
-                str(int(median(v["tokens"] for v in values))),
-                ms("plan_s"),
-                ms("kv_s"),
-                ms("weights_s"),
-                ms("gap_s"),
-                f"{median(trip['tp1_step_s'] for trip in way['trips']) * 1e3:.1f}",
-                f"{median(trip['tp4_step_s'] for trip in way['trips']) * 1e3:.1f}",
-                format_bytes(int(median(v["moved_bytes"] for v in values))),
-                format_bytes(max(v["extra_bytes"] for v in values)),
-            )
-    console.print(table)
-    console.print("plan, KV and weights: what they took, or, of in_place_overlapped, what launching them took.")
-    for line in summary(result):
-        console.print(f"  {line}")
-
-
-def summary(result: dict[str, Any]) -> Iterator[str]:
-    """The figures that the variants are held against."""
-    ways = {(way["variant"], way.get("layers_per_step")): way["trips"] for way in result["ways"]}
-    layers = result["layers"]
-
-    def of(variant: str, n: int | None, read: Callable[[dict[str, Any]], float]) -> float:
-        return median(read(trip) for trip in ways[variant, n])
-
-    for way in ("up", "down"):
-        kv = [of(v, layers, lambda t, way=way: t[way]["kv_s"]) for v in ("in_place", "basic", "host_memory")]
-        extra = [of(v, layers, lambda t, way=way: t[way]["extra_bytes"]) for v in ("in_place", "basic")]
-        moved = of("in_place", layers, lambda t, way=way: t[way]["moved_bytes"])
-        local = moved * result["local_copy_s"]
-        yield (
-            f"{way}: KV in place {kv[0] * 1e3:.1f} ms, basic {kv[1] * 1e3:.1f} ms, host {kv[2] * 1e3:.1f} ms: "
-            f"{kv[0] / kv[1]:.2f}x of basic, {kv[0] / kv[2]:.2f}x of host; extra memory {extra[0] / extra[1]:.3f}x of "
-            "basic"
-        )
-        yield (
-            f"{way}: of {format_bytes(int(moved))} a gather and a scatter on the spot take {local * 1e3:.1f} ms: "
-            f"{local / kv[1]:.2f}x of basic, and {kv[0] / local:.2f} times as long in place"
-        )
-        waits = {
-            v: of(v, n, lambda t, way=way: t[way]["gap_s"])
-            for v, n in (("in_place_overlapped", 1), ("basic", layers), ("host_memory", layers), ("restart", None))
-            if (v, n) in ways
-        }
-        yield f"{way}: longest wait for a token: " + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in waits.items())
-    switched, plain = (np.array(values) for values in zip(*result["switches"], strict=True))
-    yield (
-        f"step with a layer's switch / plain step of the same hybrid work: median {median(switched / plain):.3f} "
-        f"({median(switched) * 1e3:.1f} / {median(plain) * 1e3:.1f} ms, {len(plain)} pairs)"
-    )
-    bytes_of_layer = of("in_place", layers, lambda t: t["up"]["moved_bytes"] + t["down"]["moved_bytes"]) / 2 / layers
-    spot = bytes_of_layer * result["local_copy_s"]
-    yield (
-        f"a layer's {format_bytes(int(bytes_of_layer))} gathered and scattered on the spot take {spot * 1e3:.2f} ms: "
-        f"with nothing else, a step with a switch were {1 + spot / median(plain):.3f}"
-    )
-    hybrid = [
-        of("in_place_overlapped", 1, lambda t, way=way: hybrid_step_s(t, way) / t["tp1_step_s"]) for way in (0, 1)
-    ]
-    yield (
-        f"steps during a transition, each with a switch, against the TP1 steps before the merge: {hybrid[0]:.2f}x up, "
-        f"{hybrid[1]:.2f}x down"
-    )
-    delay = sum(switched - plain) / len(switched) * layers
-    whole = of("host_memory", layers, lambda t: t["up"]["gap_s"] + t["down"]["gap_s"]) / 2
-    yield (
-        f"what all switches of one way add to the steps: {delay * 1e3:.1f} ms, {delay / layers * 1e3:.2f} ms a step; "
-        f"host_memory stops requests for {whole * 1e3:.0f} ms: {delay / whole:.2f}x in all, "
-        f"{delay / layers / whole:.3f}x a step"
-    )
-    idle = {name: value * 1e3 for name, value in result["idle"].items()}
-    yield (
-        f"nothing running: release of all weights {idle['release']:.2f} ms, restore {idle['restore_1']:.1f} ms; switch "
-        f"of views {idle['switch_4']:.2f} ms up, {idle['switch_1']:.2f} ms down ({idle['after_4']:.2f} and "
-        f"{idle['after_1']:.2f} right after programs), where JAX takes {idle['join']:.2f} ms to make an array a layer "
-        f"and {idle['part']:.2f} ms to take it apart"
-    )
-    for tokens, ffn in result["ffn"].items():
-        yield (
-            f"FFN of {tokens} tokens: {ffn['chunks_s'] * 1e3:.2f} ms in padded chunks, {ffn['whole_s'] * 1e3:.2f} ms "
-            f"whole: {ffn['chunks_s'] / ffn['whole_s']:.3f}x; padding {ffn['padding']:.1%} of "
-            f"{format_bytes(int(ffn['ffn_bytes']))}"
-        )
 
 
 if __name__ == "__main__":

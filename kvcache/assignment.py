@@ -65,7 +65,7 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Of the pages free on an instance and the new ones it needs for a group: the least is best."""
+"""Cost of a group on an instance, from its free pages and the new ones it needs: the lowest is best."""
 
 
 def _assign(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces, swap_pieces
+from kvcache.extents import LayerKV
 from kvcache.geometry import PageGeometry
 from sharding.mesh import TP_AXIS, SubMesh
 
@@ -23,7 +24,7 @@ def compile_migrate(
     with `K = num_pieces`; `received` has an array `[tp * K, elems of a piece]` for each distance but 0.
     """
 
-    def run(extents: list[jax.Array], send: jax.Array) -> list[jax.Array]:
+    def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
         rows = as_pieces(extents, group.tp)
         return [swap_pieces(gather_pieces(rows, send[0, i]), i) for i in range(1, group.tp)]
 
@@ -46,9 +47,7 @@ def compile_defragment(
 
     piece_elems = geometry.page_elems // group.tp
 
-    def run(
-        extents: list[jax.Array], received: list[jax.Array], send: jax.Array, receive: jax.Array
-    ) -> list[jax.Array]:
+    def run(extents: LayerKV, received: list[jax.Array], send: jax.Array, receive: jax.Array) -> list[jax.Array]:
         fresh = [jnp.zeros((pages * group.tp, piece_elems), dtype) for pages in new_extent_pages]
         kept = gather_pieces(as_pieces(extents, group.tp), send[0, 0])
         for places, pieces in zip(receive[0], [kept, *received], strict=True):

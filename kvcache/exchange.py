@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from kvcache.extents import Extent, LayerKV, extent_starts
 from kvcache.geometry import PageGeometry
 from kvcache.migration import Phase, phase_shape
 from sharding.errors import LayoutError
@@ -56,7 +57,7 @@ def join_phases(phases: Sequence[Phase]) -> list[Exchange]:
 
 
 def exchange_pieces(
-    extents: Sequence[Float[Array, "_ elems"]],
+    extents: Sequence[Extent],
     num_read: int,
     num_written: int,
     send: Int32[Array, "*pieces"],
@@ -85,7 +86,7 @@ def exchange_pieces(
     return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
 
 
-def as_pieces(extents: Sequence[Float[Array, "_ elems"]], p: int) -> list[jax.Array]:
+def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
     """Extents of one rank as rows of one piece each: one flat leading axis, which XLA neither transposes nor copies."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
@@ -93,7 +94,7 @@ def as_pieces(extents: Sequence[Float[Array, "_ elems"]], p: int) -> list[jax.Ar
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
     """Pieces by their ids, which count over all of `rows`. A negative id gives anything."""
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
-    for r, start in list(zip(rows, _starts(rows), strict=True))[1:]:
+    for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
         # One loop over all extents, once XLA has fused it. What is not wanted of an extent is always its first row.
         pieces = jnp.where(inside[:, None], r[jnp.where(inside, ids - start, 0)], pieces)
@@ -122,15 +123,11 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Puts pieces where their ids say, which count over all of `rows`. A negative id puts nothing."""
     written = []
-    for r, start in zip(rows, _starts(rows), strict=True):
+    for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))
         place = jnp.where(inside, ids - start, len(r))  # past the end, so dropped
         written.append(r.at[place].set(pieces, mode="drop"))
     return written
-
-
-def _starts(rows: Sequence[jax.Array]) -> list[int]:
-    return list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
 
 
 def compile_exchange(
@@ -168,7 +165,7 @@ def compile_exchange(
         )
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)
 
-    def run(kv: list[list[jax.Array]], send: jax.Array, receive: jax.Array) -> list[list[jax.Array]]:
+    def run(kv: list[LayerKV], send: jax.Array, receive: jax.Array) -> list[LayerKV]:
         for phase in zip(send[0], receive[0], strict=True):
             kv = [exchange_pieces(extents, num_old, num_new, *phase, kind.distance) for extents in kv]
         return kv

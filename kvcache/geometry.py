@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
+from sharding.degrees import DEGREES
 from sharding.errors import LayoutError
-
-TP_DEGREES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class PageGeometry:
     """The largest TP degree that pages are split for."""
 
     def __post_init__(self) -> None:
-        if self.max_tp not in TP_DEGREES:
-            raise LayoutError(f"max_tp is {self.max_tp}; it must be one of {TP_DEGREES}")
+        if self.max_tp not in DEGREES:
+            raise LayoutError(f"max_tp is {self.max_tp}; it must be one of {DEGREES}")
         if self.kv_heads < 1 or self.kv_heads % self.max_tp:
             raise LayoutError(
                 f"kv_heads is {self.kv_heads}; it must be a positive multiple of max_tp ({self.max_tp}): "
@@ -46,8 +45,8 @@ class PageGeometry:
 
     def sub_pages(self, tp: int) -> int:
         """Sub-pages of one page at degree `tp`: an extent of `n` pages holds `n * sub_pages(tp)`."""
-        if tp not in TP_DEGREES or tp > self.max_tp:
-            raise LayoutError(f"TP degree is {tp}; it must be one of {TP_DEGREES} and at most max_tp ({self.max_tp})")
+        if tp not in DEGREES or tp > self.max_tp:
+            raise LayoutError(f"TP degree is {tp}; it must be one of {DEGREES} and at most max_tp ({self.max_tp})")
         return tp
 
     def sub_page_shape(self, tp: int) -> tuple[int, int, int, int]:

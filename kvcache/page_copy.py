@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces
+from kvcache.extents import Extent, extent_starts
 
 
 def copy_pages(
-    extents: Sequence[Float[Array, "_ elems"]],
-    extent_starts: tuple[int, ...],
+    extents: Sequence[Extent],
+    first_ids: tuple[int, ...],
     tp: int,
     source_ids: Int32[Array, " N"],
     target_ids: Int32[Array, " N"],
@@ -23,7 +24,7 @@ def copy_pages(
 
     Args:
         extents: one layer's, each `[pages, page_elems]`.
-        extent_starts: first page id of each extent, and one past the last (`PagePool.extent_starts`).
+        first_ids: first page id of each extent, and one past the last (`extent_starts`).
         tp: degree of the ids: an extent of `pages` pages has `pages * tp` of them, and a page `page_elems / tp`
             elements.
         source_ids: local page ids over all extents.
@@ -33,10 +34,10 @@ def copy_pages(
 
     def places(ids: jax.Array) -> jax.Array:
         """Where ids are among all rows; -1 where there is no page."""
-        found, first = jnp.full_like(ids, -1), 0
-        for r, start in zip(rows, extent_starts[:-1], strict=True):
+        found = jnp.full_like(ids, -1)
+        for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
             inside = (ids >= start) & (ids < start + len(r))
-            found, first = jnp.where(inside, ids - start + first, found), first + len(r)
+            found = jnp.where(inside, ids - start + first, found)
         return found
 
     source_ids, target_ids = places(source_ids), places(target_ids)

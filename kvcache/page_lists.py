@@ -22,7 +22,7 @@ def split_by_extent(
 
     `table` holds local page ids in logical order, of which the first `num_pages` of each row are valid.
     `extent_starts` is static: the local page id at which each extent starts, from 0, and the end of the last
-    (`PagePool.extent_starts`). Raises `LayoutError` if it does not rise from 0.
+    (`kvcache.extents.extent_starts`). Raises `LayoutError` if it does not rise from 0.
     """
     rises = all(a < b for a, b in itertools.pairwise(extent_starts))
     if len(extent_starts) < 2 or extent_starts[0] != 0 or not rises:

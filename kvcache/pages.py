@@ -11,10 +11,13 @@ from sharding.errors import LayoutError
 
 
 class PagePool:
-    """Allocates pages of one instance at degree `tp`: for each page, a sub-page on every rank.
+    """Allocates pages for sequences of one instance: for each page, a block on every rank.
 
-    A table holds each rank's local page ids at this degree: a unit id divided by `units_per_page(tp)`. The
-    ids of one page may differ between ranks. Pools of different degrees may stand over the same allocators.
+    A table holds each rank's local page ids at its degree: a unit id divided by `units_per_page(tp)`. The ids of one
+    page may differ between ranks. Pools of different degrees may stand over the same allocators.
+
+    While layers change from one layout to another, a page has blocks in both: `PagePool.joined` has the ranks of
+    several pools, one after the other.
 
     Raises `LayoutError` where the allocators do not match the geometry and the degree.
     """
@@ -22,8 +25,8 @@ class PagePool:
     def __init__(self, geometry: PageGeometry, allocators: Sequence[BuddyAllocator], tp: int) -> None:
         self.geometry = geometry
         self.tp = tp
-        self._units_per_page = geometry.units_per_page(tp)
-        self._order = geometry.order(tp)
+        self._units_per_page = np.full((tp, 1), geometry.units_per_page(tp), np.int32)
+        self._orders = [geometry.order(tp)] * tp
         self._allocators = tuple(allocators)
         if len(set(self._allocators)) != tp or len(self._allocators) != tp:
             raise LayoutError(f"TP{tp} needs {tp} allocators, one a rank; {len(self._allocators)} were given")
@@ -34,37 +37,43 @@ class PagePool:
                     f"the geometry's max_tp is {geometry.max_tp}"
                 )
 
+    @classmethod
+    def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
+        """Pages that lie in several pools at once. A table has the rows of the first pool, then of the second, and so
+        on. The pools must have no allocator in common."""
+        joined = cls.__new__(cls)
+        joined.geometry, joined.tp = pools[0].geometry, sum(pool.tp for pool in pools)
+        joined._units_per_page = np.concatenate([pool._units_per_page for pool in pools])
+        joined._orders = [order for pool in pools for order in pool._orders]
+        joined._allocators = tuple(allocator for pool in pools for allocator in pool._allocators)
+        if len(set(joined._allocators)) != joined.tp:
+            raise LayoutError("pools with a common allocator cannot be joined: their pages would be counted twice")
+        return joined
+
     @property
     def num_free_pages(self) -> int:
         """Pages that can be allocated right now: those of the fullest rank."""
-        return min(allocator.num_free(self._order) for allocator in self._allocators)
+        return min(self.free_by_rank())
+
+    def total_by_rank(self) -> list[int]:
+        """Pages that each rank could have if nothing else were live."""
+        return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
+
+    def free_by_rank(self) -> list[int]:
+        """Pages that each rank has room for."""
+        return [a.num_free(order) for a, order in zip(self._allocators, self._orders, strict=True)]
 
     @property
     def num_total_pages(self) -> int:
         """Pages that could be allocated if nothing else were live."""
-        return min(allocator.total_units for allocator in self._allocators) // self._units_per_page
-
-    @property
-    def extent_starts(self) -> tuple[int, ...]:
-        """Local page id at which each extent starts, and the end of the last: what `split_by_extent` takes.
-
-        Raises `LayoutError` where ranks differ, since one program runs on all of them.
-        """
-        extents = self._allocators[0].extents
-        for rank, allocator in enumerate(self._allocators):
-            if allocator.extents != extents:
-                raise LayoutError(f"rank {rank} has extents {allocator.extents}, rank 0 has {extents}")
-        starts = [start for start, _ in extents]
-        end = max((start + num_units for start, num_units in extents), default=0)
-        return tuple(unit // self._units_per_page for unit in [*starts, end])
+        return min(self.total_by_rank())
 
     def allocate(self, num_pages: int) -> Int32[np.ndarray, "tp pages"]:
         """New pages with one reference each, on all ranks, or `OutOfPagesError` and nothing changed."""
         # Asking first leaves nothing to roll back: `num_free` is exact and no one else allocates meanwhile.
         if num_pages > self.num_free_pages:
-            free = [allocator.num_free(self._order) for allocator in self._allocators]
-            raise OutOfPagesError(f"{num_pages} pages at TP{self.tp} do not fit: the ranks have room for {free} pages")
-        units = [allocator.allocate_many(self._order, num_pages) for allocator in self._allocators]
+            raise OutOfPagesError(f"{num_pages} pages do not fit: the ranks have room for {self.free_by_rank()} pages")
+        units = [a.allocate_many(order, num_pages) for a, order in zip(self._allocators, self._orders, strict=True)]
         return np.asarray(units, np.int32) // self._units_per_page
 
     def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
@@ -90,14 +99,14 @@ class PagePool:
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
         """First units of the pages of each rank, checked before anything is changed."""
         if table.ndim != 2 or len(table) != self.tp:
-            raise ValueError(f"a table of shape {table.shape} is not [tp, pages] at TP{self.tp}")
+            raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
         for rank, (allocator, units) in enumerate(zip(self._allocators, ranks, strict=True)):
             for unit in units:
-                if (order := allocator.order_of(unit)) != self._order:
+                if (order := allocator.order_of(unit)) != self._orders[rank]:
                     raise ValueError(
                         f"unit {unit} on rank {rank} starts a block of {1 << order} units; "
-                        f"a TP{self.tp} page has {self._units_per_page}"
+                        f"a page has {1 << self._orders[rank]} there"
                     )
         return ranks
 

@@ -6,6 +6,7 @@ A page is identified by a hash of all tokens up to its end, so that equal prefix
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -14,6 +15,20 @@ from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 
 _KEY_BYTES = 16
+
+
+class CachedPage(NamedTuple):
+    """A page of a `PrefixCache`.
+
+    Attributes:
+        key: of its tokens and all before them.
+        parent: key of the page before it; None for the first of a prefix.
+        column: its ids, a row of a table each.
+    """
+
+    key: bytes
+    parent: bytes | None
+    column: tuple[int, ...]
 
 
 class PageKeys:
@@ -60,19 +75,14 @@ class PrefixCache:
     Args:
         pool: the pages; used by one thread, as this is.
         enabled: False caches nothing, and everything else works alike.
-
-    Attributes:
-        queried_pages: pages that `match` was asked for, in total.
-        hit_pages: pages that `match` returned, in total.
-        evicted_pages: pages that made room, in total (`clear` does not count).
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self.pool = pool
         self.enabled = enabled
-        self.queried_pages = self.hit_pages = self.evicted_pages = 0
         self._columns: dict[bytes, tuple[int, ...]] = {}
         self._keys: dict[int, bytes] = {}  # by the page's id on rank 0
+        self._parents: dict[bytes, bytes | None] = {}
         self._evictable: OrderedDict[bytes, None] = OrderedDict()  # the next to go first
 
     @property
@@ -114,8 +124,6 @@ class PrefixCache:
         without it.
         """
         hits = keys[: self.num_cached(keys)]
-        self.queried_pages += len(keys)
-        self.hit_pages += len(hits)
         for key in hits:
             self._evictable.pop(key, None)
         table = self._table([self._columns[key] for key in hits])
@@ -146,6 +154,35 @@ class PrefixCache:
         self.pool.share(self._table(new.values()))
         self._columns.update(new)
         self._keys.update((column[0], key) for key, column in new.items())
+        before = [keys[start - 1] if start else None, *keys[start:]]
+        self._parents.update((key, parent) for key, parent in zip(keys[start:], before, strict=False) if key in new)
+
+    # Other pools
+
+    def pages(self) -> list[CachedPage]:
+        """All cached pages: those that sequences use, then the evictable ones, the next to go first."""
+        used = [key for key in self._columns if key not in self._evictable]
+        return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
+
+    def adopt(self, pages: Iterable[CachedPage]) -> None:
+        """Cache pages that were cached over another pool, and whose place in this one `column` is.
+
+        Takes over a reference to each; that to a page whose key is cached already is dropped. The evictable ones are
+        evicted in this order, after those that are here.
+        """
+        adopted = []
+        for page in pages:
+            adopted.append(page.key)
+            if page.key in self._columns:
+                self.pool.free(self._table([page.column]))
+                continue
+            self._columns[page.key], self._keys[page.column[0]] = page.column, page.key
+            self._parents[page.key] = page.parent
+        self._retire(self._table([self._columns[key] for key in adopted]))
+
+    def table(self) -> Int32[np.ndarray, "tp pages"]:
+        """The columns of all cached pages."""
+        return self._table(self._columns.values())
 
     # Room
 
@@ -189,7 +226,6 @@ class PrefixCache:
         num_pages = min(num_pages, len(self._evictable))
         keys = [self._evictable.popitem(last=False)[0] for _ in range(num_pages)]
         self._forget(keys)
-        self.evicted_pages += num_pages
         return num_pages
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -225,6 +261,8 @@ class PrefixCache:
 
     def _forget(self, keys: list[bytes]) -> None:
         columns = [self._columns.pop(key) for key in keys]
+        for key in keys:
+            del self._parents[key]
         for column in columns:
             del self._keys[column[0]]
         self.pool.free(self._table(columns))

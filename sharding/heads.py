@@ -60,11 +60,6 @@ class HeadLayout:
         return np.where(valid, kv * model_group + within, -1).reshape(-1).astype(np.int32)
 
     @property
-    def query_padding(self) -> float:
-        """Stored over model query heads (1.0: no padding)."""
-        return self.kv_heads * self.group / self.model_heads
-
-    @property
     def kv_padding(self) -> float:
         """Stored over model KV heads: how much larger the KV cache is than the model alone would need."""
         return self.kv_heads / self.model_kv_heads

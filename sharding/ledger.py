@@ -1,4 +1,4 @@
-"""Who owns which bytes on each device, held against a budget."""
+"""The bytes that each owner has on a device, and the budget that they count against."""
 
 import re
 from collections import defaultdict

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding.degrees import DEGREES
 from sharding.errors import LayoutError
+from sharding.placement import Home
 
 TP_AXIS = "tp"
-DEGREES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class SubMesh:
     def first(self) -> "SubMesh":
         """The first group of its degree in the pool."""
         return self._first or self
+
+    @cached_property
+    def home(self) -> Home:
+        """The group's name in placements."""
+        return Home(self.start, self.tp)
 
     @cached_property
     def device_indices(self) -> tuple[int, ...]:

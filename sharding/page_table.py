@@ -89,9 +89,9 @@ class Row:
     tensor: str
     pages: float
     shard_pages: float
-    """Of a TP4 shard, before padding."""
+    """Pages of a TP4 shard, before padding."""
     stored_pages: int
-    """Of a TP4 shard, padded to whole pages."""
+    """Pages of a TP4 shard, padded to whole pages."""
 
     @property
     def padding(self) -> float:

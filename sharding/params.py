@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Literal
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from sharding.errors import LayoutError
+from sharding.owners import Owner
 
 ReadTensor = Callable[[str], np.ndarray]
 
@@ -64,7 +66,7 @@ class ParamSpec:
     `num_chunks == 1` with `placement "replicated"` is used whole by every rank.
 
     Attributes:
-        name: unique name, e.g. `layers.3.mlp.gate_up`.
+        kind: what it is within its layer, e.g. `mlp.gate_up`; unique among parameters of the same layer.
         sources: checkpoint tensors, laid side by side along the chunked axis.
         chunk_shape: shape of one chunk as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
         num_chunks: `max_tp` for chunked parameters, 1 for replicated ones.
@@ -73,9 +75,11 @@ class ParamSpec:
             release to the KV cache.
         init: distribution for random initialization.
         strided: which chunks a rank computes with. For parameters whose chunks are summed, in any order.
+        owner: under which a ledger books its bytes.
+        layer: the layer that it belongs to; None: embedding, final norm and head.
     """
 
-    name: str
+    kind: str
     sources: tuple[Source, ...]
     chunk_shape: tuple[int, ...]
     num_chunks: int = 1
@@ -83,6 +87,14 @@ class ParamSpec:
     page_elems: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
     strided: bool = False
+    _: KW_ONLY
+    owner: Owner
+    layer: int | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """Name that no other parameter of the model has, e.g. `layers.3.mlp.gate_up`."""
+        return self.kind if self.layer is None else f"layers.{self.layer}.{self.kind}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -124,14 +136,12 @@ class ParamSpec:
         """Shape and dtype of one chunk as computed with."""
         return jax.ShapeDtypeStruct(self.chunk_shape, dtype)
 
-    def build_chunks(self, read: ReadTensor, dtype: np.dtype) -> list[np.ndarray]:
-        """Chunks of this parameter in `stored_shape`, from checkpoint tensors returned by `read(name)`."""
-        chunks = [np.empty(self.stored_shape, dtype) for _ in range(self.num_chunks)]
-        self.fill_chunks(read, chunks)
-        return chunks
-
     def fill_chunks(self, read: ReadTensor, chunks: list[np.ndarray]) -> None:
-        """`build_chunks` into contiguous memory that is there, whatever it holds: padding is written as zeros."""
+        """Write the chunks of this parameter, padding as zeros, from checkpoint tensors returned by `read(name)`.
+
+        Args:
+            chunks: contiguous memory for each chunk in `stored_shape`, whatever it holds.
+        """
         outs = [chunk.reshape(self.chunk_shape) for chunk in chunks]
         position, axis = 0, 0
         for source in self.sources:
@@ -143,7 +153,7 @@ class ParamSpec:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, chunks: list[np.ndarray]) -> np.ndarray:
-        """The checkpoint tensor of `source` out of stored chunks: the inverse of `build_chunks`."""
+        """The checkpoint tensor of `source` out of stored chunks: the inverse of `fill_chunks`."""
         position = 0
         for other in self.sources:
             if other is source:

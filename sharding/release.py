@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sharding.mesh import DEGREES
+from sharding.degrees import DEGREES
 from sharding.params import ParamSpec
 
 

@@ -18,6 +18,20 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping's run-time checks")
+    parser.addoption("--slow-part", metavar="I/N", help="of the slow tests, run only every N-th, from the I-th on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--slow-part`, leave out the other parts of the slow tests. All parts together are all of them."""
+    if (chosen := config.getoption("--slow-part")) is None:
+        return
+    part, num_parts = (int(number) for number in chosen.split("/"))
+    if not 0 <= part < num_parts:
+        raise pytest.UsageError(f"--slow-part={chosen} must be from 0/{num_parts} to {num_parts - 1}/{num_parts}")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = {item for index, item in enumerate(slow) if index % num_parts != part}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def modules_with_shapes() -> list[str]:

@@ -1,5 +1,7 @@
 """What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
 
+from harness import engine_of, in_dispatcher, registry_of
+
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import CompletionOutput
 from amoeba_jax.prompts import Prompt
@@ -12,10 +14,11 @@ def forget_prefixes(llm: LLM) -> None:
     """Empty the prefix caches of all instances."""
 
     def clear() -> None:
-        for instance in llm._engine.instances:
-            instance.cache.clear()
+        for instance in engine_of(llm).instances:
+            for lane in instance.lanes:
+                lane.cache.clear()
 
-    llm._dispatcher.call(clear).result(TIMEOUT_S)
+    in_dispatcher(llm, clear)
 
 
 def alone(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[CompletionOutput, ...]:
@@ -28,7 +31,7 @@ def check_idle(llm: LLM) -> None:
     """Nothing runs, waits or is remembered, and every page of every allocator is free once prefixes are forgotten."""
     views = llm.instances
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
-    assert not llm._requests
+    assert not registry_of(llm).ids
     forget_prefixes(llm)
-    for allocator in llm._engine.cluster.allocators:
+    for allocator in engine_of(llm).cluster.allocators:
         assert allocator.free_units == allocator.total_units

@@ -89,3 +89,15 @@ def test_quickstart_shows_what_its_text_says(quickstart: dict[str, NotebookNode]
     (memory,) = quickstart["llm.memory()"].outputs
     assert "<svg" in memory.data["text/html"]
     assert "device memory" in memory.data["text/plain"]
+
+
+def test_what_if_runs_as_it_is(capsys: pytest.CaptureFixture[str]):
+    """In this process, as plain code: simulations need neither files nor devices."""
+    cells = [cell.source for cell in read(EXAMPLES / "what_if.ipynb").cells if cell.cell_type == "code"]
+    exec(compile("\n".join(cells), "what_if", "exec"), {})
+    printed_text = capsys.readouterr().out
+    assert "65.5 GB of weights, 256 KiB of KV cache a token" in printed_text
+    assert "requests fit none of its instances" in printed_text
+    assert printed_text.count("requests/s after") == 2
+    completed, of = printed_text.splitlines()[-1].removeprefix("completed ").split(",")[0].split(" of ")
+    assert completed == of

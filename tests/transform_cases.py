@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.prompts import Prompt
 from amoeba_jax.transform.transition import Transition
 
@@ -20,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 16,
     "max_model_len": 128,
-    "segment_layers": 2,
+    "segment_layers": 1,
     "progress": False,
 }
 # Of engines that several modules have: equal sizes make equal programs, which the compile cache then has.
@@ -86,7 +88,7 @@ def wait_until_decoding(llm: LLM, count: int) -> None:
     """Until that many sequences run and have a token."""
 
     def number() -> int:
-        running = [s for instance in llm._engine.instances for s in instance.running]
+        running = [s for instance in engine_of(llm).instances for s in instance.running]
         return sum(bool(sequence.output) for sequence in running)
 
     deadline = time.monotonic() + TIMEOUT_S
@@ -111,13 +113,13 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
     """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
 
     def read() -> dict[str, list[np.ndarray]]:
-        llm._engine.drain()
+        engine_of(llm).drain()
         found = {}
-        for instance in llm._engine.instances:
+        for instance in engine_of(llm).instances:
             shape = llm.dims.pages.sub_page_shape(instance.tp)
             for sequence in instance.running:
                 layers = []
-                for extents in instance.kv:
+                for extents in instance.site.kv:
                     shards = [
                         np.concatenate(
                             [np.asarray(e.addressable_shards[rank].data).reshape(-1, *shape) for e in extents]
@@ -131,15 +133,21 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
                 found[sequence.request_id] = layers
         return found
 
-    return llm._dispatcher.call(read).result(TIMEOUT_S)
+    return in_dispatcher(llm, read)
+
+
+def transition_of(llm: LLM, runner: Runner) -> Transition | None:
+    """The transition whose steps a runner runs, if there is one."""
+    active = llm._engine.transformations._active
+    return next((a.transition for instance, a in active.items() if instance.runner is runner), None)
 
 
 def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:
     """Call in the dispatcher thread after every layer's switch."""
-    switch = Transition._switch
+    switch = Transition._switch_layer
 
     def wrapped(transition: Transition, *arguments: Any) -> None:
         switch(transition, *arguments)
         call(transition)
 
-    monkeypatch.setattr(Transition, "_switch", wrapped)
+    monkeypatch.setattr(Transition, "_switch_layer", wrapped)

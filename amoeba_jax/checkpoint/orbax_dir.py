@@ -45,7 +45,7 @@ class OrbaxCheckpoint:
         except TypeError as error:
             raise CheckpointError(f"{directory / ORBAX_MARKER} is damaged: {error}") from error
         self._specs = model_specs(self.saved_dims)
-        self._sources = {source.name: (spec, source) for _, spec in self._specs.values() for source in spec.sources}
+        self._sources = {source.name: (spec, source) for spec in self._specs.values() for source in spec.sources}
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillChunks:
@@ -112,5 +112,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def chunk_name(name: str, index: int) -> str:
-    """Of a parameter's chunk, in the folder of chunks."""
+    """File name of a parameter's chunk, in the folder of chunks."""
     return f"{name}.{index}"

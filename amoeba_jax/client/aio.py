@@ -152,7 +152,7 @@ class AsyncClient:
         devices: Sequence[int] | None = None,
         variant: str = "in_place_overlapped",
         release_weights: bool = True,
-        layers_per_step: int = 1,
+        layers_per_step: int | None = None,
         *,
         wait_for_programs: bool = False,
         timeout_s: float | None = None,

@@ -65,7 +65,7 @@ def transform_request(
     devices: Sequence[int] | None,
     variant: str,
     release_weights: bool,
-    layers_per_step: int,
+    layers_per_step: int | None,
     wait_for_programs: bool,
 ) -> pb.TransformRequest:
     """Raises `RequestError` for a variant that is not known."""
@@ -78,6 +78,6 @@ def transform_request(
         devices=devices,
         variant=name,
         release_weights=release_weights,
-        layers_per_step=layers_per_step,
+        layers_per_step=layers_per_step or 0,
         wait_for_programs=wait_for_programs,
     )

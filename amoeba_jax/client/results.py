@@ -57,7 +57,7 @@ class Generation:
     finish_reason: FinishReason
     stop_reason: int | str | None
     usage: Usage
-    """Of the whole request."""
+    """Tokens and times of the whole request."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     limits: dict[str, int] = field(default_factory=dict)
-    """Of requests and of their fields, by name: see docs/serving.md."""
+    """Limits of requests and of their fields, by name: see docs/serving.md."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Client:
         devices: Sequence[int] | None = None,
         variant: str = "in_place_overlapped",
         release_weights: bool = True,
-        layers_per_step: int = 1,
+        layers_per_step: int | None = None,
         *,
         wait_for_programs: bool = False,
         timeout_s: float | None = None,

@@ -19,26 +19,28 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
     steady = [instance for instance in engine.instances if instance.transition is None]
     if not steady:
         raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")
-    instance = max(steady, key=lambda i: (i.cache.num_available_pages, -i.id))
-    if (need := engine.dims.pages.pages_for(len(tokens))) > instance.cache.num_available_pages:
+    instance = max(steady, key=lambda i: (i.lane.cache.num_available_pages, -i.id))
+    cache = instance.lane.cache
+    if (need := engine.dims.pages.pages_for(len(tokens))) > cache.num_available_pages:
         raise RequestError(
             f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
-            f"{instance.cache.num_available_pages}: wait for them to finish"
+            f"{cache.num_available_pages}: wait for them to finish"
         )
-    pages = SequencePages(instance.pages)
-    instance.cache.reserve(pages, len(tokens))
+    pages = SequencePages(instance.lane.pages)
+    cache.reserve(pages, len(tokens))
     rows, start = [], 0
     try:
         while start < len(tokens):
             chunk = instance.buckets.chunk_size(decode_from - start) if start < decode_from else 1
             stop = min(start + chunk, decode_from) if start < decode_from else start + 1
             shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
-            head = instance.launch(_sequence_batch(shape, instance, tokens[start:stop], start, pages), "all")
+            batch = _sequence_batch(shape, instance, tokens[start:stop], start, pages)
+            head = instance.launch(batch, "all")
             first = shape.num_rows - 1  # rows before the sequence's are padding, of one token each
             rows.append(np.asarray(head.logits)[:, first : first + stop - start].T)
             start = stop
     finally:
-        instance.cache.release(pages)
+        cache.release(pages)
     return np.concatenate(rows)
 
 
@@ -51,7 +53,7 @@ def _sequence_batch(
     padding = (row, shape.num_tokens - len(tokens) - row)
     batch.set("tokens", np.pad(tokens, padding))
     batch.set("positions", np.pad(np.arange(start, start + len(tokens)), padding, constant_values=-1))
-    used = instance.pages.geometry.pages_for(start + len(tokens))
+    used = pages.pool.geometry.pages_for(start + len(tokens))
     batch.set_table(row, pages.table[:, :used])
     batch.set("num_pages", np.pad([used], (row, 0)))
     return batch

@@ -8,8 +8,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterable
 
-import jax
-
 from amoeba_jax.errors import RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
@@ -55,9 +53,10 @@ class Recovery:
         if isinstance(error, StateLostError):
             self.recover(instance, error, ())
             return
-        buffers: list[jax.Array] = [extent for extents in instance.kv for extent in extents]
-        buffers += [instance.state.flags, instance.state.bias, instance.last_tokens]
-        if any(is_lost(buffer) for buffer in buffers):
+        runner, state = instance.runner, instance.sampler.state
+        buffers = [extent for site in runner.sites.values() for extent in site.extents()]
+        buffers += [state.flags, state.bias, runner.last_tokens]
+        if runner.hidden.is_lost or any(is_lost(buffer) for buffer in buffers):
             self.recover(instance, error, ())
 
     def recover(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
@@ -80,8 +79,8 @@ class Recovery:
         for sequence in (*involved, *lost):
             sequence.num_in_flight = 0  # its tokens will not come
         instance.pending.clear()
-        instance.cache.clear()
-        instance.cache.enabled = False  # what it holds is lost: there is nothing to keep
+        instance.lane.cache.clear()
+        instance.lane.cache.enabled = False  # what it holds is lost: there is nothing to keep
         for sequence in list(instance.running):
             self._requeue(instance, sequence)
         self._replace(instance)
@@ -106,5 +105,5 @@ class Recovery:
         try:
             self._cluster.rebuild(instance)
         except Exception:
-            instance.kv.clear()
+            instance.site.kv.clear()
             self._cluster.take_back([instance])

@@ -5,20 +5,22 @@ from dataclasses import replace
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryEntry, MemoryReport
+from sharding.owners import Owner
 
 
 def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
     """The serving replicas."""
+    counts = {instance: instance.page_counts() for instance in engine.instances}
     return tuple(
         InstanceView(
             id=instance.id,
             devices=instance.group.device_indices,
             tensor_parallel_size=instance.tp,
             running=len(instance.running),
-            waiting=len(engine.waiting) + len(engine.siblings.held),
-            kv_used_pages=instance.pages.num_total_pages - instance.cache.num_available_pages,
-            kv_total_pages=instance.pages.num_total_pages,
-            num_cached_pages=instance.cache.num_evictable_pages,
+            waiting=len(engine.waiting) + len(engine.sequences.siblings.held),
+            kv_used_pages=counts[instance].total - counts[instance].available,
+            kv_total_pages=counts[instance].total,
+            num_cached_pages=counts[instance].cached,
         )
         for instance in engine.instances
     )
@@ -37,7 +39,7 @@ def memory_report(engine: Engine) -> MemoryReport:
             owner,
             size,
             padding_bytes=(
-                round(size * copied_heads) if owner == "kv cache" else padding_bytes[device].get((layer, owner), 0)
+                round(size * copied_heads) if owner == Owner.KV_CACHE else padding_bytes[device].get((layer, owner), 0)
             ),
         )
         for device, ledger in enumerate(cluster.ledgers)
@@ -45,12 +47,14 @@ def memory_report(engine: Engine) -> MemoryReport:
     )
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
     kept = [0] * len(cluster.allocators)
+    counts = {instance: instance.page_counts() for instance in engine.instances}
     for instance in engine.instances:
         for device in instance.group.device_indices:
-            kept[device] = instance.cache.num_evictable_pages * dims.pages.units_per_page(instance.tp) * unit_bytes
+            cached = counts[instance].cached * dims.pages.units_per_page(instance.tp)
+            kept[device] = cached * unit_bytes
     used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
-    padding["kv cache"] = dims.heads.kv_padding
+    padding[Owner.KV_CACHE] = dims.heads.kv_padding
     reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)
     return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=tuple(kept))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from amoeba_jax.engine.recovery import Recovery
+from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import NotANumberError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
@@ -18,23 +19,18 @@ class Results:
     """The end of a step. Used by the dispatcher thread only.
 
     Args:
-        reject: ends a sequence with an error.
-        remove: takes an ended sequence off its instance, or out of the queue.
-        report: hands out news of a sequence.
         failed: called with an instance whose step failed, the error, and the step's rows.
         recovery: is told of steps that succeeded.
     """
 
     def __init__(
         self,
-        reject: Callable[[Sequence, Exception], None],
-        remove: Callable[[Sequence], None],
-        report: Callable[[Update], None],
+        sequences: Sequences,
         failed: Callable[[Instance, Exception, Iterable[Row]], None],
         recovery: Recovery,
         stats: EngineStats,
     ):
-        self._reject, self._remove, self._report, self._failed = reject, remove, report, failed
+        self._sequences, self._failed = sequences, failed
         self._recovery, self._stats = recovery, stats
         self.num_arrived = 0
         """Tokens of preempted sequences that have arrived: these can start again."""
@@ -50,7 +46,12 @@ class Results:
         self._recovery.succeeded(step.rows)
         if prompt_result is not None and step.prompt_row is not None:
             self._take_prompt_logprobs(instance, step.prompt_row, prompt_result)
-        instance.pace.take(step.launched_at, time.perf_counter(), step.decodes)
+        prompt_tokens = 0
+        if instance.transition is None and not step.decodes:
+            prompt_tokens = sum(row.length for row in step.rows if row.length > 1)
+        seconds = instance.pace.take(step.launched_at, time.perf_counter(), step.decodes, prompt_tokens)
+        if instance.transition is not None:
+            instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:
@@ -67,8 +68,8 @@ class Results:
             if sequence.slot < 0:
                 self.num_arrived += 1
             if sequence.finished:
-                self._remove(sequence)
-            self._report(Update(sequence, (token,), entries, sequence.finished))
+                self._sequences.remove(sequence)
+            self._sequences.report(Update(sequence, (token,), entries, sequence.finished))
 
     def _end_without_token(self, instance: Instance, sequence: Sequence) -> None:
         """End a sequence whose logits are not numbers. No one is to find its pages, which may have them too.
@@ -77,7 +78,7 @@ class Results:
         a page writes what it sees of it first.
         """
         self._stats.nan_logits += 1
-        self._reject(
+        self._sequences.reject(
             sequence,
             NotANumberError(
                 f"the model's logits for request {sequence.request_id!r} after {sequence.num_known} tokens are "
@@ -86,7 +87,8 @@ class Results:
             ),
         )
         if sequence.page_keys is not None:
-            instance.cache.forget(sequence.page_keys.keys)
+            for lane in instance.lanes:
+                lane.cache.forget(sequence.page_keys.keys)
 
     def _take_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         """Report the log-probabilities of a chunk of a prompt, without those that were reported before it was preempted
@@ -104,4 +106,4 @@ class Results:
             return
         sequence.num_prompt_logprobs += len(targets) - known
         entries = Entries(logprobs, known, targets[known:], sequence.params.prompt_logprobs or 0)
-        self._report(Update(sequence, prompt_logprobs=entries))
+        self._sequences.report(Update(sequence, prompt_logprobs=entries))

@@ -14,7 +14,7 @@ from amoeba_jax.programs.batch import StepBatch
 from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.restore import source_place
-from amoeba_jax.programs.step_program import StepKey
+from amoeba_jax.programs.step_program import HeadKey, StepKey
 from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.job import TransformOptions
 from kvcache.migration import PADDING
@@ -83,7 +83,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
             for instance in engine.instances:
-                instance.cache.clear()  # whose pages a restored weight may be written over
+                instance.lane.cache.clear()  # whose pages a restored weight may be written over
             for request in _run_here(engine, tp, waiting):
                 del waiting[request.key]
                 on_program()
@@ -113,40 +113,44 @@ def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> Non
     For an instance without sequences, of the program's own degree unless that runs on the first device alone.
     """
     program = engine.cluster.executables.get(request)
+    site = instance.site
     if isinstance(request.key, StepKey):
-        results = _run_step(engine, instance, request, program)
+        results = _run_layers(instance, request, program)
+    elif isinstance(request.key, HeadKey):
+        assert request.plan is not None, "a head is a segment"
+        states = instance.runner.hidden.take(instance.group)
+        instance.runner.hidden.put(instance.group, states)
+        results = program(site.weights(request.plan), states, _filled(program, 2), instance.runner.last_tokens)
     elif request.kind in ON_FIRST:
         results = _run_on_first(instance, request.kind, program)
     elif request.kind in ("split", "join"):
-        results = program(_filled(program, 0))
+        hidden = instance.runner.hidden
+        results = program(hidden.take(instance.group, replicated=False))
+        hidden.put(instance.group, results, replicated=False)
     elif request.kind == "page_copy":
-        instance.copy_page(*np.zeros((2, instance.tp), np.int32))
-        results = instance.kv
+        instance.copy_page(instance.lane, *np.zeros((2, instance.tp), np.int32))
+        results = site.kv
     elif request.kind == "exchange":
-        (instance.kv[0],) = program([instance.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
-        results = instance.kv[0]
+        (site.kv[0],) = program([site.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
+        results = site.kv[0]
     else:
         results = _run_restore(engine, instance, request, program)
     jax.block_until_ready(results)
 
 
-def _run_step(engine: Engine, instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
+def _run_layers(instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
     """A step of padding alone."""
-    assert isinstance(request.key, StepKey), "a step has such a key"
-    assert request.plan is not None, "a step is of a segment"
-    plan, group = request.plan, instance.group
-    weights = engine.cluster.weights.view(group, plan)
-    layers = slice(plan.layers.start, plan.layers.stop)
-    packed = jax.device_put(StepBatch(request.key.batch, group.tp).packed, group.sharded)
-    tokens = instance.last_tokens if plan.shape.embedding or plan.shape.head else None
-    hidden = None if plan.shape.embedding else _filled(program, 2)
-    instance.kv[layers], *results = program(weights, instance.kv[layers], hidden, packed, tokens)
-    return results, instance.kv[layers]
+    assert isinstance(request.key, StepKey), "layers have such a key"
+    assert request.plan is not None, "they are a segment"
+    site, hidden, tokens = instance.site, instance.runner.hidden, instance.runner.last_tokens
+    packed = jax.device_put(StepBatch(request.key.batch, instance.tp).packed, instance.group.sharded)
+    hidden.put(instance.group, site.run([request.plan], [program], hidden.take(instance.group), packed, tokens))
+    return [site.kv[layer] for layer in request.plan.layers]
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
     """A program of the sampler: rows that record nothing, or a slot that no one has."""
-    state = instance.state
+    state = instance.sampler.state
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
         return state.flags
@@ -166,8 +170,9 @@ def _run_restore(engine: Engine, instance: Instance, request: ProgramRequest, pr
     place = source_place(request.chunk, weights.dims.max_tp, group)
     source = weights.assembled(group, request.chunk.spec, place)
     index = 1 + weights.released(0, instance.released).index(request.chunk)  # the first extent is never weights
-    instance.kv[0][index] = program(source, instance.kv[0][index])
-    return instance.kv[0]
+    kv = instance.site.kv
+    kv[0][index] = program(source, kv[0][index])
+    return kv[0]
 
 
 def _filled(program: jax.stages.Compiled, index: int, value: int = 0) -> jax.Array:

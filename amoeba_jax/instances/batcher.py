@@ -64,14 +64,15 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
             yield _plan(buckets.step(rows), decodes[:rows], [])
 
 
-def roomy_shapes(running: list[Sequence], buckets: Buckets) -> list[BatchShape]:
-    """Shapes in which any number of sequences can go on: one with a prompt, if there is one to compute, and one of
-    decodes, of all rows each."""
+def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
+    """Steps, still without sequences, in which any number of them can go on: one with a prompt, if there is one to
+    compute, and one of decodes, of all rows each."""
     prompts = sorted((s for s in running if s.num_left > 1 and not s.needs_prompt_logits), key=lambda s: s.order)
     decodes = buckets.step(buckets.max_num_seqs)
     if not prompts:
-        return [decodes]
-    return [buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_size(prompts[0].num_left)), decodes]
+        return [StepPlan(decodes, ())]
+    mixed = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_size(prompts[0].num_left))
+    return [StepPlan(mixed, ()), StepPlan(decodes, ())]
 
 
 def first_prompt_row(shape: BatchShape) -> int:

@@ -5,6 +5,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,16 @@ import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError, RequestError
+from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.instances.step_plan import SamplingState
+from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import background_jobs
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.catalogue import step_requests
 from amoeba_jax.programs.executables import Executable, Executables
 from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
@@ -27,13 +32,12 @@ from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.ledger import Ledger, format_bytes
-from sharding.mesh import SubMesh, assemble
+from sharding.mesh import SubMesh, assemble, disassemble, is_lost
+from sharding.owners import Owner
+from sharding.placement import Placement
 from sharding.release import ReleasedChunk
 
 logger = logging.getLogger(__name__)
-
-KvBuffers = list[list[jax.Array]]
-"""Extents of each layer."""
 
 REVIVE_INTERVAL_S = 1.0
 """Seconds between two calls of `Cluster.revive` that try something."""
@@ -41,6 +45,32 @@ _REVIVE_PAUSE = 9
 """At least that many times as long as an attempt took lies between it and the next: the thread that launches steps
 spends a tenth of its time on attempts at most, though each may read the weights."""
 _TAKE_BACK_ATTEMPTS = 3
+
+
+class Scratch(NamedTuple):
+    """Buffers of a group's ranks, of which only the memory outlives an instance: a slot's last token is read after
+    something was sampled for it, and hidden states within a step.
+
+    Attributes:
+        last_tokens: `[num_slots]` of each rank.
+        hidden: `[D, hidden_tokens]` of each rank.
+    """
+
+    last_tokens: list[jax.Array]
+    hidden: list[jax.Array]
+
+    @classmethod
+    def joined(cls, parts: Iterable["Scratch"]) -> "Scratch":
+        """Of groups side by side."""
+        parts = list(parts)
+        return cls([t for part in parts for t in part.last_tokens], [h for part in parts for h in part.hidden])
+
+    def split(self, size: int) -> list["Scratch"]:
+        """Of groups of `size` ranks."""
+        return [
+            Scratch(self.last_tokens[first : first + size], self.hidden[first : first + size])
+            for first in range(0, len(self.hidden), size)
+        ]
 
 
 class Cluster:
@@ -67,15 +97,17 @@ class Cluster:
         self.weights = WeightStore(dims, devices)
         self.plan = EnginePlan(config, dims, devices, self.weights)
         self.sub_meshes, self.memory_plan = self.plan.sub_meshes, self.plan.memory
-        self.plans, self.max_model_len = self.plan.plans, self.plan.max_model_len
+        self.max_model_len = self.plan.max_model_len
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
         with open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load)
         self._sampling_states = [
             SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
         ]
+        self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
         for ledger in self.ledgers:
-            ledger.add("sampling", self.memory_plan.sampling_bytes)
+            ledger.add(Owner.SAMPLING, self.memory_plan.sampling_bytes)
+            ledger.add(Owner.HIDDEN, self.memory_plan.hidden_bytes)
         self.executables = Executables(
             dims,
             strict=config.strict_compile,
@@ -125,7 +157,8 @@ class Cluster:
         shape = self.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
-            self.executables.check(step_requests(self.plan, self.executables, part, shape, released))
+            extents = self.plan.extent_pages(released)
+            self.executables.check(self.plan.step_requests(self.executables.requests, part, shape, extents))
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """An empty allocator over the base extent and those that are released for a degree."""
@@ -136,13 +169,26 @@ class Cluster:
 
     def release_more(self, instance: Instance, degree: int) -> None:
         """Give an instance the weights as cache that are released at a higher degree than its present one."""
-        for layer, extents in enumerate(instance.kv):
+        instance.site.forget_weights()
+        for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
+        instance.site.extent_pages = self.plan.extent_pages(degree)
         new = self.plan.extent_pages(degree)[len(self.plan.extent_pages(instance.released)) :]
         for device in instance.group.device_indices:
             for num_pages in new:
                 self.allocators[device].add_extent(num_pages)
         instance.released = degree
+
+    def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
+        """A home of layers, over extents."""
+        flags = [[self._begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
+        begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
+        return Site(group, kv, self.plan.extent_pages(released), self.plan, self.weights, self.executables, begins)
+
+    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
+        """A lane of an instance in steady state."""
+        cache = PrefixCache(pool, self.config.prefix_caching)
+        return Lane(pool, cache, {group.home: slice(0, group.tp)}, self.buckets(group.tp).max_num_seqs)
 
     def new_instance(
         self,
@@ -150,32 +196,46 @@ class Cluster:
         allocators: list[BuddyAllocator],
         kv: KvBuffers,
         released: int,
-        tokens: list[jax.Array] | None = None,
+        scratch: "Scratch | None" = None,
     ) -> Instance:
         """An instance over extents and the allocators of their pages, one a rank.
 
-        `tokens` are the ranks' `[num_slots]` last tokens of the instances before, of which only the memory is used: a
-        slot is read after something was sampled for it. Without them they are recreated.
+        `scratch` is what the instances before had; without it, it is recreated.
         """
-        pool = PagePool(self.dims.pages, allocators, group.tp)
-        if tokens is None:
-            last_tokens = jax.device_put(np.zeros(self.plan.num_slots, np.int32), group.replicated)
-        else:
-            last_tokens = assemble(group, tokens, replicated=True)
-        return Instance(
+        scratch = scratch or self._new_scratch(group)
+        site = self.new_site(group, kv, released)
+        runner = Runner(
             group,
-            pool,
-            PrefixCache(pool, self.config.prefix_caching),
-            kv,
-            self.plans,
-            self.weights,
+            {group.home: site},
+            Placement.uniform(group.home, self.dims.config.num_layers),
+            HiddenStates(group, scratch.hidden),
+            assemble(group, scratch.last_tokens, replicated=True),
+            self.plan,
             self.executables,
-            self._sampling_states[group.start],
-            last_tokens,
+        )
+        return Instance(
+            runner,
+            [self.new_lane(PagePool(self.dims.pages, allocators, group.tp), group)],
+            StepSampler(group, self._sampling_states[group.start], self.executables),
             lambda: self.on_result(),
+            self.executables,
             buckets=self.buckets(group.tp),
             released=released,
         )
+
+    def _new_scratch(self, group: SubMesh) -> "Scratch":
+        shape = (self.dims.config.hidden_size, self.plan.hidden_tokens)
+        return Scratch(
+            [jnp.zeros(self.plan.num_slots, jnp.int32, device=device) for device in group.devices],
+            [jnp.zeros(shape, self.dims.dtype, device=device) for device in group.devices],
+        )
+
+    def scratch_of(self, instance: Instance) -> "Scratch":
+        """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
+        runner = instance.runner
+        if is_lost(runner.last_tokens):
+            runner.last_tokens = jax.device_put(np.zeros(self.plan.num_slots, np.int32), instance.group.replicated)
+        return Scratch(disassemble(instance.group, runner.last_tokens), runner.hidden.release())
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """An instance with allocators and extents of its own, all new."""
@@ -192,12 +252,13 @@ class Cluster:
     def rebuild(self, instance: Instance) -> None:
         """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
         buffers: these are made again."""
-        instance.replace_lost_extents()
-        instance.state.replace_lost()
+        instance.site.replace_lost()
+        instance.sampler.state.replace_lost()
         for device in instance.group.device_indices:
             self.allocators[device] = self.new_allocator(instance.released)
         allocators = [self.allocators[device] for device in instance.group.device_indices]
-        self.replace([instance], [self.new_instance(instance.group, allocators, instance.kv, instance.released)])
+        parts = instance.group, allocators, instance.site.kv, instance.released
+        self.replace([instance], [self.new_instance(*parts, self.scratch_of(instance))])
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
@@ -293,7 +354,7 @@ class Cluster:
         plan, dims = self.memory_plan, self.dims
         for ledger in self.ledgers:
             for layer in range(dims.config.num_layers):
-                ledger.add("kv cache", plan.num_pages * plan.page_bytes, layer)
+                ledger.add(Owner.KV_CACHE, plan.num_pages * plan.page_bytes, layer)
         self.allocators = [self.new_allocator(tp) for _ in self.sub_meshes.devices]
         instances = []
         for group in self.sub_meshes.groups(tp):
@@ -317,6 +378,7 @@ class Cluster:
         self.instances = ()
         self.lost = {}
         self._sampling_states.clear()
+        self._begins.clear()
         self.weights.release_all()
 
 

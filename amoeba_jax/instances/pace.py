@@ -1,4 +1,4 @@
-"""How fast an instance has decoded lately."""
+"""How fast an instance has decoded, and computed prompts, recently."""
 
 from collections import deque
 from statistics import median
@@ -7,23 +7,36 @@ _NUM_STEPS = 16
 
 
 class Pace:
-    """Durations of an instance's latest decode steps: from launch, or from the result of the step before if that came
-    later, to the moment in which the host takes the result."""
+    """Durations of an instance's latest steps: from launch, or from the result of the step before if that came later,
+    to the moment in which the host takes the result."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)
         self._taken_at = 0.0
 
-    def take(self, launched_at: float, taken_at: float, decodes: bool) -> None:
-        """Take note of a step, in the order of their launches; times are by one clock, in seconds.
+    def take(self, launched_at: float, taken_at: float, decodes: bool, prompt_tokens: int = 0) -> float:
+        """Take note of a step, in the order of their launches, and return its duration; times are by one clock, in
+        seconds.
 
-        Only those that `decodes` is true for count: others are as long as their prompts, or a transformation, are.
+        `step_s` is of steps for which `decodes` is true, `prompt_tokens_per_s` of those with prompt tokens. Steps of a
+        transformation are neither.
         """
+        seconds = taken_at - max(launched_at, self._taken_at)
         if decodes:
-            self._seconds.append(taken_at - max(launched_at, self._taken_at))
+            self._seconds.append(seconds)
+        elif prompt_tokens:
+            self._prompts.append((prompt_tokens, seconds))
         self._taken_at = taken_at
+        return seconds
 
     @property
     def step_s(self) -> float | None:
         """Median of the latest 16 decode steps; None before the first."""
         return median(self._seconds) if self._seconds else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """Prompt tokens a second in the latest 16 steps that computed some; None before the first."""
+        seconds = sum(seconds for _, seconds in self._prompts)
+        return sum(tokens for tokens, _ in self._prompts) / seconds if seconds > 0 else None

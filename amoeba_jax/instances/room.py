@@ -2,6 +2,7 @@
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 
 # What a running sequence weighs, in prompt tokens to compute, when an instance is chosen for the next one.
@@ -25,9 +26,8 @@ class Room:
         if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
             return None
         home = self.home(leader)
-        if home.transition is not None:
-            return None
-        return home if home.has_free_slot and home.cache.num_available_pages > 0 else None
+        lane = home.lane_of(leader)
+        return home if lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of the pages that a sequence may take from the cache: all but the last token, which is computed."""
@@ -37,25 +37,36 @@ class Room:
         sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._page_size]
 
-    def has_room(self, instance: Instance, sequence: Sequence) -> bool:
-        """Whether an instance could start a sequence right now."""
-        return instance.has_free_slot and (
-            self.leader_home(sequence) is instance
-            or instance.cache.fits(self.reusable_keys(sequence), sequence.num_known)
-        )
-
-    def choose(self, sequence: Sequence) -> Instance | None:
-        """The instance that can take a sequence and has the least to compute before and beside it, if any."""
-        if (home := self.leader_home(sequence)) is not None:
-            return home
+    def lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
+        """The lane of an instance that could start a sequence right now, and has most room; None if there is none."""
+        if self.leader_home(sequence) is instance:
+            assert sequence.leader is not None, "it has a home"
+            return instance.lane_of(sequence.leader)
         keys = self.reusable_keys(sequence)
-        candidates = []
-        for instance in self._suitable(sequence):
-            if instance.has_free_slot and instance.cache.fits(keys, self._tokens_needed(instance, sequence)):
-                new = sequence.num_known - instance.cache.num_cached(keys) * self._page_size
-                backlog = sum(s.num_left for s in instance.running)
-                candidates.append((new + backlog + _DECODE_COST * len(instance.running), instance.id, instance))
-        return min(candidates)[2] if candidates else None
+        fitting = [
+            lane
+            for lane in instance.lanes
+            if lane.has_free_slot
+            and sequence.max_total_tokens <= lane.capacity_tokens
+            and lane.cache.fits(keys, sequence.num_known)
+        ]
+        return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
+
+    def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
+        """The instance, and its lane, that can take a sequence and has the least to compute before and beside it."""
+        if (home := self.leader_home(sequence)) is not None:
+            assert sequence.leader is not None, "it has a home"
+            return home, home.lane_of(sequence.leader)
+        keys = self.reusable_keys(sequence)
+        best: tuple[tuple[int, int, int], Instance, Lane] | None = None
+        for instance, number, lane in self._suitable(sequence):
+            if lane.has_free_slot and lane.cache.fits(keys, self._tokens_needed(lane, sequence)):
+                new = sequence.num_known - lane.cache.num_cached(keys) * self._page_size
+                backlog = sum(s.num_left for s in lane.running)
+                cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number
+                if best is None or cost < best[0]:
+                    best = cost, instance, lane
+        return best[1:] if best else None
 
     def victims(self, sequence: Sequence) -> tuple[Instance, list[Sequence]] | None:
         """An instance, and sequences there that rank behind `sequence`, the last in order first, that would have
@@ -64,11 +75,11 @@ class Room:
         Of several instances, the one whose victims are the last in order.
         """
         found: list[tuple[list[tuple[int, ...]], Instance, list[Sequence]]] = []
-        for instance in self._suitable(sequence):
-            lower = [s for s in instance.running if s.rank > sequence.rank and not s.finished]
+        for instance, _, lane in self._suitable(sequence):
+            lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
             for count in range(1, len(lower) + 1):
-                if self._fits_without(instance, sequence, lower[:count]):
+                if self._fits_without(lane, sequence, lower[:count]):
                     # The most important of the victims decides, then how many they are.
                     orders = [lower[count - 1].order, (-count,)]
                     found.append((orders, instance, lower[:count]))
@@ -78,30 +89,28 @@ class Room:
         _, instance, victims = max(found, key=lambda item: (item[0], -item[1].id))
         return instance, victims
 
-    def _suitable(self, sequence: Sequence) -> list[Instance]:
-        """Instances that are large enough, and not being transformed."""
+    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
+        """Lanes that are large enough, with their instance and their number there."""
         return [
-            instance
+            (instance, number, lane)
             for instance in self._cluster.instances
-            if instance.transition is None and instance.capacity_tokens >= sequence.max_total_tokens
+            for number, lane in enumerate(instance.lanes)
+            if lane.capacity_tokens >= sequence.max_total_tokens
         ]
 
-    def _tokens_needed(self, instance: Instance, sequence: Sequence, num_leaving: int = 0) -> int:
+    def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
         """Tokens for which pages should be there: a page more for everyone who runs, so that it isn't preempted for
         their next token."""
         total = min(sequence.num_known + self._page_size, sequence.max_total_tokens)
-        return total + self._page_size * (len(instance.running) - num_leaving)
+        return total + self._page_size * (len(lane.running) - num_leaving)
 
-    def _fits_without(self, instance: Instance, sequence: Sequence, leaving: list[Sequence]) -> bool:
+    def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
         """Whether a sequence could start if those left. Their pages are available then, but for shared ones."""
-        if len(instance.running) - len(leaving) >= instance.max_running:
+        if len(lane.running) - len(leaving) >= lane.max_running:
             return False
         staying = {
-            page
-            for s in instance.running
-            if s not in leaving and s.pages is not None
-            for page in s.pages.table[0].tolist()
+            page for s in lane.running if s not in leaving and s.pages is not None for page in s.pages.table[0].tolist()
         }
         freed = {page for s in leaving if s.pages is not None for page in s.pages.table[0].tolist()} - staying
-        needed = self._cluster.dims.pages.pages_for(self._tokens_needed(instance, sequence, len(leaving)))
-        return needed <= instance.cache.num_available_pages + len(freed)
+        needed = self._cluster.dims.pages.pages_for(self._tokens_needed(lane, sequence, len(leaving)))
+        return needed <= lane.cache.num_available_pages + len(freed)

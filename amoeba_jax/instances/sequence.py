@@ -61,6 +61,9 @@ class Sequence:
         slot: its place in the instance's device-side arrays while it runs.
         page_keys: of its known tokens, once it is queued.
         deadline: by `time.monotonic()`; it is not started after that.
+        waiting_since: now less the seconds that it has waited in all, by `time.monotonic()`; of one that runs, as when
+            it was started.
+        queued_s: seconds that it waited in all before it was started.
         client: whom its slot and pages are counted for; see `shares.py`.
         beyond_share: its client has its share of slots or pages without it, and other clients have requests.
     """
@@ -80,6 +83,8 @@ class Sequence:
     client: str = ""
 
     arrival: float = field(default_factory=time.monotonic)
+    waiting_since: float = field(init=False)
+    queued_s: float = field(default=0.0, init=False)
     output: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 1
     num_failures: int = 0
@@ -97,6 +102,20 @@ class Sequence:
     started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting_since = self.arrival
+
+    def start(self) -> None:
+        """It waits no longer."""
+        now = time.monotonic()
+        self.queued_s = now - self.waiting_since
+        if self.started_at is None:
+            self.started_at = now
+
+    def wait_again(self) -> None:
+        """It was preempted."""
+        self.waiting_since = time.monotonic() - self.queued_s
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Fair shares of slots and pages: while several clients have requests, none takes all that the instances hold."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from amoeba_jax.instances.sequence import Sequence
 
 
 def mark_beyond_share(
-    running: Collection[Sequence], waiting: Collection[Sequence], num_slots: int, num_tokens: int
+    running: Collection[Sequence], waiting: Iterable[Sequence], num_slots: int, num_tokens: int
 ) -> bool:
     """Set `Sequence.beyond_share` of all sequences. Return whether that of any has changed.
 

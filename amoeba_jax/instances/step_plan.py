@@ -31,11 +31,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What an instance computes next."""
+    """What an instance computes next.
+
+    Attributes:
+        lane: whose step it is; None for one of all lanes, each with a block of as many rows.
+    """
 
     shape: BatchShape
     rows: tuple[Row, ...]
     logits_of: LogitsOf = "last"
+    lane: int | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes a token of each of its rows, and no prompt."""
+        return self.shape.num_tokens == self.shape.num_rows
 
 
 @dataclass(eq=False)
@@ -77,20 +87,6 @@ class StepNotLaunchedError(RuntimeError):
     """A step could not be prepared, for the reason that is its cause. Nothing has changed."""
 
 
-class StepInputs(NamedTuple):
-    """What the segments of a step are launched with, but for the cache.
-
-    Attributes:
-        packed: the batch, on the devices.
-        programs: one for each segment.
-        weights: of each segment.
-    """
-
-    packed: jax.Array
-    programs: list[jax.stages.Compiled]
-    weights: list[list[jax.Array]]
-
-
 @dataclass(eq=False)
 class PendingStep:
     """A launched step whose results the host has not taken yet.
@@ -101,6 +97,7 @@ class PendingStep:
         result: what the sampler returned, in flight to the host; read after all else.
         decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
         prompt_rows: a row whose prompt log-probabilities it computes, with those in flight.
+        switched_bytes: of the layers' switches that it was launched behind, if it only decodes.
         launched_at: by `time.perf_counter()`.
     """
 
@@ -110,6 +107,7 @@ class PendingStep:
     decodes: bool
     prompt_row: Row | None = None
     prompt_result: "Future[np.ndarray] | None" = None
+    switched_bytes: int = 0
     launched_at: float = field(default_factory=time.perf_counter)
 
     @property

@@ -112,16 +112,6 @@ class ModelConfig:
             dtype=_dtype_name(hf),
         )
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model itself."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
-        layer += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
-        layer += self.hidden_size * self.output_bias + 2 * self.head_dim * self.qk_norm
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
-
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """The config with the family's defaults filled in by `transformers`."""

@@ -19,7 +19,9 @@ from amoeba_jax.models.layers import (
     norm_scale,
     parameter,
 )
+from kvcache.extents import LayerKV
 from sharding.mesh import TP_AXIS
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
 
 
@@ -29,14 +31,16 @@ class DecoderLayer(nnx.Module):
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.eps = dims.config.norm_eps
         hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
-        self.attention_norm = norm_scale(dims, f"layers.{layer}.attention_norm", f"{hf}.input_layernorm.weight", hidden)
-        self.mlp_norm = norm_scale(dims, f"layers.{layer}.mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden)
+        self.attention_norm = norm_scale(
+            dims, "attention_norm", f"{hf}.input_layernorm.weight", hidden, Owner.NORM, layer
+        )
+        self.mlp_norm = norm_scale(dims, "mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden, Owner.NORM, layer)
         self.attention = Attention(dims, layer, tp)
         self.mlp = FeedForward(dims, layer, tp)
 
     def __call__(
-        self, x: Float[Array, "D N"], extents: list[jax.Array], context: StepContext
-    ) -> tuple[Float[Array, "D N"], list[jax.Array]]:
+        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
+    ) -> tuple[Float[Array, "D N"], LayerKV]:
         attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
         x = x + attended
         return x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps)), extents
@@ -59,7 +63,7 @@ class Embedding(nnx.Module):
             )
         else:
             shape = (dims.config.vocab_size, dims.config.hidden_size)
-            spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape)
+            spec = ParamSpec("embedding", (Source("model.embed_tokens.weight", shape),), shape, owner=Owner.EMBEDDING)
             self.table = nnx.List([parameter(dims, spec)])
 
     def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "D N"]:
@@ -79,7 +83,8 @@ def head_spec(dims: ModelDims) -> ParamSpec:
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_chunk)
     source = Source(name, (config.vocab_size, config.hidden_size), rows)
-    return ParamSpec("head", (source,), (dims.vocab_chunk, config.hidden_size), dims.max_tp, "sharded")
+    shape = (dims.vocab_chunk, config.hidden_size)
+    return ParamSpec("head", (source,), shape, dims.max_tp, "sharded", owner=Owner.HEAD)
 
 
 class Head(nnx.Module):
@@ -88,7 +93,7 @@ class Head(nnx.Module):
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
         hidden = dims.config.hidden_size
-        self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden)
+        self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden, Owner.FINAL_NORM)
         self.kernels = chunks(dims, head_spec(dims), tp)
 
     def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
@@ -109,43 +114,37 @@ class Head(nnx.Module):
 
 
 @dataclass(frozen=True)
-class SegmentShape:
-    """What a segment consists of. Segments of equal shape share one executable; weights are arguments.
+class SegmentPlan:
+    """A segment's place in the model: consecutive layers, or the head alone.
+
+    Every segment of layers has the embedding too, which the one that begins a step uses: so all runs of layers that
+    compute alike share one executable, and the embedding needs none of its own.
 
     Attributes:
-        windows: sliding window of each of its layers (None: full attention).
-        embedding: starts with token ids instead of hidden states.
-        head: ends with logits instead of hidden states.
+        start: its first layer; the number of layers for the head.
+        windows: sliding window of each of its layers (None: full attention); empty for the head.
     """
 
-    windows: tuple[int | None, ...]
-    embedding: bool
-    head: bool
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
-
-
-@dataclass(frozen=True)
-class SegmentPlan:
-    """A segment's place in the model: layers `start .. start + shape.num_layers`."""
-
     start: int
-    shape: SegmentShape
+    windows: tuple[int | None, ...]
 
     @property
     def layers(self) -> range:
-        return range(self.start, self.start + self.shape.num_layers)
+        return range(self.start, self.start + len(self.windows))
+
+    @property
+    def is_head(self) -> bool:
+        return not self.windows
 
 
 class Segment(nnx.Module):
-    """Layers of one segment at degree `tp`, with abstract parameters that describe themselves."""
+    """Layers of one segment at degree `tp` and the embedding, or the head, with abstract parameters that describe
+    themselves."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
-        self.embedding = Embedding(dims) if plan.shape.embedding else None
+        self.embedding = None if plan.is_head else Embedding(dims)
         self.layers = nnx.List([DecoderLayer(dims, layer, tp) for layer in plan.layers])
-        self.head = Head(dims, tp) if plan.shape.head else None
+        self.head = Head(dims, tp) if plan.is_head else None
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
@@ -162,32 +161,35 @@ def is_sharded(variable: nnx.Variable) -> bool:
 
 
 def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
-    """Cut a model into segments of at most `segment_layers` layers.
+    """Cut a model into runs of at most `segment_layers` layers, equal where that is possible.
 
-    A shallow model is one segment. A deep one becomes the embedding alone, equal runs of layers, and the head
-    alone, so that one executable serves all of its depth. Measured with 30 layers on CPU: segments of 8 compile in
-    half the time of the whole and a decode step takes at most 2% longer.
+    One executable serves all runs that compute alike. Measured with 30 layers on CPU: segments of 8 compile in half the
+    time of the whole and a decode step takes at most 2% longer. The head is no part of it: see `head_plan`.
     """
     windows = dims.config.sliding_windows
     count = len(windows)
-    if count <= segment_layers:
-        return (SegmentPlan(0, SegmentShape(windows, True, True)),)
     # A run length that divides the depth needs no second executable for the rest.
-    lengths = range(segment_layers, segment_layers // 2, -1)
-    length = next((length for length in lengths if count % length == 0), segment_layers)
-    starts = range(0, count, length)
-    runs = [SegmentPlan(s, SegmentShape(windows[s : s + length], False, False)) for s in starts]
-    first, last = SegmentShape((), True, False), SegmentShape((), False, True)
-    return (SegmentPlan(0, first), *runs, SegmentPlan(count, last))
+    longest = min(segment_layers, count)
+    lengths = range(longest, longest // 2, -1)
+    length = next((length for length in lengths if count % length == 0), longest)
+    return tuple(SegmentPlan(start, windows[start : start + length]) for start in range(0, count, length))
 
 
-def model_specs(dims: ModelDims) -> dict[str, tuple[int | None, ParamSpec]]:
-    """Every parameter of the model by name, with the layer it belongs to (None: embedding and head)."""
-    windows = dims.config.sliding_windows
-    whole = Segment(dims, SegmentPlan(0, SegmentShape(windows, True, True)), tp=1)
-    specs: dict[str, tuple[int | None, ParamSpec]] = {}
-    for path, variable in nnx.to_flat_state(nnx.split(whole)[1]):
-        spec: ParamSpec = variable.get_metadata()["spec"]
-        layer = int(str(path[1])) if path[0] == "layers" else None
-        specs.setdefault(spec.name, (layer, spec))
+def head_plan(dims: ModelDims) -> SegmentPlan:
+    """The head: final norm and logits."""
+    return SegmentPlan(dims.config.num_layers, ())
+
+
+def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
+    """Every parameter of the model by name."""
+    specs: dict[str, ParamSpec] = {}
+    for plan in (SegmentPlan(0, dims.config.sliding_windows), head_plan(dims)):
+        for _, variable in nnx.to_flat_state(nnx.split(Segment(dims, plan, tp=1))[1]):
+            spec: ParamSpec = variable.get_metadata()["spec"]
+            specs.setdefault(spec.name, spec)
     return specs
+
+
+def num_parameters(dims: ModelDims) -> int:
+    """Parameters of the model itself, without padding and copies."""
+    return sum(spec.model_elements for spec in model_specs(dims).values())

@@ -9,9 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
+from kvcache.extents import LayerKV, extent_starts
 from pallas_kernels.kv_append import append_kv
 from pallas_kernels.paged_attention import PageTable, paged_attention
 from sharding.mesh import TP_AXIS
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows, expand_rows
 
 
@@ -52,9 +54,9 @@ def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, chunk=0)
 
 
-def norm_scale(dims: ModelDims, name: str, tensor: str, size: int) -> nnx.Param:
+def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
     """The scale vector of an RMS norm, used whole by every rank."""
-    return parameter(dims, ParamSpec(name, (Source(tensor, (size,)),), (size,), init="ones"))
+    return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init="ones", owner=owner, layer=layer))
 
 
 def chunks(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
@@ -107,13 +109,14 @@ class Attention(nnx.Module):
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.dims, self.tp, self.window = dims, tp, dims.config.sliding_windows[layer]
         config, heads, max_tp = dims.config, dims.heads, dims.max_tp
-        prefix, hf = f"layers.{layer}.attention", f"model.layers.{layer}.self_attn"
+        hf = f"model.layers.{layer}.self_attn"
         hidden, head_dim = config.hidden_size, config.head_dim
         q_rows = expand_rows(heads.q_rows().reshape(max_tp, -1), head_dim)
         kv_rows = expand_rows(heads.kv_rows().reshape(max_tp, -1), head_dim)
         sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-        sharded = {"num_chunks": max_tp, "placement": "sharded", "page_elems": dims.attention_page_elems}
+        owned = {"owner": Owner.ATTENTION, "layer": layer}
+        sharded = {"num_chunks": max_tp, "placement": "sharded", "page_elems": dims.attention_page_elems, **owned}
 
         def sources(kind: str) -> tuple[Source, ...]:
             shape = (hidden,) if kind == "weight" else ()
@@ -123,27 +126,27 @@ class Attention(nnx.Module):
 
         self.qkv = chunks(
             dims,
-            ParamSpec(f"{prefix}.qkv", sources("weight"), (dims.qkv_rows, hidden), **sharded),
+            ParamSpec("attention.qkv", sources("weight"), (dims.qkv_rows, hidden), **sharded),
             tp,
         )
         o_source = Source(f"{hf}.o_proj.weight", (hidden, config.num_heads * head_dim), q_rows, axis=1)
         self.o = chunks(
             dims,
-            ParamSpec(f"{prefix}.o", (o_source,), (hidden, dims.output_columns), **sharded),
+            ParamSpec("attention.o", (o_source,), (hidden, dims.output_columns), **sharded),
             tp,
         )
         used = q_rows.shape[1] + 2 * kv_rows.shape[1]
-        bias_spec = ParamSpec(f"{prefix}.qkv_bias", sources("bias"), (used,), max_tp, "sharded")
-        o_bias_spec = ParamSpec(f"{prefix}.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,))
+        bias_spec = ParamSpec("attention.qkv_bias", sources("bias"), (used,), max_tp, "sharded", **owned)
+        o_bias_spec = ParamSpec("attention.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,), **owned)
         self.qkv_bias = chunks(dims, bias_spec, tp) if config.qkv_bias else None
         self.o_bias = parameter(dims, o_bias_spec) if config.output_bias else None
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
-        scales = [norm_scale(dims, f"{prefix}.{n}", f"{hf}.{n}.weight", head_dim) for n in norms]
+        scales = [norm_scale(dims, f"attention.{n}", f"{hf}.{n}.weight", head_dim, **owned) for n in norms]
         self.q_norm, self.k_norm = scales if scales else (None, None)
 
     def __call__(
-        self, x: Float[Array, "D N"], extents: list[jax.Array], context: StepContext
-    ) -> tuple[Float[Array, "D N"], list[jax.Array]]:
+        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
+    ) -> tuple[Float[Array, "D N"], LayerKV]:
         """Attention output (summed over ranks) and the extents with the new tokens written."""
         config, geometry, tp = self.dims.config, self.dims.pages, self.tp
         q, k, v = self._project(x)
@@ -152,10 +155,8 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
-        starts = [0]
-        for extent in pages:
-            starts.append(starts[-1] + extent.shape[0])
-        pages = append_kv(pages, tuple(starts), k, v, context.page_ids, context.slots)
+        starts = extent_starts(page.shape[0] for page in pages)
+        pages = append_kv(pages, starts, k, v, context.page_ids, context.slots)
         outputs, first = [], 0
         for group in context.groups:
             batch, length = group.query_positions.shape
@@ -212,7 +213,7 @@ class FeedForward(nnx.Module):
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.tp = tp
         config, chunk = dims.config, dims.ffn_chunk
-        prefix, hf = f"layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+        hf = f"model.layers.{layer}.mlp"
         rows = deal_rows(config.ffn_size, dims.max_tp, chunk)
         shape = (config.ffn_size, config.hidden_size)
         common = {
@@ -220,17 +221,19 @@ class FeedForward(nnx.Module):
             "placement": "sharded",
             "page_elems": dims.ffn_page_elems,
             "strided": True,
+            "owner": Owner.FFN,
+            "layer": layer,
         }
         gate, up = Source(f"{hf}.gate_proj.weight", shape, rows), Source(f"{hf}.up_proj.weight", shape, rows)
         down = Source(f"{hf}.down_proj.weight", shape[::-1], rows, axis=1)
         self.gate_up = chunks(
             dims,
-            ParamSpec(f"{prefix}.gate_up", (gate, up), (2 * chunk, config.hidden_size), **common),
+            ParamSpec("mlp.gate_up", (gate, up), (2 * chunk, config.hidden_size), **common),
             tp,
         )
         self.down = chunks(
             dims,
-            ParamSpec(f"{prefix}.down", (down,), (config.hidden_size, chunk), **common),
+            ParamSpec("mlp.down", (down,), (config.hidden_size, chunk), **common),
             tp,
         )
 

@@ -1,4 +1,4 @@
-"""The inputs of one step, packed into a single integer array per rank: one host-to-device copy a step."""
+"""The inputs of one step, packed into two integer arrays per rank that go to the devices together."""
 
 import math
 from dataclasses import dataclass
@@ -33,22 +33,21 @@ class BatchShape:
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of every field in a rank's packed row."""
+        """Offset and shape of every field in a rank's `StepBatch.packed`."""
         rows, tokens = (self.num_rows,), (self.num_tokens,)
         shapes = {
             "tokens": tokens,
             "sources": tokens,
             "positions": tokens,
-            "last_token": rows,
-            "slots": rows,
             "tables": (self.num_rows, self.table_width),
             "num_pages": rows,
         }
-        offsets, total = {}, 0
-        for name, shape in shapes.items():
-            offsets[name] = (total, shape)
-            total += math.prod(shape)
-        return offsets
+        return _side_by_side(shapes)
+
+    @cached_property
+    def row_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Offset and shape of every field in a rank's `StepBatch.rows`."""
+        return row_fields(self.num_rows)
 
     @cached_property
     def packed_size(self) -> int:
@@ -59,30 +58,48 @@ class BatchShape:
         return "+".join(f"{batch}x{length}" for batch, length in self.groups)
 
 
+def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """What the head needs of a step: the same for all steps of that many rows."""
+    return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
+
+
+def _side_by_side(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    offsets, total = {}, 0
+    for name, shape in shapes.items():
+        offsets[name] = (total, shape)
+        total += math.prod(shape)
+    return offsets
+
+
 class StepBatch:
-    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`, the same for all ranks but
-    `tables`.
+    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`, which its layers take, and
+    into `rows`, `[tp, 2 R]`, which its head takes: the same for all ranks but `tables`.
 
     Fields, with N tokens and R rows (sequences):
         tokens: `[N]` token ids that the host knows.
         sources: `[N]` slot whose last sampled token stands in for `tokens`, as the host has not read it yet; -1: none.
         positions: `[N]` place in the sequence; -1: padding.
-        last_token: `[R]` index among the N of each row's last token, whose logits are wanted.
-        slots: `[R]` slot that records the row's next token; -1: none, as the row ends in mid-prompt.
         tables: `[tp, R, W]` local page ids, in logical order.
         num_pages: `[R]` valid entries of a row's table.
+        last_token: `[R]` index among the N of each row's last token, whose logits are wanted.
+        slots: `[R]` slot that records the row's next token; -1: none, as the row ends in mid-prompt.
     """
 
     def __init__(self, shape: BatchShape, tp: int):
         self.shape = shape
         self.packed: Int32[np.ndarray, "tp size"] = np.zeros((tp, shape.packed_size), np.int32)
-        for name in ("sources", "positions", "slots"):
-            self.set(name, np.full(shape.fields[name][1], -1))
+        self.rows: Int32[np.ndarray, "tp rows"] = np.zeros((tp, 2 * shape.num_rows), np.int32)
+        self.set("positions", np.full(shape.num_tokens, -1))
+        self.set("sources", np.full(shape.num_tokens, -1))
+        self.set("slots", np.full(shape.num_rows, -1))
 
     def set(self, name: str, values: np.ndarray) -> None:
         """Fill a field, on every rank alike."""
-        offset, shape = self.shape.fields[name]
-        self.packed[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
+        array, fields = (self.packed, self.shape.fields)
+        if name in self.shape.row_fields:
+            array, fields = (self.rows, self.shape.row_fields)
+        offset, shape = fields[name]
+        array[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
 
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
         """Fill the block table of one row, each rank's own."""
@@ -93,9 +110,9 @@ class StepBatch:
         self.packed[:, start : start + table.shape[1]] = table
 
 
-def unpack(packed: Int32[jax.Array, " size"], shape: BatchShape) -> dict[str, jax.Array]:
-    """Fields of one rank's packed row, inside a program."""
+def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, jax.Array]:
+    """Fields of one rank's row of `StepBatch.packed` or `.rows`, inside a program."""
     return {
-        name: lax.slice(packed, (offset,), (offset + math.prod(field_shape),)).reshape(field_shape)
-        for name, (offset, field_shape) in shape.fields.items()
+        name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
+        for name, (offset, shape) in fields.items()
     }

@@ -6,7 +6,8 @@ from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.program_requests import ProgramRequest
-from amoeba_jax.programs.step_program import LogitsOf, segment_keys
+from amoeba_jax.programs.step_program import LogitsOf
+from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from sharding.mesh import SubMesh
 
@@ -44,25 +45,11 @@ def _instances(plan: EnginePlan, executables: Executables, tp: int) -> Iterator[
 
 
 def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
-    buckets = plan.buckets(group.tp)
+    buckets, extents = plan.buckets(group.tp), plan.extent_pages(group.tp)
     prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
     steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
     for shape, logits_of in steps:
-        yield from step_requests(plan, executables, group, shape, group.tp, logits_of)
-
-
-def step_requests(
-    plan: EnginePlan,
-    executables: Executables,
-    group: SubMesh,
-    shape: BatchShape,
-    released: int,
-    logits_of: LogitsOf = "last",
-) -> Iterator[ProgramRequest]:
-    """Programs of a step of an instance with weights released for a degree, one for each segment."""
-    keys = segment_keys(group, plan.plans, shape, plan.extent_pages(released), plan.num_slots, logits_of)
-    for key, segment in zip(keys, plan.plans, strict=True):
-        yield executables.requests.step(key, segment, group)
+        yield from plan.step_requests(executables.requests, group, shape, extents, logits_of)
 
 
 def least_requests(
@@ -73,7 +60,7 @@ def least_requests(
     buckets, requests, slots = plan.buckets(group.tp), executables.requests, plan.num_slots
     prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
     for shape in (buckets.step(buckets.max_num_seqs), prompts):
-        yield from step_requests(plan, executables, group, shape, released)
+        yield from plan.step_requests(requests, group, shape, plan.extent_pages(released))
         rows = shape.num_rows
         if set(kinds) - {"greedy"}:
             yield requests.draw(group, rows, slots, packed_size(rows))
@@ -98,7 +85,7 @@ def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lowe
     for rows in plan.buckets(lower).decode_sizes:
         for up in (True, False):
             released = (lower, group.tp) if up else (group.tp, lower)
-            programs = plan.transition(executables, group, lower, up=up, released=released, rows=rows)
+            programs = TransitionPrograms(plan, executables, group, lower, up=up, released=released, rows=rows)
             yield from programs.step_requests()
             yield from programs.exchange_requests()
             yield from programs.restore_requests()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.buckets import hidden_tokens
 from sharding.ledger import format_bytes, parse_bytes
 
 DEFAULT_CPU_MEMORY = "2GiB"
@@ -18,6 +19,7 @@ STAGING_SHARE = 32
 # Programs that run while requests are served. Those that change layouts have staging.
 ACTIVATION_KINDS = (
     "step",
+    "head",
     "split",
     "join",
     "draw",
@@ -39,6 +41,8 @@ class MemoryPlan:
     weight_bytes: int
     activation_bytes: int
     sampling_bytes: int
+    hidden_bytes: int
+    """Hidden states of the largest step, which the programs of a step hand on."""
     staging_bytes: int
     """Pages in flight between devices while instances merge or split."""
     phase_pages: int
@@ -91,6 +95,11 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
     return config.max_num_seqs * config.max_tp * (4 + 8 * dims.config.vocab_size)
 
 
+def hidden_bytes(dims: ModelDims, config: EngineConfig) -> int:
+    """A device's buffer of hidden states, and the two flags by which programs are told whether they begin a step."""
+    return dims.config.hidden_size * hidden_tokens(config) * jnp.dtype(dims.dtype).itemsize + 2
+
+
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
     """Temporaries of an exchange of pages: those a rank sends, and those it receives."""
     return phase_pages * (2 * page_bytes + STAGING_IDS)
@@ -104,21 +113,24 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     """
     budget = device_budget(config, device)
     activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
+    hidden = hidden_bytes(dims, config)
+    fixed = weight_bytes + activations + sampling + hidden
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
     all_layers = page_bytes * dims.config.num_layers
     phase_pages = staging = 0
     if config.max_tp > 1:
-        left = budget - weight_bytes - activations - sampling
+        left = budget - fixed
         few = left // STAGING_SHARE // (2 * page_bytes)
         phase_pages = config.phase_pages or max(2, min(DEFAULT_PHASE_PAGES, few))
         staging = staging_bytes(page_bytes, phase_pages)
-    num_pages = (budget - weight_bytes - activations - sampling - staging) // all_layers
+    num_pages = (budget - fixed - staging) // all_layers
     if num_pages < 1:
-        need = weight_bytes + activations + sampling + staging + all_layers
+        need = fixed + staging + all_layers
         raise DeviceTooSmallError(
             f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
             f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)}, sampling "
-            f"{format_bytes(sampling)}, staging {format_bytes(staging)} and one KV page of all layers "
+            f"{format_bytes(sampling)}, hidden states {format_bytes(hidden)}, "
+            f"staging {format_bytes(staging)} and one KV page of all layers "
             f"{format_bytes(all_layers)}: at least "
             f"{format_bytes(need)} ({need} bytes) per device",
             budget,
@@ -132,4 +144,4 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
                 f"device_memory of {format_bytes(budget)} has room for"
             )
         num_pages = wanted
-    return MemoryPlan(budget, weight_bytes, activations, sampling, staging, phase_pages, page_bytes, num_pages)
+    return MemoryPlan(budget, weight_bytes, activations, sampling, hidden, staging, phase_pages, page_bytes, num_pages)

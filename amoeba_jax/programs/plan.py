@@ -1,17 +1,19 @@
 """What an engine is going to be, before it has any buffer: its groups of devices, memory, segments and step shapes."""
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.models.decoder import plan_segments
+from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.buckets import Buckets, hidden_tokens
 from amoeba_jax.programs.memory import MemoryPlan, plan_memory
-from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.weights.store import WeightStore
+from amoeba_jax.programs.program_requests import ProgramRequest, ProgramRequests
+from amoeba_jax.programs.step_program import HeadKey, LogitsOf, StepKey
+from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
 
 
@@ -26,7 +28,9 @@ class EnginePlan:
         memory: division of a device's memory; by default `plan_memory`'s, which raises `MemoryBudgetError`.
 
     Attributes:
-        plans: the model's segments, outside of transitions.
+        segments: the model's layers, in the runs that are compiled.
+        head: what comes after them.
+        hidden_tokens: tokens that a group's buffer of hidden states has room for.
         num_slots: sequences whose last tokens an instance remembers.
         max_model_len: longest prompt plus output.
     """
@@ -36,13 +40,15 @@ class EnginePlan:
         config: EngineConfig,
         dims: ModelDims,
         devices: tuple[jax.Device, ...],
-        weights: WeightStore,
+        weights: WeightLayout,
         memory: MemoryPlan | None = None,
     ):
         self.config, self.dims, self.weights = config, dims, weights
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
         self.memory = memory or plan_memory(dims, config, weights.num_bytes, devices[0])
-        self.plans = plan_segments(dims, config.segment_layers or segment_layers(devices[0].platform))
+        self.segments = plan_segments(dims, config.segment_layers or segment_layers(devices[0].platform))
+        self.head = head_plan(dims)
+        self.hidden_tokens = hidden_tokens(config)
         self.num_slots = config.max_num_seqs * dims.max_tp
         capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
         self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
@@ -52,7 +58,12 @@ class EnginePlan:
         table_width = self.dims.pages.pages_for(self.max_model_len)
         config = self.config
         return {
-            tp: Buckets(config.max_num_seqs * tp, config.max_num_batched_tokens, table_width)
+            tp: Buckets(
+                config.max_num_seqs * tp,
+                config.max_num_batched_tokens,
+                table_width,
+                few_rows=Buckets(config.max_num_seqs, 1, 1).few_rows,
+            )
             for tp in self.sub_meshes.degrees()
         }
 
@@ -68,29 +79,40 @@ class EnginePlan:
         """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
         return sum(self.extent_pages(released)) * tp * self.dims.page_size
 
-    def transition(
-        self, executables: Executables, group: SubMesh, lower: int, *, up: bool, released: tuple[int, int], rows: int
-    ) -> TransitionPrograms:
-        """The programs of a group that goes from instances of degree `lower` to its own, or back.
+    # Programs
 
-        Each of the lower instances decodes up to `rows` sequences, one of `decode_sizes`. `released` are the degrees
-        for which weights are released before and after.
-        """
-        members = [self.sub_meshes.group(first, lower) for first in range(group.start, group.start + group.tp, lower)]
-        return TransitionPrograms(
-            self.weights,
-            executables,
-            group,
-            members,
-            up=up,
-            released=released,
-            rows=rows,
-            base_pages=self.memory.num_pages,
-            longest_run=max(plan.shape.num_layers for plan in self.plans),
-            table_width=self.buckets(lower).table_width,
-            num_slots=self.num_slots,
-            phase_pieces=self.memory.phase_pages,
-        )
+    def layers_request(
+        self,
+        requests: ProgramRequests,
+        group: SubMesh,
+        segment: SegmentPlan,
+        shape: BatchShape,
+        extent_pages: tuple[int, ...],
+    ) -> ProgramRequest:
+        """The layers of a segment, over extents of that many pages a rank."""
+        key = StepKey(group.device_indices, segment.windows, shape, extent_pages, self.num_slots, self.hidden_tokens)
+        return requests.step(key, segment, group)
+
+    def head_request(
+        self, requests: ProgramRequests, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
+    ) -> ProgramRequest:
+        """The head of a step."""
+        tokens = shape.num_tokens if logits_of == "all" else 0
+        key = HeadKey(group.device_indices, shape.num_rows, tokens, self.num_slots, self.hidden_tokens)
+        return requests.head(key, group)
+
+    def step_requests(
+        self,
+        requests: ProgramRequests,
+        group: SubMesh,
+        shape: BatchShape,
+        extent_pages: tuple[int, ...],
+        logits_of: LogitsOf = "last",
+    ) -> Iterator[ProgramRequest]:
+        """A whole step on one group, each program once."""
+        for segment in {segment.windows: segment for segment in self.segments}.values():
+            yield self.layers_request(requests, group, segment, shape, extent_pages)
+        yield self.head_request(requests, group, shape, logits_of)
 
 
 def segment_layers(platform: str) -> int:

@@ -10,14 +10,21 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
-from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.models.decoder import SegmentPlan, head_plan
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.page_copy import compile_page_copy
 from amoeba_jax.programs.restore import compile_restore
-from amoeba_jax.programs.step_program import StepKey, StepProgram, step_kv_bytes, step_program
+from amoeba_jax.programs.step_program import (
+    HeadKey,
+    StepKey,
+    StepProgram,
+    head_program,
+    step_donated_bytes,
+    step_program,
+)
 from amoeba_jax.sampling import sampler
 from kvcache.copying import compile_defragment, compile_migrate
 from kvcache.exchange import ExchangeKind, compile_exchange
@@ -75,7 +82,7 @@ class ProgramRequest:
         model: sizes of the model that it is for.
     """
 
-    key: StepKey | ProgramKey
+    key: StepKey | HeadKey | ProgramKey
     compile: Callable[[], jax.stages.Compiled] = field(compare=False, repr=False)
     donated_bytes: int = 0
     plan: SegmentPlan | None = None
@@ -94,8 +101,10 @@ class ProgramRequest:
 
     @property
     def kind(self) -> str:
-        """`step`, or what `ProgramKey` says."""
-        return self.key.kind if isinstance(self.key, ProgramKey) else "step"
+        """`step` for layers, `head`, or what `ProgramKey` says."""
+        if isinstance(self.key, ProgramKey):
+            return self.key.kind
+        return "step" if isinstance(self.key, StepKey) else "head"
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -138,22 +147,34 @@ class ProgramRequests:
     # Steps
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramRequest:
-        """A step of a segment."""
+        """A step of a segment of layers."""
 
         def compile() -> jax.stages.Compiled:
-            return self._step_program(key, plan).compile(group)
+            return self._traced(key, lambda: step_program(self.dims, plan, key)).compile(group)
 
         first = None
         if group.first is not group:
             first = functools.partial(self.step, replace(key, devices=group.first.device_indices), plan, group.first)
-        donated = step_kv_bytes(self.dims, key)
+        donated = step_donated_bytes(self.dims, key)
         return ProgramRequest(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
-    def _step_program(self, key: StepKey, plan: SegmentPlan) -> StepProgram:
+    def head(self, key: HeadKey, group: SubMesh) -> ProgramRequest:
+        """The head of any step of as many rows."""
+
+        def compile() -> jax.stages.Compiled:
+            return self._traced(key, lambda: head_program(self.dims, key)).compile(group)
+
+        first = None
+        if group.first is not group:
+            first = functools.partial(self.head, replace(key, devices=group.first.device_indices), group.first)
+        return ProgramRequest(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
+
+    def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
+        """What is traced for a group serves all of its degree."""
         with self._lock:
             program = self._steps.get(key.family)
         if program is None:
-            program = step_program(self.dims, plan, key)
+            program = make()
             with self._lock:
                 self._steps[key.family] = program
                 while len(self._steps) > _KEPT_STEPS:
@@ -161,47 +182,43 @@ class ProgramRequests:
         return program
 
     @_of_any_group
-    def split(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
-        """Hidden states `[D, members * rows]` on every rank -> each member's columns on its ranks, `[tp * D, rows]`.
+    def split(self, group: SubMesh, lower: int, rows: int, hidden_tokens: int) -> ProgramRequest:
+        """Of a group's buffers of hidden states, `[tp * D, hidden_tokens]`, all of which have the same first columns:
+        moves each member's `rows` columns to the front of its ranks' buffers, which are donated.
 
         Members are `lower` ranks each.
         """
 
         def split(hidden: jax.Array) -> jax.Array:
             member = lax.axis_index("tp") // lower
-            return lax.dynamic_slice_in_dim(hidden, member * rows, rows, axis=1)
+            own = lax.dynamic_slice_in_dim(hidden, member * rows, rows, axis=1)
+            return lax.dynamic_update_slice(hidden, own, (0, 0))
 
-        shape = (self.dims.config.hidden_size, rows * group.tp // lower)
-        return self._mapped(ProgramKey("split", group.device_indices, (lower, rows)), group, split, shape, P(), P("tp"))
+        return self._regroup("split", group, split, (lower, rows, hidden_tokens))
 
     @_of_any_group
-    def join(self, group: SubMesh, lower: int, rows: int) -> ProgramRequest:
+    def join(self, group: SubMesh, lower: int, rows: int, hidden_tokens: int) -> ProgramRequest:
         """The inverse of `split`."""
-        hidden_size = self.dims.config.hidden_size
 
         def join(hidden: jax.Array) -> jax.Array:
-            every = lax.all_gather(hidden, "tp")[::lower]
-            return every.transpose(1, 0, 2).reshape(hidden_size, -1)
+            every = lax.all_gather(hidden[:, :rows], "tp")[::lower]
+            whole = every.transpose(1, 0, 2).reshape(hidden.shape[0], -1)
+            return lax.dynamic_update_slice(hidden, whole, (0, 0))
 
-        shape = (hidden_size * group.tp, rows)
-        return self._mapped(ProgramKey("join", group.device_indices, (lower, rows)), group, join, shape, P("tp"), P())
+        return self._regroup("join", group, join, (lower, rows, hidden_tokens))
 
-    def _mapped(
-        self,
-        key: ProgramKey,
-        group: SubMesh,
-        function: Callable[[jax.Array], jax.Array],
-        shape: tuple[int, ...],
-        spec: P,
-        result: P,
+    def _regroup(
+        self, kind: str, group: SubMesh, function: Callable[[jax.Array], jax.Array], shape: tuple[int, int, int]
     ) -> ProgramRequest:
-        def compile() -> jax.stages.Compiled:
-            run = jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=result, check_vma=False)
-            inputs, outputs = NamedSharding(group.mesh, spec), NamedSharding(group.mesh, result)
-            jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
-            return jitted.lower(jax.ShapeDtypeStruct(shape, self._dtype)).compile()
+        hidden_size, num_tokens = self.dims.config.hidden_size, shape[-1]
 
-        return ProgramRequest(key, compile)
+        def compile() -> jax.stages.Compiled:
+            run = jax.shard_map(function, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+            jitted = jax.jit(run, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)
+            return jitted.lower(jax.ShapeDtypeStruct((group.tp * hidden_size, num_tokens), self._dtype)).compile()
+
+        donated = hidden_size * num_tokens * self._dtype.itemsize
+        return ProgramRequest(ProgramKey(kind, group.device_indices, shape), compile, donated)
 
     # Sampling, on the first device of a group
 

@@ -1,6 +1,6 @@
 """A step of one segment as a program that is compiled ahead of time."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
-from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, SegmentShape, is_sharded, leaf_variables
+from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, head_plan, is_sharded, leaf_variables
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
-from amoeba_jax.programs.batch import BatchShape, unpack
+from amoeba_jax.programs.batch import BatchShape, row_fields, unpack
 from amoeba_jax.sampling.sampler import argmax, for_host
 from kvcache.page_lists import split_by_extent
 from sharding.mesh import TP_AXIS, SubMesh
@@ -24,37 +24,56 @@ LogitsOf = Literal["last", "all"]
 
 @dataclass(frozen=True)
 class StepKey:
-    """What an executable is for. Two steps with equal keys run the same executable.
+    """What an executable of layers is for. Two steps with equal keys run the same executable.
 
     Attributes:
         devices: indices of the group's devices in the pool.
-        segment: layers, embedding, head.
+        windows: of the segment's layers; see `SegmentPlan`.
         batch: bucket of the step.
         extent_pages: pages of each KV extent of a layer, the same for all layers.
         num_slots: sequences whose last tokens the device remembers.
-        logits_of: positions that a head computes: the last of each row, or all tokens of the step.
+        hidden_tokens: tokens that the buffer of hidden states has room for.
     """
 
     devices: tuple[int, ...]
-    segment: SegmentShape
+    windows: tuple[int | None, ...]
     batch: BatchShape
     extent_pages: tuple[int, ...]
     num_slots: int
-    logits_of: LogitsOf = "last"
+    hidden_tokens: int
 
     @property
     def family(self) -> Hashable:
         """What it says without the devices themselves."""
-        return len(self.devices), self.segment, self.batch, self.extent_pages, self.num_slots, self.logits_of
+        return len(self.devices), self.windows, self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
 
     def __str__(self) -> str:
-        parts = [
-            f"TP{len(self.devices)}{list(self.devices)}",
-            str(self.batch),
-            f"{self.segment.num_layers} layers",
-        ]
-        parts += ["embedding"] * self.segment.embedding + [f"head ({self.logits_of})"] * self.segment.head
-        return " ".join(parts)
+        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers"
+
+
+@dataclass(frozen=True)
+class HeadKey:
+    """What an executable of the head is for: any step of that many rows.
+
+    Attributes:
+        num_rows: sequences of the step, whose last tokens' logits are computed.
+        num_tokens: of the step, where logits of all of them are wanted; else 0.
+    """
+
+    devices: tuple[int, ...]
+    num_rows: int
+    num_tokens: int
+    num_slots: int
+    hidden_tokens: int
+
+    @property
+    def family(self) -> Hashable:
+        """What it says without the devices themselves."""
+        return "head", len(self.devices), self.num_rows, self.num_tokens, self.num_slots, self.hidden_tokens
+
+    def __str__(self) -> str:
+        wanted = f"all of {self.num_tokens} tokens" if self.num_tokens else "last tokens"
+        return f"TP{len(self.devices)}{list(self.devices)} head of {self.num_rows} rows ({wanted})"
 
 
 class HeadOutput(NamedTuple):
@@ -71,11 +90,15 @@ class HeadOutput(NamedTuple):
 class StepProgram:
     """A step of one segment, the same for all groups of one degree. `compile` makes it the program of one of them.
 
-    That is called with `(weights, kv, inputs, packed, last_tokens)`: `weights` the segment's leaves as `leaf_variables`
-    orders them, `kv` one list of extents per layer (donated: the returned ones are the same memory), `inputs` hidden
-    states `[D, N]` or None where the segment starts with the embedding, `packed` the step's batch `[tp, size]`,
-    `last_tokens` `[num_slots]`, the token last sampled for each slot, or None for a segment without embedding and head.
-    It returns `(kv, hidden states, head)`, where head is a `HeadOutput` or None.
+    Of layers it is called with `(weights, kv, hidden, packed, last_tokens, first)` and returns `(kv, hidden)`:
+    `weights` the segment's leaves as `leaf_variables` orders them, `kv` one list of extents per layer, `hidden` the
+    group's buffer of hidden states `[D, hidden_tokens]`, whose first columns are the step's tokens, `packed` the step's
+    batch `[tp, size]`, `last_tokens` `[num_slots]` the token last sampled for each slot, and `first`, a bool, whether
+    the segment begins the step: it embeds the tokens then. `kv` and `hidden` are donated: the returned arrays are the
+    same memory.
+
+    The head is called with `(weights, hidden, rows, last_tokens)`, `rows` `[tp, 2 R]` of the step's batch, and returns
+    a `HeadOutput`. It donates nothing.
 
     Attributes:
         function: under `shard_map` over a mesh without devices, so that JAX traces and lowers it once for all groups.
@@ -90,112 +113,140 @@ class StepProgram:
     def compile(self, group: SubMesh) -> jax.stages.Compiled:
         """Lower and compile it for a group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
+        replicated = group.replicated
+        if len(self.arguments) == 4:
+            inputs, outputs, donated = (weights, replicated, group.sharded, replicated), replicated, ()
+        else:
+            inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)
+            outputs, donated = (group.sharded, replicated), (1, 2)
         jitted = jax.jit(
-            self.function,
-            donate_argnums=(1,),
-            keep_unused=True,
-            in_shardings=(weights, group.sharded, group.replicated, group.sharded, group.replicated),
-            out_shardings=(group.sharded, group.replicated, group.replicated),
+            self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
         return jitted.lower(*self.arguments).compile()
 
 
-def segment_keys(
-    group: SubMesh,
-    plans: Iterable[SegmentPlan],
-    batch: BatchShape,
-    extent_pages: tuple[int, ...],
-    num_slots: int,
-    logits_of: LogitsOf = "last",
-) -> list[StepKey]:
-    """Keys of the programs that make up a step of a whole model, one for each segment."""
-    return [
-        StepKey(
-            group.device_indices,
-            plan.shape,
-            batch,
-            extent_pages if plan.shape.num_layers else (),
-            num_slots,
-            logits_of if plan.shape.head else "last",
-        )
-        for plan in plans
-    ]
-
-
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """The step that `key` describes, of which only the number of devices counts."""
-    tp = len(key.devices)
+    """The step of layers that `key` describes, of which only the number of devices counts."""
+    tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
-    variables = leaf_variables(segment)
-    treedef = jax.tree.structure(state)
-    shape = key.batch
+    variables, treedef = leaf_variables(segment), jax.tree.structure(state)
     # One function for layers that compute alike: traced and lowered once, and inlined by XLA.
-    calls = {window: _layer_call(layer) for window, layer in zip(plan.shape.windows, segment.layers, strict=True)}
+    calls = {window: _layer_call(layer) for window, layer in zip(plan.windows, segment.layers, strict=True)}
 
     def step(
         weights: list[jax.Array],
         kv: list[list[jax.Array]],
-        inputs: jax.Array | None,
+        hidden: jax.Array,
         packed: jax.Array,
-        last_tokens: jax.Array | None,
+        last_tokens: jax.Array,
+        first: jax.Array,
     ):
-        matrices = [
-            weight.reshape(variable.get_metadata()["spec"].chunk_shape)
-            for weight, variable in zip(weights, variables, strict=True)
-        ]
-        model = nnx.merge(graph, jax.tree.unflatten(treedef, matrices))
-        fields = unpack(packed[0], shape)
-        x = model.embedding(_input_tokens(fields, last_tokens)) if model.embedding is not None else inputs
-        assert x is not None, "a segment starts with the embedding or with hidden states"
-        context = _context(dims, shape, tp, key.extent_pages, fields) if plan.layers else None
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, _matrices(weights, variables)))
+        fields = unpack(packed[0], shape.fields)
+        x = _embedded(model, fields, last_tokens, hidden[:, : shape.num_tokens], first)
+        context = _context(dims, shape, tp, key.extent_pages, fields)
         new_kv = []
-        for window, layer, extents in zip(plan.shape.windows, model.layers, kv, strict=True):
+        for window, layer, extents in zip(plan.windows, model.layers, kv, strict=True):
             x, extents = calls[window](jax.tree.leaves(nnx.state(layer)), x, extents, context)
             new_kv.append(extents)
-        if model.head is None:
-            return new_kv, x, None
-        assert last_tokens is not None, "a segment with the head records tokens"
-        logits = model.head(x if key.logits_of == "all" else x[:, fields["last_token"]])
-        likeliest, peak = argmax(logits)
-        sampled = likeliest[fields["last_token"]] if key.logits_of == "all" else likeliest
-        slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
-        last_tokens = last_tokens.at[slots].set(sampled, mode="drop")
-        return new_kv, None, HeadOutput(for_host(likeliest, peak), logits, last_tokens)
+        return new_kv, jax.lax.dynamic_update_slice(hidden, x, (0, 0))
 
     dtype = jnp.dtype(dims.dtype)
-    sharded = tuple(is_sharded(variable) for variable in variables)
-    weights_abstract = [
-        _global_shape(variable.get_metadata()["spec"].stored_shape, tp if differs else 1, dtype)
-        for variable, differs in zip(variables, sharded, strict=True)
-    ]
-    kv_abstract = [
+    kv = [
         [jax.ShapeDtypeStruct((tp * pages, dims.pages.page_elems), dtype) for pages in key.extent_pages]
         for _ in plan.layers
     ]
-    inputs_abstract = (
-        None if plan.shape.embedding else jax.ShapeDtypeStruct((dims.config.hidden_size, shape.num_tokens), dtype)
+    sharded = tuple(is_sharded(variable) for variable in variables)
+    arguments = (
+        _abstract_weights(variables, sharded, tp, dtype),
+        kv,
+        jax.ShapeDtypeStruct((dims.config.hidden_size, key.hidden_tokens), dtype),
+        jax.ShapeDtypeStruct((tp, shape.packed_size), jnp.int32),
+        jax.ShapeDtypeStruct((key.num_slots,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.bool_),
     )
-    packed_abstract = jax.ShapeDtypeStruct((tp, shape.packed_size), jnp.int32)
-    has_tokens = plan.shape.embedding or plan.shape.head
-    tokens_abstract = jax.ShapeDtypeStruct((key.num_slots,), jnp.int32) if has_tokens else None
-    weight_specs = [P(TP_AXIS) if differs else P() for differs in sharded]
-    mapped = jax.shard_map(
-        step,
-        mesh=AbstractMesh((tp,), (TP_AXIS,), axis_types=(AxisType.Auto,)),
-        in_specs=(weight_specs, P(TP_AXIS), P(), P(TP_AXIS), P()),
-        out_specs=(P(TP_AXIS), P(), P()),
-        check_vma=False,
-    )
-    return StepProgram(
-        mapped, (weights_abstract, kv_abstract, inputs_abstract, packed_abstract, tokens_abstract), sharded
-    )
+    specs = (_specs(sharded), P(TP_AXIS), P(), P(TP_AXIS), P(), P())
+    return StepProgram(_mapped(step, tp, specs, (P(TP_AXIS), P())), arguments, sharded)
 
 
-def step_kv_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Bytes of the extents on each rank that a step updates in place."""
+def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
+    """The head that `key` describes, of which only the number of devices counts."""
+    tp = len(key.devices)
+    segment = Segment(dims, head_plan(dims), tp)
+    graph, state = nnx.split(segment)
+    variables, treedef = leaf_variables(segment), jax.tree.structure(state)
+
+    def head(weights: list[jax.Array], hidden: jax.Array, rows: jax.Array, last_tokens: jax.Array):
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, _matrices(weights, variables)))
+        fields = unpack(rows[0], row_fields(key.num_rows))
+        wanted = hidden[:, : key.num_tokens] if key.num_tokens else hidden[:, fields["last_token"]]
+        assert model.head is not None, "the segment is the head"
+        logits = model.head(wanted)
+        likeliest, peak = argmax(logits)
+        sampled = likeliest[fields["last_token"]] if key.num_tokens else likeliest
+        slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
+        last_tokens = last_tokens.at[slots].set(sampled, mode="drop")
+        return HeadOutput(for_host(likeliest, peak), logits, last_tokens)
+
+    dtype = jnp.dtype(dims.dtype)
+    sharded = tuple(is_sharded(variable) for variable in variables)
+    arguments = (
+        _abstract_weights(variables, sharded, tp, dtype),
+        jax.ShapeDtypeStruct((dims.config.hidden_size, key.hidden_tokens), dtype),
+        jax.ShapeDtypeStruct((tp, 2 * key.num_rows), jnp.int32),
+        jax.ShapeDtypeStruct((key.num_slots,), jnp.int32),
+    )
+    return StepProgram(_mapped(head, tp, (_specs(sharded), P(), P(TP_AXIS), P()), P()), arguments, sharded)
+
+
+def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
+    """Chunks in the shape in which they are computed with."""
+    return [
+        weight.reshape(variable.get_metadata()["spec"].chunk_shape)
+        for weight, variable in zip(weights, variables, strict=True)
+    ]
+
+
+def _abstract_weights(
+    variables: list[nnx.Variable], sharded: tuple[bool, ...], tp: int, dtype: Any
+) -> list[jax.ShapeDtypeStruct]:
+    return [
+        _global_shape(variable.get_metadata()["spec"].stored_shape, tp if differs else 1, dtype)
+        for variable, differs in zip(variables, sharded, strict=True)
+    ]
+
+
+def _specs(sharded: tuple[bool, ...]) -> list[P]:
+    return [P(TP_AXIS) if differs else P() for differs in sharded]
+
+
+def _mapped(function: Callable[..., Any], tp: int, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    mesh = AbstractMesh((tp,), (TP_AXIS,), axis_types=(AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _embedded(
+    model: Any, fields: dict[str, jax.Array], last_tokens: jax.Array, hidden: Float[Array, "D N"], first: jax.Array
+) -> Float[Array, "D N"]:
+    """Hidden states that the layers begin with: the tokens' embeddings where the segment is the first of the step.
+
+    Tokens are those that the host knows, and in place of the others those that the previous steps sampled.
+    """
+    sources = fields["sources"]
+
+    def embed() -> jax.Array:
+        tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
+        return model.embedding(tokens).astype(hidden.dtype)
+
+    return jax.lax.cond(first, embed, lambda: hidden)
+
+
+def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
+    """Bytes of the extents and hidden states on each rank that a step updates in place."""
     itemsize = jnp.dtype(dims.dtype).itemsize
-    return sum(key.extent_pages) * dims.pages.page_elems * itemsize * key.segment.num_layers
+    hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
+    return hidden + sum(key.extent_pages) * dims.pages.page_elems * itemsize * len(key.windows)
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
@@ -211,13 +262,6 @@ def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.
 
 def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((local[0] * ranks, *local[1:]), dtype)
-
-
-def _input_tokens(fields: dict[str, jax.Array], last_tokens: jax.Array | None) -> jax.Array:
-    """Tokens that the host knows, and in place of the others those that the previous steps sampled."""
-    assert last_tokens is not None, "a segment with the embedding reads tokens"
-    sources = fields["sources"]
-    return jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
 
 
 def _context(

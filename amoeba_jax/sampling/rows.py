@@ -64,7 +64,7 @@ class SamplingRow:
     """What sampling needs to know of one sequence, made once by `sampling_row`.
 
     Attributes:
-        kind: "greedy" takes the likeliest token and wants nothing else, "draw" wants `draw`, "full" `draw_full`.
+        kind: "greedy" takes the argmax and wants nothing else, "draw" wants `draw`, "full" `draw_full`.
         uses_state: reads and counts in its slot's rows of `flags` and `bias`.
         stop_ids: the client's `stop_token_ids`.
         held_back: what cannot come before `min_tokens`.
@@ -112,14 +112,14 @@ class StepRow(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of tokens and of the likeliest ones in their places.
+    """Log-probabilities of tokens and of the most probable ones in their places.
 
     Where the vocabulary has fewer than `MAX_LOGPROBS` tokens, the rest of the top is id -1 and -inf.
     """
 
     logprob: Float[np.ndarray, " N"]
     rank: Int32[np.ndarray, " N"]
-    """Tokens at least as likely: 1 is the likeliest."""
+    """Tokens at least as likely: 1 is the most probable."""
     top_ids: Int32[np.ndarray, "N top"]
     top_logprobs: Float[np.ndarray, "N top"]
 
@@ -173,7 +173,7 @@ def sampling_row(
         kind = "full"
     else:
         kind = "draw" if params.temperature > 0 else "greedy"
-    # Filters mean nothing where the likeliest token is taken: without them the device has less to do.
+    # Filters mean nothing where the greedy token is taken: without them the device has less to do.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
     options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
     integers = np.array([options, _bits(seed), top_k], np.int32)
@@ -291,7 +291,7 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
     """Return a step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
 
-    Floats travel as their bits. Rows beyond those given are padding: they take the likeliest token and record
+    Floats travel as their bits. Rows beyond those given are padding: they take the greedy token and record
     nothing. Pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`, are there for `draw_full` alone, if `full`; those beyond a
     row's `num_pairs` mean nothing.
     """
@@ -326,7 +326,7 @@ def unpack_logprobs(packed: Int32[np.ndarray, "N columns"]) -> TokenLogprobs:
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """What a request gets to see for `token`, which is number `index` of `logprobs`: itself, then the `k` likeliest."""
+    """What a request gets for `token`, which is number `index` of `logprobs`: itself, then the `k` most probable."""
     entry = {token: Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))}
     top = zip(logprobs.top_ids[index, :k].tolist(), logprobs.top_logprobs[index, :k].tolist(), strict=True)
     for place, (top_id, top_logprob) in enumerate(top, 1):

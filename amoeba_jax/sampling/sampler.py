@@ -1,6 +1,6 @@
 """Choose next tokens on the device, in the order of vLLM's sampler.
 
-Logits are masked (allowed tokens, bad words, stop tokens before `min_tokens`), biased and penalized. The likeliest
+Logits are masked (allowed tokens, bad words, stop tokens before `min_tokens`), biased and penalized. The greedy
 token is taken where temperature is 0. Otherwise one is drawn: temperature, then min-p, top-k of what is left, top-p
 of what is left then. Tokens as likely as the last one that a filter keeps are kept too.
 
@@ -63,8 +63,8 @@ def draw(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
     """Tokens of rows that are "greedy" or "draw": `(last_tokens with them, tokens)`."""
     fields, _ = _unpack(packed, logits.shape[1])
-    tokens, peak = _choose(logits, fields)
-    return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, peak)[:, None]
+    tokens, max_logit = _choose(logits, fields)
+    return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, max_logit)[:, None]
 
 
 def draw_full(
@@ -97,7 +97,7 @@ def draw_full(
         return jnp.where(as_given, logits, processed)
 
     processed = lax.cond(uses_state.any() | matches.any(), process, lambda: logits)
-    tokens, peak = _choose(processed, fields)
+    tokens, max_logit = _choose(processed, fields)
 
     wants_logprobs = fields["options"] & LOGPROBS > 0
     columns = lax.cond(
@@ -108,22 +108,22 @@ def draw_full(
     return (
         last_tokens.at[slots].set(tokens),
         flags.at[slots, tokens].add(jnp.where(uses_state, ONE_OUTPUT, 0)),
-        jnp.concatenate([for_host(tokens, peak)[:, None], columns], axis=1),
+        jnp.concatenate([for_host(tokens, max_logit)[:, None], columns], axis=1),
     )
 
 
 def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> Int32[Array, "N columns"]:
-    """Log-probability and rank of each target and the likeliest tokens: 2 + 2 * `MAX_LOGPROBS` columns of bits.
+    """Log-probability and rank of each target and the most probable tokens: 2 + 2 * `MAX_LOGPROBS` columns of bits.
 
     For `unpack_logprobs`. For a prompt, `targets` are the tokens that come next.
     """
-    peak = logits.max(axis=0)
-    log_mass = jnp.log(jnp.where(logits > -jnp.inf, jnp.exp(logits - peak), 0).sum(axis=0))
+    max_logit = logits.max(axis=0)
+    log_mass = jnp.log(jnp.where(logits > -jnp.inf, jnp.exp(logits - max_logit), 0).sum(axis=0))
     chosen = _take(logits, targets)
     rank = (logits >= chosen).sum(axis=0, dtype=jnp.int32)
     top = min(MAX_LOGPROBS, logits.shape[0])
     top_logits, top_ids = _largest(logits, top)
-    logprobs = jnp.concatenate([chosen[:, None], top_logits], axis=1) - peak[:, None] - log_mass[:, None]
+    logprobs = jnp.concatenate([chosen[:, None], top_logits], axis=1) - max_logit[:, None] - log_mass[:, None]
     padding = ((0, 0), (0, MAX_LOGPROBS - top))
     top_ids = jnp.pad(top_ids, padding, constant_values=-1)
     bits = lax.bitcast_convert_type(jnp.pad(logprobs, padding, constant_values=-jnp.inf), jnp.int32)
@@ -160,71 +160,75 @@ def _with_state(
     return jnp.where(fields["options"] & USES_STATE > 0, processed, logits)
 
 
-def for_host(tokens: Int32[Array, " R"], peak: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Tokens as the host gets them: `NO_TOKEN` where the largest of the row's logits, `peak`, is not finite."""
-    return jnp.where(jnp.isfinite(peak), tokens, NO_TOKEN)
+def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32[Array, " R"]:
+    """Tokens as the host gets them: `NO_TOKEN` where the largest of the row's logits, `max_logit`, is not finite."""
+    return jnp.where(jnp.isfinite(max_logit), tokens, NO_TOKEN)
 
 
 def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """The likeliest token where temperature is 0, the lowest id of equals, else one that is drawn; and the largest
+    """The greedy token where temperature is 0, the lowest id of equals, else one that is drawn; and the largest
     logit of each row."""
-    likeliest, peak = argmax(logits)
+    greedy, max_logit = argmax(logits)
     draws = fields["temperature"] > 0
 
     def drawn() -> jax.Array:
-        return jnp.where(draws, _draw(logits, peak, fields), likeliest)
+        return jnp.where(draws, _draw(logits, max_logit, fields), greedy)
 
-    return lax.cond(draws.any(), drawn, lambda: likeliest), peak
+    return lax.cond(draws.any(), drawn, lambda: greedy), max_logit
 
 
-def _draw(logits: Float[Array, "V R"], peak: Float[Array, " R"], fields: dict[str, jax.Array]) -> Int32[Array, " R"]:
-    """A token of each row, by the Gumbel-max trick. `peak` is the largest of a row's logits.
+def _draw(
+    logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
+) -> Int32[Array, " R"]:
+    """A token of each row, by the Gumbel-max trick. `max_logit` is the largest of a row's logits.
 
     Top-p needs no sort: if the best score of all tokens belongs to one within the top p, it is the best of these.
-    If not, nothing as unlikely as that token is within, and the best of the likelier ones is tried. The first try
+    If not, nothing as unlikely as that token is within, and the best of the more probable ones is tried. The first try
     succeeds with a probability of at least p; the expected number of tries grows with log(V) at worst.
     """
     top_p = fields["top_p"]
-    floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, peak, fields))
-    scaled = _scaled(logits, peak, fields)
+    floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
+    scaled = _scaled(logits, max_logit, fields)
     noise = _gumbel(fields["seed"], fields["position"], logits.shape[0])
     scores = jnp.where(scaled >= floor, scaled + noise, -jnp.inf)
     tokens, _ = argmax(scores)
 
     def top_p_tokens() -> jax.Array:
-        scaled = _scaled(logits, peak, fields)
+        scaled = _scaled(logits, max_logit, fields)
         mass = jnp.where(scaled >= floor, jnp.exp(scaled), 0)
         limit = top_p * mass.sum(axis=0)
 
         def judge(tokens: jax.Array) -> tuple[jax.Array, ...]:
             value = _take(scaled, tokens)
-            likelier = jnp.where(scaled > value, mass, 0).sum(axis=0)
-            # The peak itself is always within; a row of NaN too, which no comparison could ever end, nor one whose
-            # peak is infinite.
-            return tokens, value, (top_p < 1) & (likelier >= limit) & (value < 0) & (peak < jnp.inf)
+            higher = jnp.where(scaled > value, mass, 0).sum(axis=0)
+            # The largest logit itself is always within; a row of NaN too, which no comparison could ever end, nor one
+            # whose largest logit is infinite.
+            return tokens, value, (top_p < 1) & (higher >= limit) & (value < 0) & (max_logit < jnp.inf)
 
         def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """The best of the tokens likelier than the last one, where that was outside; others find it again."""
+            """The best of the tokens more probable than the last one, where that was outside; others find it again."""
             pivot, _, value, outside = state
             pivot = jnp.where(outside, value, pivot)
             return pivot, *judge(argmax(jnp.where(scaled > pivot, scores, -jnp.inf))[0])
 
-        start = (jnp.full_like(peak, -jnp.inf), *judge(tokens))
+        start = (jnp.full_like(max_logit, -jnp.inf), *judge(tokens))
         return lax.while_loop(lambda state: state[-1].any(), attempt, start)[1]
 
     return lax.cond((top_p < 1).any(), top_p_tokens, lambda: tokens)
 
 
-def _scaled(logits: Float[Array, "V R"], peak: Float[Array, " R"], fields: dict[str, jax.Array]) -> Float[Array, "V R"]:
-    """Logits over temperature, at most 0: without the peak a tiny temperature would take many to infinity, all alike.
+def _scaled(
+    logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
+) -> Float[Array, "V R"]:
+    """Logits over temperature, at most 0: a tiny temperature would otherwise take many to infinity, all alike.
 
     Where a branch needs them it computes them again: that takes less time than to store them for it.
     """
-    return (logits - peak) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
+    return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 
 
 def _top_k_floor(
-    logits: Float[Array, "V R"], peak: Float[Array, " R"], fields: dict[str, jax.Array]
+    logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
     """The k-th largest of each row's scaled logits, -inf where `top_k` is below 1. All ways to it give the same."""
     vocab_size, rows = logits.shape
@@ -232,10 +236,10 @@ def _top_k_floor(
     k = jnp.minimum(fields["top_k"], vocab_size)
 
     def small() -> jax.Array:
-        values, _ = _largest(_scaled(logits, peak, fields), few)
+        values, _ = _largest(_scaled(logits, max_logit, fields), few)
         return jnp.take_along_axis(values, jnp.maximum(k - 1, 0)[:, None], axis=1)[:, 0]
 
-    branches = [lambda: jnp.full(rows, -jnp.inf), small, lambda: _kth_largest(_scaled(logits, peak, fields), k)]
+    branches = [lambda: jnp.full(rows, -jnp.inf), small, lambda: _kth_largest(_scaled(logits, max_logit, fields), k)]
     found = lax.switch(jnp.where(k.max() <= 0, 0, jnp.where(k.max() <= few, 1, 2)), branches)
     return jnp.where(k > 0, found, -jnp.inf)
 

@@ -11,6 +11,7 @@ from amoeba_jax.errors import LayoutError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
+from amoeba_jax.transform.switch_pace import LayersPerStep
 from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import BuddyAllocator
 
@@ -23,7 +24,7 @@ class TransformOptions:
     devices: tuple[int, ...]
     variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
     release_weights: bool = True
-    layers_per_step: int = 1
+    layers_per_step: LayersPerStep = "auto"
 
 
 @dataclass(eq=False)
@@ -41,6 +42,11 @@ class Job:
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether steps are launched behind switches without waiting for them."""
+        return self.options.variant is TransformVariant.IN_PLACE_OVERLAPPED
 
     def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
         """Take note that the transition of a group failed, and of how it ended."""

@@ -72,7 +72,7 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
             needed += _step_requests(cluster, programs, kinds)
     if options.variant in _IN_PLACE:
         needed += programs.restore_requests()
-        if most:
+        if most or any(instance.lane.cache.num_cached_pages for instance in old):
             needed += programs.exchange_requests()
     for first in range(group.start, group.start + group.tp, change.target):
         part = cluster.sub_meshes.group(first, change.target)
@@ -102,19 +102,27 @@ def _compiled_for_steps(
 
 
 def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPrograms:
-    return cluster.plan.transition(
-        cluster.executables, change.group, change.lower, up=change.up, released=change.released, rows=rows
+    return TransitionPrograms(
+        cluster.plan,
+        cluster.executables,
+        change.group,
+        change.lower,
+        up=change.up,
+        released=change.released,
+        rows=rows,
     )
 
 
 def _step_requests(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramRequest]:
-    """Of steps in every state between the layouts, and of what samples their tokens."""
+    """Of steps in every state between the layouts, of decodes and of prompts, and of what samples their tokens."""
     requests, rows, slots = cluster.executables.requests, programs.shape.num_rows, cluster.plan.num_slots
-    needed = programs.step_requests()
-    if kinds - {"greedy"}:
-        # Those of the rarest kind may end before the others.
-        needed.append(requests.draw(programs.group, rows, slots, packed_size(rows)))
+    needed = programs.step_requests() + programs.prompt_requests()
+    for count in (rows, cluster.buckets(programs.lower).few_rows):
+        if kinds - {"greedy"}:
+            # Those of the rarest kind may end before the others.
+            needed.append(requests.draw(programs.group, count, slots, packed_size(count)))
+        if "full" in kinds:
+            needed.append(requests.draw_full(programs.group, count, slots, packed_size(count, full=True)))
     if "full" in kinds:
-        needed.append(requests.draw_full(programs.group, rows, slots, packed_size(rows, full=True)))
         needed.append(requests.set_state(programs.group, slots))
     return needed

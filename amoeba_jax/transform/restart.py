@@ -67,9 +67,9 @@ def restart(
         for sequence in list(instance.running):
             requeue(instance, sequence)
             recomputed += 1
-        instance.cache.clear()
-        instance.kv.clear()
-        instance.forget_weights()
+        instance.lane.cache.clear()
+        instance.site.kv.clear()
+        instance.site.forget_weights()
     failed = "the weights cannot be read again"
     try:
         with cluster.open_weights() as reader:

@@ -14,23 +14,25 @@ from typing import Any
 import jax
 
 from amoeba_jax.errors import MemoryBudgetError, RequestError, TransformError
-from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.cluster import Cluster, Scratch, drop_frames
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind
-from amoeba_jax.transform.distinct_pages import DistinctPages, deal, distinct_pages
 from amoeba_jax.transform.job import Active, Job, TransformOptions, check_options, next_groups
+from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, one_home, settle_references
 from amoeba_jax.transform.movers import Mover, make_mover
 from amoeba_jax.transform.needs import GroupChange, needed_programs, samplers, transition_programs
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.transform.restart import RestartError, check_growth, restart
-from amoeba_jax.transform.transition import Member, Transition
+from amoeba_jax.transform.switch_pace import SwitchPace, SwitchRates
+from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
-from sharding.mesh import disassemble
+from sharding.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,6 @@ class Transformations:
     Args:
         drain: waits for what an instance has launched, and takes in the results.
         requeue: takes a sequence off its instance, to be computed again.
-        refuse: ends the sequence for which a step could not be prepared.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class Transformations:
         cluster: Cluster,
         drain: Callable[[Instance], None],
         requeue: Callable[[Instance, Sequence], None],
-        refuse: Callable[[Instance, StepPlan, StepNotLaunchedError], None],
     ):
-        self._cluster, self._drain, self._requeue, self._refuse = cluster, drain, requeue, refuse
+        self._cluster, self._drain, self._requeue = cluster, drain, requeue
+        self._rates = SwitchRates()
         self._jobs: list[Job] = []
         self._active: dict[Instance, Active] = {}
         self._settling: list[tuple[Active, Future[Any]]] = []
@@ -67,9 +68,19 @@ class Transformations:
         return any(job.awaits_programs for job in self._jobs)
 
     def targets(self) -> dict[int, int]:
-        """Of every device that is being transformed, or is about to be, the degree to come."""
-        jobs = [job for job in self._jobs if not job.awaits_programs]
-        return {device: job.options.tensor_parallel_size for job in jobs for device in job.options.devices}
+        """Of every device that is being transformed, or is about to be, the degree to come.
+
+        Groups of a job that have ended, or that will not begin as another has failed, are not among them.
+        """
+        targets: dict[int, int] = {}
+        for job in (job for job in self._jobs if not job.awaits_programs):
+            active = [*self._active.values(), *(active for active, _ in self._settling)]
+            devices = {device for a in active if a.job is job for device in a.devices}
+            if job.error is None:
+                to_come = [i for i in self._cluster.instances if i.tp != job.options.tensor_parallel_size]
+                devices |= {device for i in to_come for device in i.group.device_indices}
+            targets |= dict.fromkeys(devices & set(job.options.devices), job.options.tensor_parallel_size)
+        return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
         """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
@@ -159,7 +170,6 @@ class Transformations:
         except BaseException:
             for instance in old:
                 self._reserve(instance.group.device_indices, 0)
-                instance.cache.enabled = self._cluster.config.prefix_caching
             raise
         self._active[active.transition.instance] = active
         active.transition.instance.transition = active.transition
@@ -180,33 +190,38 @@ class Transformations:
         change = GroupChange.of(cluster, job.options, old)
         group, (before, after) = change.group, change.released
         rows = max(len(instance.running) for instance in old)
-        distinct = [distinct_pages(instance.running, instance.tp) for instance in old]
-        programs, mover, extra = self._prepare(job, change, rows, samplers(old), distinct)
+        parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
+        programs, mover, extra = self._prepare(job, change, rows, samplers(old), parts)
         if programs.changes_weights:
             cluster.weights.prepare_release(group, before, after)
-        for instance in old:
-            instance.cache.clear()
         allocators = [cluster.new_allocator(after) for _ in group.devices]
-        tables = place_up([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
+        tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
         for instance in old:
             if instance.released < before:
                 cluster.release_more(instance, before)
-        tokens = [buffer for instance in old for buffer in disassemble(instance.group, instance.last_tokens)]
-        new = cluster.new_instance(group, allocators, [[] for _ in old[0].kv], after, tokens)
-        new.cache.enabled = False
-        members, views = [], []
-        for instance, pages, table in zip(old, distinct, tables, strict=True):
-            members.append(Member(instance.group, instance.pages, instance.kv))
-            for sequence in instance.running:
-                assert sequence.pages is not None, "it runs"
-                members[-1].sequences[sequence] = sequence.pages
-                view = SequencePages(new.pages, table[:, pages.columns(sequence.pages)])
-                views.append((new, sequence, view))
-        transition = self._transition(job, new, members, programs, mover)
+        members = [instance.site for instance in old]
+        scratch = Scratch.joined([cluster.scratch_of(instance) for instance in old])
+        new = cluster.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
+        high, pool = new.site, new.lane.pages
+        new.lanes, views = [], []
+        for instance, part, table in zip(old, parts, tables, strict=True):
+            low = instance.group.home, instance.lane.pages, part.table
+            lane, pages = self._joined_lane(part, low, (group.home, pool, table), programs)
+            new.lanes.append(lane)
+            views += [(new, lane, sequence, own) for sequence, own in pages]
+        homes = [site.group.home for site in members]
+        new.runner.sites.update(zip(homes, members, strict=True))
+        new.runner.place(Placement.of_layers(group.home, [tuple(homes)] * programs.num_layers))
+        paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
+        step_s = max(paces, default=None)
+        transition = Transition(
+            new, high, members, programs, mover, cluster.weights, self._pace(job, step_s, up=True),
+            overlapped=job.overlapped,
+        )  # fmt: skip
+        new.lane_buckets = cluster.buckets(change.lower)
         self._hand_over(old, views)
         cluster.replace(old, [new])
-        paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
-        return Active(job, transition, allocators, old, extra, max(paces, default=None))
+        return Active(job, transition, allocators, old, extra, step_s)
 
     def _begin_down(self, job: Job, instance: Instance) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
@@ -215,23 +230,43 @@ class Transformations:
         check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
         room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
-        parts = deal(instance.running, room, cluster.buckets(tp).max_num_seqs)
-        distinct = [distinct_pages(part, instance.tp) for part in parts]
-        rows = max(len(part) for part in parts)
-        programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), distinct)
-        instance.cache.clear()
-        instance.cache.enabled = False
-        instance.forget_weights()
-        tables = place_down([d.table for d in distinct], [d.references for d in distinct], geometry, allocators)
-        members = []
-        for index, (part, pages, table) in enumerate(zip(parts, distinct, tables, strict=True)):
+        old_lane = instance.lane
+        parts = deal(old_lane, room, cluster.buckets(tp).max_num_seqs)
+        rows = max(len(part.sequences) for part in parts)
+        programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), parts)
+        tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
+        settle_references(old_lane.pages, old_lane.cache.pages(), parts)
+        num_layers, members, lanes = programs.num_layers, [], []
+        for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
+            member = programs.members[index]
+            members.append(cluster.new_site(member, [[] for _ in range(num_layers)], after))
             pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
-            members.append(Member(programs.members[index], pool, [[] for _ in instance.kv]))
-            for sequence in part:
-                assert sequence.pages is not None, "it runs"
-                members[-1].sequences[sequence] = SequencePages(pool, table[:, pages.columns(sequence.pages)])
-        transition = self._transition(job, instance, members, programs, mover)
+            high = group.home, old_lane.pages, part.table
+            lane, pages = self._joined_lane(part, (member.home, pool, table), high, programs)
+            for sequence, own in pages:
+                sequence.pages = own
+                lane.running.append(sequence)
+            lanes.append(lane)
+        instance.lanes, instance.lane_buckets = lanes, cluster.buckets(tp)
+        instance.runner.sites.update((site.group.home, site) for site in members)
+        instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
+        transition = Transition(
+            instance, instance.site, members, programs, mover, cluster.weights,
+            self._pace(job, instance.pace.step_s, up=False), overlapped=job.overlapped,
+        )  # fmt: skip
         return Active(job, transition, allocators, [instance], extra, instance.pace.step_s)
+
+    def _pace(self, job: Job, step_s: float | None, *, up: bool) -> SwitchPace:
+        return SwitchPace(job.options.layers_per_step, step_s, self._rates, up=up)
+
+    def _joined_lane(self, part: LanePages, low: Any, high: Any, programs: TransitionPrograms):
+        return joined_lane(
+            part,
+            low,
+            high,
+            enabled=self._cluster.config.prefix_caching,
+            max_running=self._cluster.buckets(programs.lower).max_num_seqs,
+        )
 
     def _prepare(
         self,
@@ -239,7 +274,7 @@ class Transformations:
         change: GroupChange,
         rows: int,
         kinds: set[SamplerKind],
-        pages: list[DistinctPages],
+        pages: list[LanePages],
     ) -> tuple[TransitionPrograms, Mover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
@@ -252,10 +287,12 @@ class Transformations:
         programs = transition_programs(cluster, change, rows, kinds)
         max_pieces = 0
         if rows:
-            programs.prepare_steps()
-            steps = -(-num_layers // job.options.layers_per_step)
-            new_pages = 1 + steps // cluster.dims.page_size
-            max_pieces = max(distinct.table.shape[1] for distinct in pages) + rows * new_pages
+            programs.prepare_steps(prompts=any(s.num_left > 1 for part in pages for s in part.sequences))
+        if rows or any(part.num_pages for part in pages):
+            per_step = job.options.layers_per_step
+            steps = num_layers if per_step == "auto" else -(-num_layers // per_step)
+            new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
+            max_pieces = max(part.num_pages for part in pages) + new_pages
         mover = make_mover(job.options.variant, programs, cluster.weights)
         extra = mover.prepare(max_pieces)
         try:
@@ -270,29 +307,16 @@ class Transformations:
         for device in devices:
             self._cluster.ledgers[device].reserve("staging", max(num_bytes, self._cluster.memory_plan.staging_bytes))
 
-    def _transition(
-        self, job: Job, instance: Instance, members: list[Member], programs: TransitionPrograms, mover: Mover
-    ) -> Transition:
-        return Transition(
-            instance,
-            members,
-            programs,
-            mover,
-            self._cluster.weights,
-            layers_per_step=job.options.layers_per_step,
-            overlapped=job.options.variant is TransformVariant.IN_PLACE_OVERLAPPED,
-        )
-
-    def _hand_over(self, old: list[Instance], views: list[tuple[Instance, Sequence, SequencePages]]) -> None:
+    def _hand_over(self, old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]]) -> None:
         """Have new instances run the sequences of old ones, with other pages. Where that fails, the old ones do.
 
         Then sequences with a state on the device, which others have written over, are computed again.
         """
-        before = [(sequence, sequence.pages, sequence.slot) for _, sequence, _ in views]
+        before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
         try:
-            for instance, sequence, pages in views:
+            for instance, lane, sequence, pages in views:
                 sequence.pages = pages
-                instance.add(sequence)
+                instance.add(sequence, lane)
         except BaseException:
             for sequence, pages, slot in before:
                 sequence.pages, sequence.slot = pages, slot
@@ -301,69 +325,70 @@ class Transformations:
                     self._requeue(instance, sequence)
             raise
         for instance in old:
-            instance.running.clear()
+            for lane in instance.lanes:
+                lane.running = []
 
     # The course of a transition
 
-    def advance(self, instance: Instance, reserve: Callable[[Instance], int]) -> StepPlan | None:
-        """Switch the next layers of an instance in transition and launch a step behind them, if anything decodes.
+    def switch_layers(self, instance: Instance, num_preempted: int) -> bool:
+        """Launch the switch of the next layers of an instance in transition, before its next step.
 
-        `reserve` gives the instance's sequences pages for their next tokens, and returns how many it preempted for
-        that. Returns the step, if there is one.
+        `num_preempted` of its sequences have just lost their pages, for want of room. Returns whether it is still in
+        transition: False where the switch failed.
         """
-        active, plan = self._active[instance], None
+        active = self._active[instance]
+        active.recomputed += num_preempted
+        try:
+            active.transition.switch_layers()
+        except Exception as error:
+            self._fail(active, error)
+            active.transition.drop_spent()
+            return False
+        return True
+
+    def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
+        """A step was launched behind the switch, or there was nothing to compute: then all layers switch at once."""
+        if (active := self._active.get(instance)) is None:
+            return  # the step failed, and the transition with it
         transition = active.transition
         try:
-            active.recomputed += reserve(instance)
-            transition.switch_layers()
-            plan = self._launch(transition)
             if plan is None:
                 while not transition.done:
                     transition.switch_layers()
             else:
                 active.steps += 1
-                active.tokens += len(plan.rows)
+                active.tokens += len(instance.pending[-1].sampled)
+            transition.pace.behind_step = 0
             if transition.done:
                 self._finish(active)
         except Exception as error:
             self._fail(active, error)
         transition.drop_spent()
-        return plan
-
-    def _launch(self, transition: Transition) -> StepPlan | None:
-        """Launch the next step, if anything decodes, without sequences that need a program which is missing."""
-        while (plan := transition.plan_step()) is not None:
-            try:
-                transition.instance.launch_plan(plan)
-            except StepNotLaunchedError as error:
-                self._refuse(transition.instance, plan, error)
-            else:
-                break
-        return plan
 
     def _finish(self, active: Active) -> None:
         cluster, transition = self._cluster, active.transition
-        instance = transition.instance
+        instance, group = transition.instance, transition.instance.group
         if not transition.up:
             self._drain(instance)
             if instance not in self._active:
                 return  # a step's results could not be read: see `lost`
         if active.steps and not instance.pending:  # no one else will tell when the last switch is over
-            jax.block_until_ready([instance.kv, *(member.kv for member in transition.members)])
+            jax.block_until_ready([transition.high.kv, *(site.kv for site in transition.members)])
         if transition.up:
-            instance.transition = None
-            instance.cache.enabled = cluster.config.prefix_caching
+            self._settle_high(instance, PagePool(cluster.dims.pages, active.allocators, group.tp))
         else:
             new, views, released = [], [], transition.programs.released[1]
-            tokens = disassemble(instance.group, instance.last_tokens)
-            for index, member in enumerate(transition.members):
-                ranks = slice(index * member.group.tp, (index + 1) * member.group.tp)
-                parts = active.allocators[ranks], member.kv, released, tokens[ranks]
-                new.append(cluster.new_instance(member.group, *parts))
-                views += [(new[-1], sequence, pages) for sequence, pages in member.sequences.items()]
+            tp = transition.programs.lower
+            scratch = cluster.scratch_of(instance).split(tp)
+            for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
+                allocators = active.allocators[index * tp : (index + 1) * tp]
+                new.append(cluster.new_instance(site.group, allocators, site.kv, released, scratch[index]))
+                own, pages = self._one_home([lane], new[-1])
+                new[-1].lanes = [own]
+                views += [(new[-1], own, sequence, mine) for sequence, mine in pages]
             self._hand_over([instance], views)
             cluster.replace([instance], new)
-        for device, allocator in zip(instance.group.device_indices, active.allocators, strict=True):
+        for device, allocator in zip(group.device_indices, active.allocators, strict=True):
             cluster.allocators[device] = allocator
         del self._active[instance]
         if transition.up and instance.pending:
@@ -374,6 +399,26 @@ class Transformations:
             self._settling.append((active, home.when_ready(transition.restored)))
             return
         self._settle(active)
+
+    def _settle_high(self, instance: Instance, pool: PagePool) -> None:
+        """Have an instance of the higher degree be as in steady state, with the pages that its lanes have there."""
+        lane, pages = self._one_home(instance.lanes, instance, pool)
+        for sequence, own in pages:
+            sequence.pages = own
+            lane.running.append(sequence)
+        home = instance.group.home
+        instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
+        instance.runner.sites = {home: instance.site}
+        instance.runner.place(Placement.uniform(home, self._cluster.dims.config.num_layers))
+
+    def _one_home(self, lanes: list[Lane], instance: Instance, pool: PagePool | None = None):
+        return one_home(
+            lanes,
+            instance.group.home,
+            pool or instance.lane.pages,
+            enabled=self._cluster.config.prefix_caching,
+            max_running=instance.max_running,
+        )
 
     def wait(self) -> None:
         """Wait for transitions that have switched all layers, and end them."""
@@ -441,8 +486,9 @@ class Transformations:
         for row in (row for step in instance.pending for row in step.sampled):
             row.sequence.num_in_flight = 0  # its token never comes; also if it was preempted a moment ago
         instance.pending.clear()
-        instance.cache.clear()
-        instance.cache.enabled = False
+        for lane in instance.lanes:
+            lane.cache.clear()
+            lane.cache.enabled = False
         for sequence in list(instance.running):
             self._requeue(instance, sequence)
 
@@ -464,25 +510,30 @@ class Transformations:
         self._settling.clear()
 
     def _abort(self, active: Active) -> None:
-        """Before the point of no return: nothing has moved and no step has run, and the view to come is dropped."""
-        transition = active.transition
+        """Before the point of no return: nothing has moved and no step has run, and the layout to come is dropped."""
+        cluster, transition = self._cluster, active.transition
         instance = transition.instance
         del self._active[instance]
         if not transition.up:
-            instance.transition = None
-            instance.cache.enabled = self._cluster.config.prefix_caching
+            allocators = [cluster.allocators[device] for device in instance.group.device_indices]
+            self._settle_high(instance, PagePool(cluster.dims.pages, allocators, instance.tp))
             return
         instance.transition = None
-        instance.state.replace_lost()  # taking the sequences back writes their rows again
-        instance.running.clear()
-        old = []
-        for before, member in zip(active.old, transition.members, strict=True):
-            allocators = [self._cluster.allocators[device] for device in member.group.device_indices]
-            old.append(self._cluster.new_instance(member.group, allocators, member.kv, before.released))
-            for sequence, pages in member.sequences.items():
-                sequence.pages = pages
-                old[-1].add(sequence)
-        self._cluster.replace([instance], old)
+        instance.sampler.state.replace_lost()  # taking the sequences back writes their rows again
+        scratch = cluster.scratch_of(instance).split(transition.programs.lower)
+        old, views = [], []
+        for index, (before, site, lane) in enumerate(zip(active.old, transition.members, instance.lanes, strict=True)):
+            allocators = [cluster.allocators[device] for device in site.group.device_indices]
+            old.append(cluster.new_instance(site.group, allocators, site.kv, before.released, scratch[index]))
+            own, pages = self._one_home([lane], old[-1])
+            old[-1].lanes = [own]
+            views += [(old[-1], own, sequence, mine) for sequence, mine in pages]
+        for lane in instance.lanes:
+            lane.running = []
+        for new, lane, sequence, pages in views:
+            sequence.pages = pages
+            new.add(sequence, lane)
+        cluster.replace([instance], old)
 
     def _recover(self, active: Active) -> None:
         """After it: the group goes on at the higher degree, and computes its requests again."""
@@ -490,10 +541,11 @@ class Transformations:
         instance = transition.instance
         del self._active[instance]
         self._give_up(instance)
-        instance.state.replace_lost()
+        instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)
         allocators = [cluster.new_allocator(released) for _ in instance.group.devices]
         for device, allocator in zip(instance.group.device_indices, allocators, strict=True):
             cluster.allocators[device] = allocator
-        cluster.replace([instance], [cluster.new_instance(instance.group, allocators, kv, released)])
+        new = cluster.new_instance(instance.group, allocators, kv, released, cluster.scratch_of(instance))
+        cluster.replace([instance], [new])

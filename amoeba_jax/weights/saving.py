@@ -33,7 +33,7 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
     directory.mkdir(parents=True, exist_ok=True)
     chunks = {
         chunk_name(name, index): store.any_chunk(name, index)
-        for name, (_, spec) in store.specs.items()
+        for name, spec in store.specs.items()
         for index in range(spec.num_chunks)
     }
     # One plain file a chunk: with zstd and OCDBT, orbax's defaults, reading takes about 4 times as long.

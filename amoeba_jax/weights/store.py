@@ -1,37 +1,25 @@
 """The model's weights on every device: each chunk once, in a buffer of its own."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from amoeba_jax.checkpoint.base import Checkpoint, FillChunks
-from amoeba_jax.errors import CheckpointError
-from amoeba_jax.models.decoder import Segment, SegmentPlan, is_sharded, leaf_variables, model_specs
+from amoeba_jax.models.decoder import Segment, SegmentPlan, is_sharded, leaf_variables
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.weights.device_chunks import ChunkKey, DeviceChunks, ReleaseKey
+from amoeba_jax.weights.group_views import GroupViews
+from amoeba_jax.weights.layout import WeightLayout
 from amoeba_jax.weights.loading import Parameters, WeightReader, put, read_ahead, staging_bytes
 from sharding.ledger import Ledger
 from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.owners import Owner
 from sharding.params import ParamSpec
-from sharding.release import ReleasedChunk, released_chunks
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Elements that a device stores against those of the model itself, for one kind of parameter."""
-
-    stored: int
-    model: int
-
-    @property
-    def ratio(self) -> float:
-        return self.stored / self.model
+from sharding.release import ReleasedChunk
 
 
 @dataclass(frozen=True)
@@ -42,65 +30,39 @@ class _Change:
         places: of each, in the order of release.
         keys: of each rank, the chunks that they are there, in the same order.
         releases: what they are released with, on every device.
-        sizes: bytes on each device, by the kind of weights that they are booked as.
+        sizes: bytes on each device, by owner.
         degrees: by parameter, the highest degree for which any of them is released.
     """
 
     places: tuple[int, ...]
     keys: tuple[tuple[ChunkKey, ...], ...]
     releases: tuple[ReleaseKey, ...]
-    sizes: dict[str, int]
+    sizes: dict[Owner, int]
     degrees: dict[str, int]
 
 
-class WeightStore:
+class WeightStore(WeightLayout):
     """Chunks of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
-        self.dims = dims
+        super().__init__(dims)
         self.devices = devices
-        self.specs = model_specs(dims)
-        # Arrays over a group `(start, tp)`: of parameters by name, then place and whether ranks differ; and of chunks
-        # that may be released, by layer, then place in the order of release.
-        self._views: dict[tuple[int, int], dict[str, dict[tuple[int, bool], jax.Array]]] = {}
-        self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
+        self._views = GroupViews()
         self._ledgers: list[Ledger] = []
         self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
         self._changes: dict[tuple[int, int, int, int, int], _Change] = {}
-        by_layer = defaultdict(list)
-        for layer, spec in self.specs.values():
-            if layer is not None and spec.page_elems is not None:
-                by_layer[layer].append(spec)
-        self._released = [released_chunks(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
         self._chunks = [DeviceChunks(self._releases(device)) for device in range(len(devices))]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all chunks on one device."""
-        itemsize = jnp.dtype(self.dims.dtype).itemsize
-        return sum(spec.num_elements for _, spec in self.specs.values()) * itemsize
-
-    def padding(self) -> dict[str, Padding]:
-        """Cost of zero padding and replicated heads, by kind of parameter (`attention.qkv`, `mlp.down`, ...)."""
-        totals: dict[str, list[int]] = {}
-        for name, (layer, spec) in self.specs.items():
-            kind = name if layer is None else name.split(".", 2)[2]
-            total = totals.setdefault(kind, [0, 0])
-            total[0] += spec.num_elements
-            total[1] += spec.model_elements
-        return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
         """Bytes of padding and copied heads on a device, by layer and owner as the ledger has them.
 
         Chunks of a parameter count alike, and those that are released not at all.
         """
-        itemsize = jnp.dtype(self.dims.dtype).itemsize
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
-        for name, (layer, spec) in self.specs.items():
+        for name, spec in self.specs.items():
             present = sum((name, index) in self._chunks[device] for index in range(spec.num_chunks))
-            padding = (spec.num_elements - spec.model_elements) * itemsize
-            totals[(layer, _kind(name, layer))] += padding * present // spec.num_chunks
+            padding = (spec.num_elements - spec.model_elements) * self.itemsize
+            totals[(spec.layer, spec.owner)] += padding * present // spec.num_chunks
         return totals
 
     def load(self, reader: WeightReader, ledgers: list[Ledger], on_load: Callable[[str], None]) -> None:
@@ -112,9 +74,9 @@ class WeightStore:
         try:
             with closing(self._read(reader)) as parameters:
                 for spec, chunks in parameters:
-                    name, layer = spec.name, self.specs[spec.name][0]
+                    name = spec.name
                     for ledger in ledgers:
-                        ledger.add(_kind(name, layer), sum(chunk.nbytes for chunk in chunks), layer)
+                        ledger.add(spec.owner, sum(chunk.nbytes for chunk in chunks), spec.layer)
                     for index, copies in enumerate(put(chunks, [self.devices] * len(chunks))):
                         for buffers, copy in zip(self._chunks, copies, strict=True):
                             buffers[(name, index)] = copy
@@ -131,9 +93,9 @@ class WeightStore:
         while there is little on the devices yet.
         """
         dtype = jnp.dtype(self.dims.dtype)
-        order = sorted(self.specs.values(), key=lambda entry: 0 if entry[0] is not None else -entry[1].num_elements)
-        slot_bytes = max(staging_bytes(spec, dtype) for layer, spec in order if layer is not None)
-        return read_ahead([spec for _, spec in order], reader, dtype, slot_bytes)
+        order = sorted(self.specs.values(), key=lambda it: 0 if it.layer is not None else -it.num_elements)
+        slot_bytes = max(staging_bytes(spec, dtype) for spec in order if spec.layer is not None)
+        return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
         """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
@@ -143,7 +105,7 @@ class WeightStore:
         back: list[dict[ChunkKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
             for spec, chunks in parameters:
-                name, layer = spec.name, self.specs[spec.name][0]
+                name, layer = spec.name, spec.layer
                 wanted = [set(range(len(chunks))) for _ in group.devices]
                 for rank, degree in enumerate(degrees):
                     for released in self.released(layer, degree) if layer is not None else ():
@@ -158,9 +120,9 @@ class WeightStore:
                         (present if (name, index) in present else back[rank])[(name, index)] = copy
         for rank, device in enumerate(group.device_indices):
             for (name, index), buffer in back[rank].items():
-                layer, _ = self.specs[name]
+                spec = self.specs[name]
                 self._chunks[device][(name, index)] = buffer
-                self._ledgers[device].transfer("kv cache", _kind(name, layer), buffer.nbytes, layer)
+                self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
         """Weights of one segment for an instance on `group`, in the order in which its programs take them.
@@ -172,7 +134,7 @@ class WeightStore:
             if sharded:
                 arrays.append(self.assembled(group, spec, place))
                 continue
-            views = self._views_of(group, spec.name)
+            views = self._views.of_parameter(group, spec.name)
             key = (place, sharded)
             if key not in views:
                 buffers = [self._chunks[device][(spec.name, place)] for device in group.device_indices]
@@ -180,12 +142,9 @@ class WeightStore:
             arrays.append(views[key])
         return arrays
 
-    def _views_of(self, group: SubMesh, name: str) -> dict[tuple[int, bool], jax.Array]:
-        return self._views.setdefault((group.start, group.tp), {}).setdefault(name, {})
-
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
         """The chunk at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
-        views = self._views_of(group, spec.name)
+        views = self._views.of_parameter(group, spec.name)
         key = (place, True)
         if key not in views:
             buffers = [
@@ -207,18 +166,10 @@ class WeightStore:
 
     # Chunks that are KV extents at higher degrees
 
-    def released(self, layer: int, degree: int) -> tuple[ReleasedChunk, ...]:
-        """Chunks of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
-        return tuple(chunk for chunk in self._released[layer] if chunk.degree <= degree)
-
-    def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Pages of each extent that a layer gets where chunks are released for `degree`: the same for all layers."""
-        return tuple(chunk.num_pages for chunk in self.released(0, degree))
-
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
         """Assemble what `release` will hand out, which takes longer than handing it out."""
         for layer in range(self.dims.config.num_layers):
-            change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
+            change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
             for index, place in enumerate(change.places):
                 if place not in views:
                     views[place] = assemble(group, self._held(group, change, index))
@@ -232,7 +183,7 @@ class WeightStore:
         held of them is forgotten. `before` is the degree for which chunks of the layer are released already. The
         chunks' own arrays are put into `spent`, if given, for the caller to drop when it has time.
         """
-        change, views = self._change(group, layer, before, degree), self._extents_of(group, layer)
+        change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
             views[place] if place in views else assemble(group, self._held(group, change, index))
             for index, place in enumerate(change.places)
@@ -242,25 +193,22 @@ class WeightStore:
             taken = [chunks.take(release) for release in change.releases]
             if spent is not None:
                 spent += taken
-            for kind, size in change.sizes.items():
-                ledger.transfer(kind, "kv cache", size, layer)
-        self._forget(group, layer, change.places, change.degrees)
+            for owner, size in change.sizes.items():
+                ledger.transfer(owner, Owner.KV_CACHE, size, layer)
+        self._views.forget_chunks(group, layer, change.places, change.degrees)
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
         """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
         change = self._change(group, layer, degree, before)
-        self._forget(group, layer, change.places, change.degrees)
-        self._extents_of(group, layer).update(zip(change.places, extents, strict=True))
+        self._views.forget_chunks(group, layer, change.places, change.degrees)
+        self._views.of_extents(group, layer).update(zip(change.places, extents, strict=True))
         buffers = zip(*(disassemble(group, extent) for extent in extents), strict=True)
         for device, keys, own in zip(group.device_indices, change.keys, buffers, strict=True):
             for key, chunk in zip(keys, own, strict=True):
                 self._chunks[device][key] = chunk
-            for kind, size in change.sizes.items():
-                self._ledgers[device].transfer("kv cache", kind, size, layer)
-
-    def _extents_of(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        return self._extents[group.start, group.tp][layer]
+            for owner, size in change.sizes.items():
+                self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
         """The buffers of one of the chunks that change, by rank."""
@@ -274,12 +222,12 @@ class WeightStore:
         if key not in self._changes:
             released = self.released(layer, degree)
             num_before = len(self.released(layer, before))
-            sizes: dict[str, int] = defaultdict(int)
+            sizes: dict[Owner, int] = defaultdict(int)
             degrees: dict[str, int] = {}
             for chunk in released[num_before:]:
                 name = chunk.spec.name
                 elements = chunk.spec.num_elements // chunk.spec.num_chunks
-                sizes[_kind(name, layer)] += elements * jnp.dtype(self.dims.dtype).itemsize
+                sizes[chunk.spec.owner] += elements * self.itemsize
                 degrees[name] = max(chunk.degree, degrees.get(name, 1))
             keys = tuple(
                 tuple((chunk.spec.name, self._chunk_on(chunk, device)) for chunk in released[num_before:])
@@ -289,22 +237,6 @@ class WeightStore:
             places = tuple(range(num_before, len(released)))
             self._changes[key] = _Change(places, keys, releases, dict(sizes), degrees)
         return self._changes[key]
-
-    def _forget(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop what holds buffers of chunks that change their owner on a group's devices.
-
-        Views of the degree for which a parameter's chunks are released, and of higher ones, do not have them.
-        """
-        first, stop = group.start, group.start + group.tp
-        for (start, tp), views in self._views.items():
-            if start < stop and first < start + tp:
-                for name, degree in degrees.items():
-                    if tp < degree:
-                        views.pop(name, None)
-        for (start, tp), layers in self._extents.items():
-            if start < stop and first < start + tp and (extents := layers.get(layer)):
-                for place in places:
-                    extents.pop(place, None)
 
     def _releases(self, device: int) -> dict[ChunkKey, ReleaseKey]:
         """Which chunks of a device are released, and with which others."""
@@ -319,12 +251,10 @@ class WeightStore:
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop what holds buffers of a parameter on a group's devices."""
-        for (start, tp), views in self._views.items():
-            if start < group.start + group.tp and group.start < start + tp:
-                views.pop(name, None)
+        self._views.forget_parameter(group, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
-            self._forget(group, layer, [place for place, chunk in every if chunk.spec.name == name], {})
+            self._views.forget_chunks(group, layer, [place for place, chunk in every if chunk.spec.name == name], {})
 
     def chunk(self, device: int, name: str, index: int) -> jax.Array:
         """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
@@ -351,64 +281,5 @@ class WeightStore:
     def release_all(self) -> None:
         """Drop all buffers and views."""
         self._views.clear()
-        self._extents.clear()
         for buffers in self._chunks:
             buffers.clear()
-
-
-def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
-    """Raise `CheckpointError` for the first tensor that is missing or whose shape disagrees with the config.
-
-    Reads headers alone, so that a bad checkpoint is refused before anything large is loaded.
-    """
-    names = checkpoint.names()
-    for _, spec in model_specs(dims).values():
-        for source in spec.sources:
-            if source.name not in names:
-                raise CheckpointError(
-                    f"tensor {source.name} {list(source.shape)} is missing: the {len(names)} tensors of the weights "
-                    "do not make up the model that config.json describes"
-                )
-            if (shape := checkpoint.shape(source.name)) != source.shape:
-                raise CheckpointError(
-                    f"tensor {source.name} has shape {shape} but config.json implies {source.shape}: "
-                    "config and weights disagree"
-                )
-
-
-def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillChunks:
-    """Chunks from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
-
-    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
-        spec.fill_chunks(checkpoint.read, chunks)
-        for source in spec.sources:
-            checkpoint.release(source.name)
-
-    return fill
-
-
-def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillChunks:
-    """Chunks of a randomly initialized model: the same values for every `max_tp` and page size."""
-
-    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
-        def draw(name: str) -> np.ndarray:
-            shape = next(source.shape for source in spec.sources if source.name == name)
-            if spec.init == "ones":
-                return np.ones(shape, np.float32)
-            if spec.init == "zeros":
-                return np.zeros(shape, np.float32)
-            words = np.frombuffer(name.encode(), np.uint8)
-            values = np.random.default_rng([seed, *words]).standard_normal(shape, np.float32)
-            values *= np.float32(std)
-            return values
-
-        spec.fill_chunks(draw, chunks)
-
-    return fill
-
-
-def _kind(name: str, layer: int | None) -> str:
-    """Owner under which a parameter is booked: FFN and attention weights by layer, the rest as it is called."""
-    if layer is None:
-        return name
-    return {"mlp": "ffn weights", "attention": "attention weights"}.get(name.split(".")[2], "norm weights")

@@ -48,7 +48,7 @@ class LlamaCpp:
         return outputs
 
     def _step(self, tokens: list[tuple[int, int, int]], length: int, outputs: list[list[int]]) -> None:
-        """Compute (token, position, sequence)s, `length` of each sequence, and append each sequence's likeliest."""
+        """Compute (token, position, sequence)s, `length` of each sequence, and append each sequence's most probable."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         last = range(length - 1, len(tokens), length)

@@ -11,12 +11,9 @@ from itertools import pairwise
 import grpc
 
 from amoeba_jax.client import AsyncClient, ModelInfo
-from amoeba_jax.errors import ConfigError
 from amoeba_jax.sampling_params import SamplingParams
+from serving.bench.load_config import LoadConfig
 from serving.bench.workload import PlannedRequest
-
-MAX_PREFIX_CHARS = 80
-"""Ids may have 128."""
 
 
 class Outcome(StrEnum):
@@ -48,6 +45,10 @@ class Record:
     """Name of the gRPC status of a request that failed."""
     error: str = ""
     """And its text."""
+    server_queue_s: float | None = None
+    """From its arrival at the server until an instance took it up, by the server's clock."""
+    preemptions: int = 0
+    """How often it was preempted there."""
 
     @property
     def output_tokens(self) -> int:
@@ -80,30 +81,6 @@ class Record:
     def queue_s(self) -> float | None:
         """How long it waited here to be sent."""
         return None if self.start_s is None else self.start_s - self.arrival_s
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """How requests are sent. Raises `ConfigError`, and `RequestError` for a temperature that cannot be."""
-
-    seed: int = 0
-    """Of the prompts."""
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    """Generate as many tokens as planned, whatever the model says."""
-    max_concurrency: int | None = None
-    """The most requests at once: others wait here. None: no limit."""
-    request_id_prefix: str = "bench-"
-    """Of all ids. It is their cache salt as well: no prompt finds what an earlier run with its seed has left."""
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency={self.max_concurrency} must be at least 1")
-        if len(self.request_id_prefix) > MAX_PREFIX_CHARS:
-            raise ConfigError(
-                f"request_id_prefix has {len(self.request_id_prefix)} characters: the most is {MAX_PREFIX_CHARS}"
-            )
-        SamplingParams(temperature=self.temperature)  # checks it
 
 
 class Load:
@@ -176,7 +153,10 @@ class Load:
         request, config = record.request, self._config
         prompt = request.prompt(config.seed, self._model.vocab_size)
         params = SamplingParams(
-            temperature=config.temperature, max_tokens=request.output_len, ignore_eos=config.ignore_eos
+            temperature=config.temperature,
+            max_tokens=request.output_len,
+            ignore_eos=config.ignore_eos,
+            priority=request.priority,
         )
         name = f"{config.request_id_prefix}{request.index}"
         record.start_s = self.clock()
@@ -186,6 +166,8 @@ class Load:
                 if chunk.token_ids:
                     record.chunk_times.append(self.clock())
                     record.chunk_tokens.append(len(chunk.token_ids))
+                if chunk.usage is not None:
+                    record.server_queue_s, record.preemptions = chunk.usage.queue_s, chunk.usage.preemptions
                 if chunk.finish_reason == "abort":
                     record.outcome = Outcome.FAILED
                     record.status, record.error = "CANCELLED", "the request was aborted at the server"

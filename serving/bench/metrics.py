@@ -9,6 +9,7 @@ import numpy as np
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.load import Outcome, Record
+from serving.bench.statistics import statistics
 
 METRICS = {
     "ttft": "TTFT",
@@ -16,8 +17,11 @@ METRICS = {
     "itl": "ITL",
     "e2el": "E2EL",
     "client_queue_time": "Queue here",
+    "server_queue_time": "Queue there",
 }
 """What can be asked for, and how the table calls it. E2EL is the latency from end to end."""
+PEAK_WINDOW_S = 5.0
+"""`peak_output_throughput` is of the best window of this many seconds, counted from the start."""
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
@@ -76,6 +80,7 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
         "itl": [value for r in done for value in r.itl_s],
         "e2el": [value for r in done if (value := r.e2el_s) is not None],
         "client_queue_time": [value for r in done if (value := r.queue_s) is not None],
+        "server_queue_time": [value for r in done if (value := r.server_queue_s) is not None],
     }
 
 
@@ -97,12 +102,14 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
         "request_goodput": good / duration_s if config.goodput else None,
         "output_throughput": output_tokens / duration_s,
         "total_token_throughput": (input_tokens + output_tokens) / duration_s,
+        "preemptions": sum(record.preemptions for record in done),
+        "peak_output_throughput": max(tokens_per_bin(records, duration_s, PEAK_WINDOW_S), default=0.0) / PEAK_WINDOW_S,
         "max_output_tokens_per_s": max(tokens_per_bin(records, duration_s, 1.0), default=0.0),
         "max_concurrent_requests": max_concurrency(records),
     }
     for name, values in latencies_s(records).items():
         if name in config.percentile_metrics:
-            figures |= _statistics(name, values, config.metric_percentiles)
+            figures |= statistics(name, values, config.metric_percentiles)
     return figures
 
 
@@ -134,13 +141,3 @@ def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float)
         for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):
             counts[min(int(time_s / width_s), len(counts) - 1)] += tokens
     return counts.tolist()
-
-
-def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    values_ms = np.array(values_s) * 1000
-    keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
-    keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]
-    if not len(values_ms):
-        return dict.fromkeys(keys)
-    figures = [values_ms.mean(), np.median(values_ms), values_ms.std(), *np.percentile(values_ms, percentiles)]
-    return {key: float(value) for key, value in zip(keys, figures, strict=True)}

@@ -1,19 +1,22 @@
-"""The settings of `amoeba bench`: from flags, and those that are not about what is sent or measured."""
+"""The settings of `amoeba bench`: those of the connection and of the report, and all of them from flags.
+
+Imports no gRPC, as the command line needs the settings for its options.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from amoeba_jax.client import AsyncClient, Retries
 from amoeba_jax.errors import ConfigError
-from serving.bench.load import LoadConfig
-from serving.bench.metrics import MetricsConfig
-from serving.bench.plot import load_matplotlib
+from serving.bench.load_config import LoadConfig
 from serving.bench.workload import WorkloadConfig
+from serving.flags import fields_of
 from serving.token_file import read_token
 
-_ONCE = Retries(attempts=1)
+if TYPE_CHECKING:
+    from amoeba_jax.client import AsyncClient
+    from serving.bench.metrics import MetricsConfig
 
 
 @dataclass(frozen=True)
@@ -21,18 +24,19 @@ class ConnectionConfig:
     """The server, and how to reach it. Raises `ConfigError`."""
 
     target: str
-    """Host and port."""
+    """Host and port of the server."""
     token: str | None = None
+    """Token of a client."""
     tls_ca: Path | None = None
-    """PEM file with the certificates to trust; None: no TLS."""
+    """PEM file with the certificates to trust; turns TLS on."""
     admin_target: str | None = None
-    """Of AdminService; None: the same."""
+    """Host and port of AdminService. Default: the same as `target`."""
     admin_token: str | None = None
-    """None: the same."""
+    """Token for AdminService. Default: the same as `token`."""
     watch_interval_s: float = 0.5
-    """Between two looks at the instances; 0 does not look."""
+    """Seconds between two looks at the server's instances; 0 does not look."""
     ready_timeout_s: float = 0.0
-    """How long a server that is still loading is waited for."""
+    """Seconds to wait for a server that is still loading."""
 
     def __post_init__(self) -> None:
         if self.watch_interval_s != 0 and not 0.1 <= self.watch_interval_s <= 3600:
@@ -40,12 +44,14 @@ class ConnectionConfig:
         if not 0 <= self.ready_timeout_s < float("inf"):
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
-    def open(self, admin: bool = False) -> AsyncClient:
+    def open(self, admin: bool = False) -> "AsyncClient":
         """A connection whose calls are not tried again: that would hide what the server did. Raises `ConfigError`."""
+        from amoeba_jax.client import AsyncClient, Retries
+
         target = (self.admin_target if admin else None) or self.target
         token = (self.admin_token if admin else None) or self.token
         try:
-            return AsyncClient(target, token=token, ca=self.tls_ca, retries=_ONCE)
+            return AsyncClient(target, token=token, ca=self.tls_ca, retries=Retries(attempts=1))
         except OSError as error:
             raise ConfigError(f"the certificate file {self.tls_ca} cannot be read: {error}") from error
 
@@ -55,13 +61,17 @@ class OutputConfig:
     """Where the report goes besides the terminal. Raises `ConfigError` for what could not be written after the run."""
 
     label: str | None = None
+    """Text that goes into the report."""
     save_result: bool = False
-    """Write JSON; naming a file or a directory asks for it too."""
+    """Write the report as JSON; `result_dir` and `result_filename` ask for it too."""
     save_detailed: bool = False
-    """With an entry for each request."""
+    """Write the report as JSON, with an entry for each request."""
     result_dir: Path | None = None
+    """Directory of the report. Default: the current one."""
     result_filename: str | None = None
+    """Name of the report's file. Default: made of the workload and the time."""
     plot: Path | None = None
+    """Picture of the run over time, such as run.png; needs matplotlib."""
 
     def __post_init__(self) -> None:
         if self.result_dir is not None and not self.result_dir.is_dir():
@@ -71,6 +81,8 @@ class OutputConfig:
             if path.is_dir() or not path.absolute().parent.is_dir():
                 raise ConfigError(f"{path} cannot be written: it must be a file in a directory that exists")
         if self.plot is not None:
+            from serving.bench.plot import load_matplotlib
+
             load_matplotlib()
 
     @property
@@ -86,10 +98,10 @@ class BenchConfig:
     connection: ConnectionConfig
     workload: WorkloadConfig
     load: LoadConfig
-    metrics: MetricsConfig
+    metrics: "MetricsConfig"
     output: OutputConfig
     num_warmups: int = 0
-    """How often the first request is sent before, without being counted."""
+    """Times that the first request is sent before the run, without being counted."""
 
     def __post_init__(self) -> None:
         if self.num_warmups < 0:
@@ -97,21 +109,22 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """From the flags of `amoeba bench` by name, tokens possibly from the environment. Raises `ConfigError`."""
+    """All settings from the flags that were given, by name; tokens possibly from the environment.
+
+    Raises `ConfigError`.
+    """
+    from serving.bench.metrics import MetricsConfig
+
     goodput, more = flags["goodput"] or [], flags["more_goodput"] or []
     if more and not goodput:
         raise ConfigError(f"unexpected arguments {' '.join(more)}: only --goodput takes several")
     token = read_token(flags["token_file"], environment.get("AMOEBA_API_TOKEN"))
     admin_token = read_token(flags["admin_token_file"], environment.get("AMOEBA_ADMIN_TOKEN"))
     return BenchConfig(
-        ConnectionConfig(**_fields(ConnectionConfig, flags), token=token, admin_token=admin_token),
-        WorkloadConfig(**_fields(WorkloadConfig, flags)),
-        LoadConfig(**_fields(LoadConfig, flags)),
+        ConnectionConfig(**fields_of(ConnectionConfig, flags), token=token, admin_token=admin_token),
+        WorkloadConfig(**fields_of(WorkloadConfig, flags)),
+        LoadConfig(**fields_of(LoadConfig, flags)),
         MetricsConfig.from_text(flags["percentile_metrics"], flags["metric_percentiles"], [*goodput, *more]),
-        OutputConfig(**_fields(OutputConfig, flags)),
-        flags["num_warmups"],
+        OutputConfig(**fields_of(OutputConfig, flags)),
+        **fields_of(BenchConfig, flags),
     )
-
-
-def _fields(kind: type, flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: flags[field.name] for field in fields(kind) if field.name in flags}

@@ -10,7 +10,7 @@ from serving.bench.load import Outcome
 from serving.bench.metrics import tokens_per_bin
 from serving.bench.report import Run
 
-_KIND_COLORS = {"random": "#5b8fd9", "trace": "#5b8fd9", "short": "#5b8fd9", "long": "#e8890c"}
+_KIND_COLORS = {"random": "#5b8fd9", "burst": "#5b8fd9", "trace": "#5b8fd9", "short": "#5b8fd9", "long": "#e8890c"}
 _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 

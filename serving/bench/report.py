@@ -14,7 +14,11 @@ from amoeba_jax.errors import ConfigError
 from serving.bench.cluster_watch import ClusterWatch, changes_of, count_transformations, device_seconds
 from serving.bench.load import LoadConfig, Outcome, Record
 from serving.bench.metrics import MetricsConfig, compute_metrics
+from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
+
+TRANSITION_S = 1.0
+"""A change of instances counts as under way for this long after it was seen first."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bo
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
     report |= _ours(run, config)
+    report["phases"] = by_phase(run.records, run.duration_s, run.workload.phase_s, config)
+    report["priorities"] = by_priority(run.records, run.duration_s, config)
     if detailed:
         report |= _details(run.records)
     return report
@@ -90,6 +96,11 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
             "problem": watch.problem,
             "merges": merges if watch.samples else None,
             "splits": splits if watch.samples else None,
+            "transitions": transitions(
+                records, watch.samples, merges + splits, watch.end_s(run.duration_s), TRANSITION_S, config
+            )
+            if watch.samples
+            else None,
             "device_seconds": {str(degree): seconds[degree] for degree in sorted(seconds)},
             "degrees_over_time": [
                 {"time_s": sample.time_s, "degrees": sample.degrees} for sample in changes_of(watch.samples)
@@ -120,6 +131,9 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
         "queue_times": [r.queue_s for r in records],
         "errors": [f"{r.status}: {r.error}" if r.status else "" for r in records],
         "kinds": [r.request.kind for r in records],
+        "phases_of_requests": [r.request.phase for r in records],
+        "priorities_of_requests": [r.request.priority for r in records],
+        "server_queue_times": [r.server_queue_s for r in records],
         "outcomes": [str(r.outcome) for r in records],
     }
 

@@ -21,9 +21,16 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
         console.print(Text(line), soft_wrap=True)
 
 
+def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of each class, phase and priority, by what a column calls it."""
+    phases = {f"{name} phases": figures for name, figures in report["phases"].items()}
+    return report["classes"] | phases | {f"priority {name}": it for name, it in report["priorities"].items()}
+
+
 def _totals(report: dict[str, Any]) -> Table:
-    """A column for all requests, and one for each class."""
-    table = Table("", "all", *report["classes"], title=f"{report['model_id']}, {report['duration']:.2f} s")
+    """A column for all requests, and one for each class, phase and priority."""
+    groups = _groups(report)
+    table = Table("", "all", *groups, title=f"{report['model_id']}, {report['duration']:.2f} s")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, key, form in (
@@ -34,12 +41,14 @@ def _totals(report: dict[str, Any]) -> Table:
         ("Requests per s", "request_throughput", ".3f"),
         ("Requests per s (goodput)", "request_goodput", ".3f"),
         ("Generated tokens per s", "output_throughput", ",.1f"),
+        ("Most of them, over 5 s", "peak_output_throughput", ",.1f"),
         ("Most of them in a second", "max_output_tokens_per_s", ",.0f"),
         ("All tokens per s", "total_token_throughput", ",.1f"),
         ("Most requests at once", "max_concurrent_requests", "d"),
+        ("Preemptions", "preemptions", "d"),
     ):
         if report[key] is not None:
-            table.add_row(name, *(format(part[key], form) for part in (report, *report["classes"].values())))
+            table.add_row(name, *(format(part[key], form) for part in (report, *groups.values())))
     return table
 
 
@@ -51,7 +60,7 @@ def _latencies(report: dict[str, Any], config: MetricsConfig) -> Table:
     for metric, name in METRICS.items():
         if metric not in config.percentile_metrics:
             continue
-        for kind, part in (("all", report), *report["classes"].items()):
+        for kind, part in (("all", report), *_groups(report).items()):
             values = [part[f"{figure}_{metric}_ms"] for figure in ("mean", "median", "std", *percentiles)]
             cells = ["-" if value is None else f"{value:,.2f}" for value in values]
             table.add_row(name if kind == "all" else "", kind, *cells)
@@ -77,6 +86,19 @@ def _notes(report: dict[str, Any]) -> list[str]:
     return [*notes, *_instances(report)]
 
 
+def _transitions(figures: dict[str, Any]) -> list[str]:
+    """Latencies while instances changed beside those of the other times; nothing where they did not change."""
+    if not figures["per_hour"]:
+        return []
+
+    def text(place: str, name: str) -> str:
+        value = figures[place][f"mean_{name}_ms"]
+        return "-" if value is None else f"{value:,.1f}"
+
+    values = [f"{name.upper()} {text('during', name)} ms (else {text('outside', name)})" for name in ("ttft", "itl")]
+    return [f"Transitions: {figures['per_hour']:.0f} an hour; mean {' and '.join(values)} during them."]
+
+
 def _instances(report: dict[str, Any]) -> list[str]:
     instances = report["instances"]
     lines = []
@@ -87,6 +109,7 @@ def _instances(report: dict[str, Any]) -> list[str]:
             f"Instances: merges seen {instances['merges']}, splits {instances['splits']}; "
             f"time of devices: {', '.join(shares)}."
         )
+        lines += _transitions(instances["transitions"])
     if instances["problem"]:
         since = "no longer" if instances["degrees_over_time"] else "not"
         lines.append(f"Instances were {since} watched: {instances['problem']}")

@@ -1,22 +1,22 @@
 """Which requests a benchmark sends: how long they are, and when each one comes."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.arrivals import draw_arrivals
-from serving.bench.trace_file import read_trace
+from serving.bench.burst import HIGH, LOW, draw_phases, read_rates
+from serving.bench.trace_file import Draw, read_trace, scale_rate
 
-DATASETS = ("random", "mix", "trace")
+DATASETS = ("random", "mix", "burst", "trace")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
 # Streams of random numbers, so that a change of one setting changes nothing else.
-_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS = range(4)
+_ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
 
 @dataclass(frozen=True)
@@ -24,34 +24,60 @@ class WorkloadConfig:
     """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
 
     dataset_name: str = "random"
-    """`random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`: those of a file."""
+    """Kind of workload. `random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`:
+    lengths and times of a file. `burst`: lengths as in `random`, in phases of a low and a high rate."""
     num_prompts: int | None = None
-    """The most requests. None: as many as come within `duration_s`; where that is None too, all of a trace, or 1000."""
+    """Largest number of requests. Default: as many as arrive within `duration_s`; without it, all of a trace, or
+    1000."""
     duration_s: float | None = None
-    """Requests that would come later are left out. None: all come."""
+    """Seconds in which requests arrive; those in flight may finish. Default: until all requests have arrived."""
     request_rate: float | None = None
-    """Requests a second; infinity: all at once. None: the times of a trace that has some, infinity otherwise. Not for
-    `mix`, whose classes have rates of their own."""
+    """Requests a second; inf: all at once. Not for `mix`, whose classes have rates of their own. Default: the times of
+    a trace that has some, inf otherwise."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of intervals: 1 is a Poisson process, less comes in bursts, more is regular."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of the random generator for lengths, arrivals and prompts."""
     random_input_len: int = 1024
+    """Mean prompt length in tokens, for `random`."""
     random_output_len: int = 128
+    """Mean number of generated tokens, for `random`."""
     random_range_ratio: float = 0.0
-    """Lengths are drawn from (1 - ratio) to (1 + ratio) times these."""
+    """Lengths of `random` are drawn from (1 - ratio) to (1 + ratio) times their means."""
     short_input_len: int = 1000
+    """Prompt length of the short requests in tokens, for `mix`."""
     short_output_len: int = 128
+    """Tokens that a short request generates, for `mix`."""
     short_per_minute: float = 60.0
+    """Short requests a minute, for `mix`."""
     long_input_len: int = 50000
+    """Prompt length of the long requests in tokens, for `mix`."""
     long_output_len: int = 128
+    """Tokens that a long request generates, for `mix`."""
     long_per_minute: float = 1.0
+    """Long requests a minute, for `mix`."""
     trace: Path | None = None
-    """A .npz file; see `read_trace`."""
+    """File of a trace: .npz, .csv or .jsonl with input_tokens, output_tokens and arrival_s, or statistics (.npz)."""
     trace_length_scale: float = 1.0
-    """Factor of its lengths, which stay at least 1."""
+    """Factor of a trace's lengths, which stay at least 1."""
     trace_time_scale: float = 1.0
-    """Factor of its times: below 1, requests come faster."""
+    """Factor of a trace's times: below 1, requests arrive faster."""
+    trace_rate_scale: float = 1.0
+    """Factor of the number of a trace's requests in the same time: below 1 some are left out, above 1 further ones like
+    them come at other moments."""
+    low_rate: str = "2:5"
+    """Requests a second in the low phases of `burst`, drawn for each phase from the least to the highest."""
+    high_rate: str = "10:30"
+    """Requests a second in the high phases of `burst`, drawn likewise."""
+    phase_s: float = 30.0
+    """Seconds of a phase of `burst`."""
+    priority_share: float = 0.0
+    """Share of the requests of any dataset that has `urgent_priority`; all others have `best_effort_priority`. 0: all
+    have priority 0."""
+    urgent_priority: int = 0
+    """Priority of the urgent requests; lower goes first."""
+    best_effort_priority: int = 1
+    """Priority of the other requests, where some are urgent."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -60,7 +86,7 @@ class WorkloadConfig:
         _check_range(self, ("seed",), 0, 2**32 - 1)
         lengths = [f"{kind}_{part}_len" for kind in ("random", "short", "long") for part in ("input", "output")]
         _check_range(self, lengths, 1, 2**31 - 1)
-        for name in ("duration_s", "trace_length_scale", "trace_time_scale"):
+        for name in ("duration_s", "trace_length_scale", "trace_time_scale", "trace_rate_scale"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be above 0 and finite")
@@ -72,6 +98,13 @@ class WorkloadConfig:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} must be finite and at least 0")
+        read_rates("low_rate", self.low_rate)
+        read_rates("high_rate", self.high_rate)
+        if not 1 <= self.phase_s <= 86_400:
+            raise ConfigError(f"phase_s={self.phase_s} must be from 1 to 86400 seconds")
+        if not 0 <= self.priority_share <= 1:
+            raise ConfigError(f"priority_share={self.priority_share} must be from 0 to 1")
+        _check_range(self, ("urgent_priority", "best_effort_priority"), -(2**31), 2**31 - 1)
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be at least 0 and below 1")
         self._check_together()
@@ -89,6 +122,8 @@ class WorkloadConfig:
                 )
             if self.short_per_minute + self.long_per_minute == 0:
                 raise ConfigError("short_per_minute=0 and long_per_minute=0: no request would ever come")
+        if self.dataset_name == "burst" and self.request_rate is not None:
+            raise ConfigError(f"request_rate={self.request_rate} is not for burst: set low_rate and high_rate")
         if self.dataset_name != "trace" and self.duration_s is not None:
             if math.isinf(self.rate):
                 raise ConfigError(f"duration_s={self.duration_s:g} needs a request_rate: without one, all come at once")
@@ -103,6 +138,8 @@ class WorkloadConfig:
         """Requests a second; infinity for all at once. Without meaning for a trace with times of its own."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
+        if self.dataset_name == "burst":
+            return sum(read_rates("low_rate", self.low_rate) + read_rates("high_rate", self.high_rate)) / 4
         return math.inf if self.request_rate is None else self.request_rate
 
     @property
@@ -117,12 +154,16 @@ class PlannedRequest:
 
     index: int
     kind: str
-    """`random`, `short`, `long` or `trace`."""
+    """`random`, `short`, `long`, `trace` or `burst`."""
     arrival_s: float
     input_len: int
     output_len: int
     shortened: bool = False
     """Whether it was longer in the trace than the model's context."""
+    phase: str = ""
+    """Of `burst`: `low` or `high`, the phase in which it comes."""
+    priority: int = 0
+    """`SamplingParams.priority`: lower goes first."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
         """Its token ids, which depend on the seed and its index alone. Drawn when they are needed: those of a long
@@ -131,50 +172,118 @@ class PlannedRequest:
         return random.integers(0, vocab_size, self.input_len).tolist()
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Requests as columns, in the order of their arrival. Lengths in tokens, times in seconds from the start."""
+
+    arrival_s: np.ndarray
+    input_len: np.ndarray
+    output_len: np.ndarray
+    kinds: np.ndarray
+    """Index into `kind_names`."""
+    kind_names: tuple[str, ...]
+    shortened: np.ndarray
+    phases: np.ndarray
+    """Of `burst`: 0 in a low phase, 1 in a high one. Of others: -1."""
+    priorities: np.ndarray
+    prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """See `Trace.prefix_blocks`."""
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """The requests of a workload in the order of their arrival, for a model with a context of `max_model_len` tokens.
 
     Raises `ConfigError` for lengths that the context does not hold, other than those of a trace, and for a trace that
     cannot be read or has too few requests.
     """
-    planners = {"random": _plan_random, "mix": _plan_mix, "trace": _plan_trace}
-    planned = planners[config.dataset_name](config, max_model_len)
-    if not planned:
+    plan = plan_columns(config, max_model_len)
+    columns = (
+        plan.kinds,
+        plan.arrival_s,
+        plan.input_len,
+        plan.output_len,
+        plan.shortened,
+        plan.phases,
+        plan.priorities,
+    )
+    names = {-1: "", 0: LOW, 1: HIGH}
+    return [
+        PlannedRequest(index, plan.kind_names[kind], arrival_s, input_len, output_len, cut, names[phase], priority)
+        for index, (kind, arrival_s, input_len, output_len, cut, phase, priority) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        )
+    ]
+
+
+def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
+    """The same as columns: a few bytes a request. Raises as `plan_requests`."""
+    planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix, "trace": _plan_trace}
+    plan = planners[config.dataset_name](config, max_model_len)
+    if config.priority_share:
+        urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
+        plan = replace(plan, priorities=np.where(urgent, config.urgent_priority, config.best_effort_priority))
+    if not len(plan):
         raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
-    return planned
+    return plan
 
 
-def _plan_random(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _plan_random(config: WorkloadConfig, max_model_len: int) -> Plan:
+    arrivals = _synthetic_arrivals(config, config.most)
+    kinds = np.zeros(len(arrivals), np.int64)
+    inputs, outputs = _random_lengths(config, len(arrivals), max_model_len)
+    return _plan(["random"], kinds, arrivals, inputs, outputs)
+
+
+def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
+    rates = read_rates("low_rate", config.low_rate), read_rates("high_rate", config.high_rate)
+    random = _stream(config, _ARRIVALS)
+    drawn = list(draw_phases(random, *rates, config.phase_s, config.burstiness, config.most, config.duration_s))
+    arrivals, phases = np.array([time_s for time_s, _ in drawn]), np.array([phase == HIGH for _, phase in drawn])
+    kinds = np.zeros(len(arrivals), np.int64)
+    inputs, outputs = _random_lengths(config, len(arrivals), max_model_len)
+    plan = _plan(["burst"], kinds, arrivals, inputs, outputs)
+    return replace(plan, phases=phases.astype(np.int64))
+
+
+def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
+    """Of prompts and outputs, around the two means."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
         for round_, factor in ((math.floor, 1 - ratio), (math.ceil, 1 + ratio))
     )
     _check_context("random_input_len plus random_output_len", high, max_model_len)
-    arrivals = _synthetic_arrivals(config, config.most)
     random = _stream(config, _LENGTHS)
-    lengths = [random.integers(low[part], high[part] + 1, len(arrivals)) for part in (0, 1)]
-    return _requests(["random"] * len(arrivals), arrivals, *lengths)
+    return [random.integers(low[part], high[part] + 1, count) for part in (0, 1)]
 
 
-def _plan_mix(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _plan_mix(config: WorkloadConfig, max_model_len: int) -> Plan:
     planned = []
-    for kind, stream in (("short", _ARRIVALS), ("long", _LONG_ARRIVALS)):
+    for index, (kind, stream) in enumerate((("short", _ARRIVALS), ("long", _LONG_ARRIVALS))):
         per_minute, *lengths = (getattr(config, f"{kind}_{name}") for name in ("per_minute", "input_len", "output_len"))
         if per_minute == 0:
             continue
         _check_context(f"{kind}_input_len plus {kind}_output_len", lengths, max_model_len)
         random = _stream(config, stream)
         times = draw_arrivals(random, per_minute / 60, config.burstiness, config.most, config.duration_s)
-        planned += [(time, kind, *lengths) for time in times]
-    planned.sort()
-    times, kinds, inputs, outputs = zip(*planned[: config.most], strict=True) if planned else ((),) * 4
-    return _requests(kinds, times, inputs, outputs)
+        planned += [(time, index, *lengths) for time in times.tolist()]
+    planned.sort(key=lambda request: (request[0], -request[1]))
+    times, kinds, inputs, outputs = np.array(planned[: config.most], float).reshape(-1, 4).T
+    return _plan(["short", "long"], kinds, times, inputs, outputs)
 
 
-def _plan_trace(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
+def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
     assert config.trace is not None, "checked with the configuration"
-    trace = read_trace(config.trace)
+    random = _stream(config, _TRACE)
+    scale = config.trace_rate_scale
+    whole_s = None if config.duration_s is None else config.duration_s / config.trace_time_scale
+    draw = Draw(random, whole_s, scale, config.num_prompts)
+    trace = read_trace(config.trace, draw)
+    if scale != 1.0 and not _is_drawn(config.trace):
+        trace = scale_rate(trace, scale, random)
     size = len(trace.input_tokens)
     if config.num_prompts is not None and config.num_prompts > size:
         raise ConfigError(f"num_prompts={config.num_prompts} is more than the {size} requests of {config.trace}")
@@ -190,9 +299,18 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> list[PlannedReque
         np.maximum(1, np.rint(lengths[: len(arrivals)] * config.trace_length_scale)).astype(np.int64)
         for lengths in (trace.input_tokens, trace.output_tokens)
     ]
-    fitting = fit_context(scaled[0], scaled[1], max_model_len)
+    inputs, outputs = fit_context(scaled[0], scaled[1], max_model_len)
     shortened = scaled[0] + scaled[1] > max_model_len
-    return _requests(["trace"] * len(arrivals), arrivals, *fitting, shortened)
+    kinds = np.zeros(len(arrivals), np.int64)
+    return _plan(["trace"], kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+
+
+def _is_drawn(path: Path) -> bool:
+    """A file of statistics: its rate is scaled when requests are drawn."""
+    if path.suffix != ".npz":
+        return False
+    with np.load(path, allow_pickle=False) as file:
+        return "rate_rps" in file.files
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -218,20 +336,26 @@ def _stream(config: WorkloadConfig, stream: int) -> np.random.Generator:
     return np.random.default_rng((config.seed, stream))
 
 
-def _requests(
-    kinds: Iterable[str],
-    arrivals: Iterable[float],
-    inputs: Iterable[int],
-    outputs: Iterable[int],
-    shortened: Iterable[bool] | None = None,
-) -> list[PlannedRequest]:
-    lengths = zip(kinds, arrivals, inputs, outputs, strict=True)
-    return [
-        PlannedRequest(index, kind, float(arrival_s), int(input_len), int(output_len), bool(cut))
-        for index, ((kind, arrival_s, input_len, output_len), cut) in enumerate(
-            zip(lengths, repeat(False) if shortened is None else shortened, strict=False)
-        )
-    ]
+def _plan(
+    kind_names: Iterable[str],
+    kinds: np.ndarray,
+    arrivals: np.ndarray,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    shortened: np.ndarray | None = None,
+    prefix_blocks: Mapping[int, tuple[int, ...]] | None = None,
+) -> Plan:
+    return Plan(
+        arrivals.astype(np.float64),
+        inputs.astype(np.int64),
+        outputs.astype(np.int64),
+        kinds.astype(np.int64),
+        tuple(kind_names),
+        np.zeros(len(arrivals), bool) if shortened is None else shortened,
+        np.full(len(arrivals), -1, np.int64),
+        np.zeros(len(arrivals), np.int64),
+        prefix_blocks or {},
+    )
 
 
 def _check_range(config: WorkloadConfig, names: Iterable[str], least: int, most: int) -> None:

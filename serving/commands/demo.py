@@ -16,7 +16,6 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.tokenizer import Tokenizer
-from serving.commands.compile_watch import CompileWatch
 from serving.commands.demo_report import capacity, print_agreement, print_answers, print_run
 from serving.commands.demo_run import (
     CHUNK,
@@ -65,15 +64,15 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
             f"{num_devices} x TP1, each with room for {capacity(llm)} tokens: {len(texts)} short prompts, each with "
             f"{work.short_tokens} tokens of answer"
         )
-        with _stage(console, "answered them, undisturbed"):
+        with _stage(console, llm, "answered them, undisturbed"):
             alone = _answers(llm.generate(work.short, work.short_params))
         if num_devices == 1:
             print_answers(console, tokenizer, texts, alone)
             console.print("With --num-devices 2 or 4, instances merge for a long prompt, and split again.")
         else:
-            with _stage(console, "the same through the server, with a long prompt, which compiles what it needs"):
+            with _stage(console, llm, "the same through the server, with a long prompt, which compiles what it needs"):
                 run_work(llm, work)
-            with _stage(console, "once more"):
+            with _stage(console, llm, "once more"):
                 run = run_work(llm, work)
             console.print()
             print_answers(console, tokenizer, texts, run.short)
@@ -87,12 +86,15 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
 
 
 @contextmanager
-def _stage(console: Console, what: str) -> Iterator[None]:
+def _stage(console: Console, llm: LLM, what: str) -> Iterator[None]:
     start = time.perf_counter()
-    with CompileWatch() as watch:
-        yield
-    made = f"{watch.programs} programs made ready, {watch.cached} from the cache" if watch.programs else "all ready"
-    console.print(f"  {what} ({time.perf_counter() - start:.1f} s; {made})")
+    before = set(llm.executables())
+    yield
+    seconds = time.perf_counter() - start
+    new = [info for info in llm.executables() if info not in before]
+    cached = sum(info.cached for info in new)
+    programs = f"{len(new)} programs compiled or loaded, {cached} from the cache" if new else "all programs were ready"
+    console.print(f"  {what} ({seconds:.1f} s; {programs})")
 
 
 def _answers(outputs: list[RequestOutput]) -> list[Answer]:

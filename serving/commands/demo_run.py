@@ -18,11 +18,11 @@ from amoeba_jax.client import Chunk, Client
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.views import MemoryReport
-from serving.commands.compile_watch import CompileWatch
 from serving.commands.generate import chat_prompt, uses_chat
 from serving.commands.live_view import live_view
 from serving.commands.local_server import local_server
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
+from sharding.owners import Owner
 
 QUESTIONS = (
     "Write three sentences about the sea.",
@@ -198,9 +198,9 @@ def run_work(llm: LLM, work: Work) -> Run:
     """Short requests run throughout; the server's scheduler merges instances for the long one, and splits them."""
     largest = llm.config.max_tp
     ended: list[tuple[float, TransformReport]] = []
+    num_programs = llm.stats.compiled_programs
     scheduling = SchedulingConfig(merge_to=largest, linger_s=LINGER_S, layers_per_step=work.layers_per_step)
     with (
-        CompileWatch() as watch,
         local_server(llm, scheduling, on_report=lambda r: ended.append((time.perf_counter(), r))) as (target, _),
         Client(target) as client,
         live_view(client, sys.stderr.isatty()),
@@ -232,7 +232,7 @@ def run_work(llm: LLM, work: Work) -> Run:
         ("end", max(stream.ended_at or 0.0 for stream in streams)),
     ]
     phases = tuple(_phase(name, start, stop, streams) for (name, start), (_, stop) in itertools.pairwise(marks))
-    return Run(phases, tuple(maps), (up, down), short, long_answer, watch.programs)
+    return Run(phases, tuple(maps), (up, down), short, long_answer, llm.stats.compiled_programs - num_programs)
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
@@ -272,7 +272,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """The map taken when half of what changes its owner had done so, if there is one."""
     if not maps:
         return []
-    sizes = [m.by_owner(0)["kv cache"] for m in maps]
+    sizes = [m.by_owner(0)[Owner.KV_CACHE] for m in maps]
     middle = (sizes[0] + sizes[-1]) / 2
     return [("half way", maps[min(range(len(maps)), key=lambda i: abs(sizes[i] - middle))])]
 

@@ -18,7 +18,8 @@ from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 
 if TYPE_CHECKING:
     from amoeba_jax import LLM

@@ -9,14 +9,14 @@ import yaml
 
 from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError
-from serving.grpc_server.config import TLS, Limits, ServerConfig
-from serving.runtime.scheduling import SchedulingConfig
+from serving.grpc_server.config import TLS, Limits, SecretFiles, ServerConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 _ENGINE = {field.name for field in fields(EngineConfig)}
 _LIMITS = {field.name for field in fields(Limits)}
 _SERVER = {field.name for field in fields(ServerConfig)} - {"limits", "tls", "api_token", "admin_token"}
 _SCHEDULING = {field.name for field in fields(SchedulingConfig)}
-_FILES = {"tls_certificate", "tls_key", "tls_client_ca", "api_token_file", "admin_token_file"}
+_FILES = {field.name for field in fields(SecretFiles)}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -30,6 +30,12 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, not a {type(values).__name__}")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a YAML file, if there is one, and of flags, which win. Raises `ConfigError`."""
+    values = read_file(file) if file else {}
+    return values | {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
 def serve_settings(

@@ -29,7 +29,7 @@ from amoeba_jax.programs.memory import DeviceTooSmallError
 from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.views import ExecutableInfo
-from amoeba_jax.weights.store import WeightStore
+from amoeba_jax.weights.layout import WeightLayout
 from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests
 
 EXIT_WOULD_COMPILE = 1
@@ -96,7 +96,7 @@ def _plan(
     """What the engine would be, and by how many bytes its devices are too small: more than 0 in a dry run alone."""
     dims = _dims(config, platform, quiet=dry_run)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform))
-    weights = WeightStore(dims, devices)
+    weights = WeightLayout(dims)
     if dry_run and platform != devices[0].platform and config.device_memory is None:
         raise ConfigError(f"device_memory must be given for {platform} devices, which are not here")
     try:

@@ -1,1 +1,1 @@
-"""The gRPC front door: an `LLM` behind amoeba.v1, the Open Inference Protocol, health and reflection."""
+"""The gRPC server: an `LLM` behind amoeba.v1, the Open Inference Protocol, health and reflection."""

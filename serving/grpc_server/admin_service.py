@@ -1,6 +1,7 @@
 """amoeba.v1.AdminService."""
 
 import asyncio
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import grpc
@@ -9,7 +10,8 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from serving.grpc_server.front_door import FrontDoor, State
+from amoeba_jax.views import InstanceView
+from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.statuses import PreconditionError
 from serving.runtime.snapshot import take_snapshot
 
@@ -30,11 +32,20 @@ _VARIANTS = {
 }
 
 
+def kinds_of(instances: Sequence[InstanceView], degree: int, devices: Collection[int]) -> list[str]:
+    """What a transformation to `degree` would be for the instances with some of `devices`, or for all where none are
+    named: `scale_up`, `scale_down`, both, or `unchanged`."""
+    named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
+    changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
+    changes["scale_down"] = any(i.tensor_parallel_size > degree for i in named)
+    return [kind for kind, changed in changes.items() if changed] or ["unchanged"]
+
+
 class AdminService(pb_grpc.AdminServiceServicer):
     """Shows and changes instances."""
 
-    def __init__(self, front_door: FrontDoor):
-        self._front_door = front_door
+    def __init__(self, request_handler: RequestHandler):
+        self._handler = request_handler
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.Cluster:
         """Instances, memory and queue."""
@@ -54,13 +65,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
         variant = _VARIANTS.get(request.variant)
         if variant is None:
             raise RequestError(f"variant={request.variant} is not known")
-        if len(request.devices) > (most := self._front_door.backend.num_devices):
+        if len(request.devices) > (most := self._handler.backend.num_devices):
             raise RequestError(f"devices has {len(request.devices)} elements: this server has {most} devices")
         release = request.release_weights if request.HasField("release_weights") else True
-        layers = request.layers_per_step or 1
-        front_door, degree = self._front_door, request.tensor_parallel_size
-        backend = front_door.backend
-        if front_door.state is not State.READY:
+        layers = request.layers_per_step or "auto"
+        request_handler, degree = self._handler, request.tensor_parallel_size
+        backend = request_handler.backend
+        if request_handler.state is not State.READY:
             raise PreconditionError("the server is shutting down: instances do not change any more")
         transform = partial(
             backend.transform,
@@ -73,7 +84,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         )
 
         # The transformation goes on if the client leaves, and is counted all the same.
-        work = asyncio.ensure_future(self._transform(transform, degree, variant))
+        work = asyncio.ensure_future(self._transform(transform, request, variant))
         report = await asyncio.shield(work)
         return pb.TransformResponse(
             tensor_parallel_size=report.tensor_parallel_size,
@@ -86,17 +97,18 @@ class AdminService(pb_grpc.AdminServiceServicer):
             tokens=report.tokens,
         )
 
-    async def _transform(self, transform, degree: int, variant: TransformVariant) -> TransformReport:
-        metrics = self._front_door.metrics
-        degrees = [i.tensor_parallel_size for i in metrics.latest.instances] if metrics.latest else []
-        kind = "scale_up" if degree > min(degrees, default=1) else "scale_down"
+    async def _transform(self, transform, request: pb.TransformRequest, variant: TransformVariant) -> TransformReport:
+        handler, metrics = self._handler, self._handler.metrics
+        before = await handler.control(lambda: handler.backend.instances)
+        kinds = kinds_of(before, request.tensor_parallel_size, request.devices)
         try:
-            report = await self._front_door.transform(transform)
-        except (LayoutError, RequestError, MemoryBudgetError) as error:
-            metrics.not_transformed(kind, str(variant), "refused")
-            raise PreconditionError(str(error)) from error
-        except Exception:
-            metrics.not_transformed(kind, str(variant), "failed")
+            report = await handler.transform(transform)
+        except Exception as error:
+            refused = isinstance(error, LayoutError | RequestError | MemoryBudgetError)
+            for kind in kinds:
+                metrics.not_transformed(kind, str(variant), "refused" if refused else "failed")
+            if refused:
+                raise PreconditionError(str(error)) from error
             raise
         metrics.transformed(report)
         return report
@@ -105,21 +117,21 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """Take no new requests, and answer when the last has ended."""
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
-        return pb.DrainResponse(aborted=await self._front_door.drain(request.timeout_s or None))
+        return pb.DrainResponse(aborted=await self._handler.drain(request.timeout_s or None))
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
         """Let another policy place requests from now on."""
-        scheduling = self._front_door.scheduling
+        scheduling = self._handler.scheduling
         if scheduling is None:
             raise PreconditionError("no scheduler runs: instances change by Transform alone")
         return pb.SetPolicyResponse(previous_policy=scheduling.set_policy(request.policy))
 
     async def _cluster(self) -> pb.Cluster:
-        front_door = self._front_door
-        snapshot = await front_door.control(take_snapshot, front_door.backend)
+        request_handler = self._handler
+        snapshot = await request_handler.control(take_snapshot, request_handler.backend)
         weights, caches = snapshot.weight_bytes(), snapshot.kv_bytes()
         return pb.Cluster(
-            state=_STATES[front_door.state],
+            state=_STATES[request_handler.state],
             instances=[
                 pb.Instance(
                     id=view.id,
@@ -152,5 +164,5 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 for it in snapshot.stats.degrees
             ],
             waiting=snapshot.waiting,
-            accepted=len(front_door.admission.ids),
+            accepted=len(request_handler.admission.ids),
         )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
+from serving.grpc_server.priority_classes import PriorityClass, class_of
 from serving.grpc_server.statuses import DuplicateIdError, LimitError
 
 
@@ -18,23 +19,23 @@ class Ticket:
         id: the request's within this server; no client can choose it.
     """
 
-    def __init__(self, admission: "Admission"):
+    def __init__(self, admission: "Admission", priority_class: PriorityClass):
         self.id = uuid.uuid4().hex
-        self._admission = admission
+        self._admission, self._class = admission, priority_class
         self._tokens = 0
         self._queued = True
 
     def count_tokens(self, num_tokens: int) -> None:
         """The prompt's length is known now. Raises `LimitError` if the queue cannot take as many."""
-        self._admission.add_tokens(num_tokens)
+        self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
 
     def leave_queue(self) -> None:
         """May be called twice."""
         if self._queued:
             self._queued = False
-            self._admission.queued_requests -= 1
-            self._admission.queued_tokens -= self._tokens
+            self._admission.requests_by_class[self._class] -= 1
+            self._admission.tokens_by_class[self._class] -= self._tokens
 
 
 class Admission:
@@ -42,25 +43,44 @@ class Admission:
 
     Attributes:
         ids: of all of them, within this server.
+        requests_by_class: how many of them have no token yet.
+        tokens_by_class: tokens of their prompts.
     """
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._requests_of: Counter[str] = Counter()
+        self._class_limits = {
+            PriorityClass.URGENT: ("max_queued_urgent_requests", limits.max_queued_urgent_requests),
+            PriorityClass.BEST_EFFORT: ("max_queued_best_effort_requests", limits.max_queued_best_effort_requests),
+        }
+        self._requests_of: dict[str, Counter[PriorityClass]] = {}
         self._bytes_of: Counter[str] = Counter()
         self._named: dict[tuple[str, str], str] = {}  # id by scope and name
         self.ids: set[str] = set()
-        self.queued_requests = 0
-        self.queued_tokens = 0
+        self.requests_by_class: Counter[PriorityClass] = Counter()
+        self.tokens_by_class: Counter[PriorityClass] = Counter()
+
+    @property
+    def queued_requests(self) -> int:
+        """Accepted requests without a token, of all classes."""
+        return self.requests_by_class.total()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self.tokens_by_class.total()
 
     @contextmanager
-    def admit(self, caller: Caller, num_bytes: int = 0, name: str = "", unique: bool = False) -> Iterator[Ticket]:
+    def admit(
+        self, caller: Caller, num_bytes: int = 0, name: str = "", unique: bool = False, priority: int = 0
+    ) -> Iterator[Ticket]:
         """Let a request in for as long as the context lasts.
 
         Args:
             num_bytes: size of its message.
             name: by which `find` finds it, unless another of the caller's has that name. "": none.
             unique: refuse it in that case.
+            priority: of the request, which gives its class: requests of classes behind it don't count against it.
 
         Raises `DuplicateIdError` for a name that is taken, `LimitError` where a limit is reached.
         """
@@ -68,14 +88,13 @@ class Admission:
         key = (caller.scope, name)
         if unique and name and key in self._named:
             raise DuplicateIdError(f"a request with id {shorten(name)} has not ended yet: give another id")
-        most = limits.max_queued_requests
-        if self.queued_requests >= most:
-            raise LimitError(f"{most} requests are queued, which is the limit (max_queued_requests): try again later")
-        client = caller.client
+        mine, client = class_of(priority), caller.client
+        self._check_queue(mine)
         most = limits.max_requests_per_client
-        if self._requests_of[client] >= most:
+        if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
             raise LimitError(
-                f"this client has {most} requests that have not ended, which is the limit (max_requests_per_client)"
+                f"this client has {most} requests that have not ended{_and_before(mine)}, which is the limit "
+                "(max_requests_per_client)"
             )
         held, most = self._bytes_of[client], limits.max_client_bytes
         if held and held + num_bytes > most:
@@ -83,12 +102,12 @@ class Admission:
                 f"this client's requests that have not ended have {held} bytes: {num_bytes} more would exceed the "
                 f"limit of {most} (max_client_bytes)"
             )
-        ticket = Ticket(self)
+        ticket = Ticket(self, mine)
         named = bool(name) and self._named.setdefault(key, ticket.id) == ticket.id
         self.ids.add(ticket.id)
-        self._requests_of[client] += 1
+        self._requests_of.setdefault(client, Counter())[mine] += 1
         self._bytes_of[client] += num_bytes
-        self.queued_requests += 1
+        self.requests_by_class[mine] += 1
         try:
             yield ticket
         finally:
@@ -96,9 +115,9 @@ class Admission:
             self.ids.discard(ticket.id)
             if named:
                 del self._named[key]
-            self._requests_of[client] -= 1
+            self._requests_of[client][mine] -= 1
             self._bytes_of[client] -= num_bytes
-            if not self._requests_of[client]:
+            if not self._requests_of[client].total():
                 del self._requests_of[client], self._bytes_of[client]
 
     def find(self, caller: Caller, name: str) -> list[str]:
@@ -111,12 +130,34 @@ class Admission:
             return []
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
-    def add_tokens(self, num_tokens: int) -> None:
+    def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
         """Count a prompt's tokens as queued. Raises `LimitError`. A prompt that is alone is never too long here."""
-        most = self._limits.max_queued_tokens
-        if self.queued_tokens and self.queued_tokens + num_tokens > most:
+        queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
+        if queued and queued + num_tokens > most:
             raise LimitError(
-                f"prompts of {self.queued_tokens} tokens are queued: {num_tokens} more would exceed the limit of "
-                f"{most} (max_queued_tokens); try again later"
+                f"prompts of {queued} tokens are queued{_and_before(mine)}: {num_tokens} more would exceed the limit "
+                f"of {most} (max_queued_tokens); try again later"
             )
-        self.queued_tokens += num_tokens
+        self.tokens_by_class[mine] += num_tokens
+
+    def _check_queue(self, mine: PriorityClass) -> None:
+        """Raise `LimitError` where no more requests of a class may be queued."""
+        most = self._limits.max_queued_requests
+        if _up_to(mine, self.requests_by_class) >= most:
+            raise LimitError(
+                f"{most} requests are queued{_and_before(mine)}, which is the limit (max_queued_requests): "
+                "try again later"
+            )
+        name, most = self._class_limits.get(mine, ("", self._limits.max_queued_requests))
+        if self.requests_by_class[mine] >= most:
+            raise LimitError(f"{most} {mine.label} requests are queued, which is the limit ({name}): try again later")
+
+
+def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
+    """The sum of a class and those before it."""
+    return sum(counts[it] for it in PriorityClass if it <= mine)
+
+
+def _and_before(mine: PriorityClass) -> str:
+    """Which requests a count is of, for a client."""
+    return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

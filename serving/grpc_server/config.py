@@ -1,4 +1,4 @@
-"""Settings of the front door."""
+"""Settings of the gRPC server."""
 
 import re
 from dataclasses import dataclass
@@ -15,39 +15,51 @@ class Limits:
     """What is refused. Raises `ConfigError` for a limit below 1."""
 
     max_message_bytes: int = 4 * 2**20
-    """Longest message that is read. Replies have no limit of their own: a long one is several messages."""
+    """Bytes of the longest message that is read. Replies have no limit: a long one is several messages."""
     max_header_bytes: int = 16 * 2**10
-    """Metadata of a call, its token included."""
+    """Bytes of a call's metadata, its token included."""
     max_queued_requests: int = 1024
-    """Accepted requests that have no token yet."""
+    """Accepted requests that have no token yet. A request counts those of its own class and of more urgent ones, as
+    with the next two and `max_requests_per_client`: see `PriorityClass`."""
     max_queued_tokens: int = 4_000_000
-    """Prompt tokens of these."""
+    """Prompt tokens of all accepted requests that have no token yet."""
+    max_queued_urgent_requests: int = 1024
+    """Accepted requests with a `priority` below 0 that have no token yet."""
+    max_queued_best_effort_requests: int = 1024
+    """Accepted requests with a `priority` above 0 that have no token yet."""
     max_requests_per_client: int = 512
-    """Requests of one client (its address) at once."""
+    """Requests of one client (its address) in flight."""
     max_client_bytes: int = 64 * 2**20
-    """Messages of one client's requests that have not ended."""
+    """Bytes of the messages of one client's requests in flight."""
     max_buffered_tokens: int = 1024
     """Tokens of a sample that its client has not read while a message to it is being written. With log-probabilities
     each of them counts as a token. A client that falls further behind is cut off."""
     max_prompt_chars: int = 2**20
-    """Text of a prompt, or of a call of Tokenize; of a conversation all messages together. Lower where no context
-    could hold that much text: see `max_model_len`."""
+    """Characters of a prompt, or of a call of Tokenize; of a conversation, those of all messages together. Lower where
+    no context could hold that much text: see `max_model_len`."""
     max_chat_messages: int = 1024
+    """Messages of a conversation."""
     max_stop_strings: int = 16
+    """Stop strings of a request."""
     max_stop_string_chars: int = 512
+    """Characters of a stop string."""
     max_stop_token_ids: int = 1024
+    """Stop token ids of a request."""
     max_bad_words: int = 512
-    """Of these, those of several tokens count twice, with a space before them and without: at most 256 together."""
+    """Bad words of a request. Words of several tokens count twice, with a space before them and without: at most 256 of
+    these together."""
     max_bad_word_chars: int = 128
+    """Characters of a bad word."""
     max_logit_bias: int = 4096
-    """Entries."""
+    """Entries of a request's logit bias."""
     max_allowed_token_ids: int = 16384
+    """Allowed token ids of a request."""
     max_id_chars: int = 128
-    """Of a request's id."""
+    """Characters of a request's id."""
     max_salt_chars: int = 256
-    """Of `cache_salt`."""
+    """Characters of a request's `cache_salt`."""
     max_settings_bytes: int = 256 * 2**10
-    """JSON of `sampling_parameters` (Open Inference Protocol)."""
+    """Bytes of `sampling_parameters`, as JSON (Open Inference Protocol)."""
     max_reply_entries: int = 2**20
     """Tokens and log-probabilities that a reply in one message (ModelInfer) could have, by `n`, `max_tokens` and
     `logprobs`. Streams have no such limit."""
@@ -79,33 +91,51 @@ class TLS:
 
 
 @dataclass(frozen=True)
+class SecretFiles:
+    """Files with the certificates and tokens of a server, which `amoeba serve` takes."""
+
+    tls_certificate: Path | None = None
+    """PEM file with the server's certificate; turns TLS on. Read again when it changes."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's key."""
+    tls_client_ca: Path | None = None
+    """PEM file with the certificates that sign those of clients: given, a client must have one."""
+    api_token_file: Path | None = None
+    """File with the tokens of clients, one a line. Default: the environment's AMOEBA_API_TOKEN, or no token."""
+    admin_token_file: Path | None = None
+    """File with the token of admins. Default: the environment's AMOEBA_ADMIN_TOKEN, or no token."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Where and how to serve."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Others than this machine reach the server only where this is changed."""
+    """Address to bind. Other machines reach the server only where this is changed."""
     port: int = DEFAULT_PORT
-    """0 takes any free one."""
+    """gRPC port; 0 takes any free one."""
     admin_port: int | None = None
-    """Port of AdminService. None: the same as the rest."""
+    """Port of AdminService. Default: the same as `port`."""
     metrics_port: int | None = DEFAULT_METRICS_PORT
-    """HTTP port of Prometheus metrics; None: no metrics over HTTP."""
+    """HTTP port of Prometheus metrics; 0 takes any free one, null in a file turns them off."""
     tls: TLS | None = None
+    """Certificates. None: no TLS."""
     api_token: str | tuple[str, ...] | None = None
-    """What clients must send as `authorization: Bearer TOKEN`, one token or several. Clients with different tokens
-    share no request ids and no cached prefixes. None: nothing."""
+    """Tokens of clients, which send `authorization: Bearer TOKEN`. Clients with different tokens share no request ids
+    and no cached prefixes. None: clients need no token."""
     admin_token: str | None = None
-    """The same for AdminService, which also allows everything else. None: where there is an `api_token`, no one may
-    call AdminService."""
+    """Token for AdminService, which also allows everything else. None: where there is an `api_token`, no one may call
+    AdminService."""
     shutdown_timeout_s: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Seconds that running requests may go on after SIGTERM."""
     engine_timeout_s: float = 300.0
-    """How long the engine may not answer before it counts as stuck, and the process ends. It answers between steps:
-    longer than the longest compilation while serving, of which there are none after a warm-up."""
+    """Seconds without an answer from the engine after which it counts as stuck, and the process ends. It answers
+    between steps: choose more than the longest compilation while serving, of which there are none after a warm-up."""
     otlp_traces_endpoint: str | None = None
-    """`http://HOST:PORT` (or `https://`, with TLS) of an OpenTelemetry collector that takes OTLP over gRPC: it gets a
-    span of every request and transformation. None: no traces. Needs the extra `otel`."""
+    """Address of an OpenTelemetry collector, http://HOST:PORT or https://HOST:PORT, that takes OTLP over gRPC: it gets
+    a span of every request and transformation. Needs the extra otel. Default: no traces."""
     limits: Limits = Limits()
+    """What is refused."""
 
     def __post_init__(self) -> None:
         ports = {"port": self.port, "admin_port": self.admin_port, "metrics_port": self.metrics_port}

@@ -12,29 +12,29 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import RequestDelta
 from serving.grpc_server.calls import Call
 from serving.grpc_server.field_limits import check_length
-from serving.grpc_server.front_door import FrontDoor
 from serving.grpc_server.messages import read_params, read_prompt, responses, usage
+from serving.grpc_server.request_handler import RequestHandler
 
 Context = grpc.aio.ServicerContext
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
-    """Generates text over the front door."""
+    """Generates text for the clients of amoeba.v1."""
 
-    def __init__(self, front_door: FrontDoor):
-        self._front_door = front_door
+    def __init__(self, request_handler: RequestHandler):
+        self._handler = request_handler
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream what is generated for a prompt."""
-        front_door, caller = self._front_door, self._front_door.callers.caller(context)
-        front_door.check_model(request.model)
-        check_length("request_id", len(request.request_id), "max_id_chars", front_door.limits, "characters")
-        check_length("cache_salt", len(request.cache_salt), "max_salt_chars", front_door.limits, "characters")
+        handler, caller = self._handler, self._handler.callers.caller(context)
+        handler.check_model(request.model)
+        check_length("request_id", len(request.request_id), "max_id_chars", handler.limits, "characters")
+        check_length("cache_salt", len(request.cache_salt), "max_salt_chars", handler.limits, "characters")
         call = Call(
             name=request.request_id,
-            prompt=read_prompt(request, "prompt", front_door.limits, front_door.backend.max_model_len),
-            params=read_params(request.params, front_door.limits, caller),
+            prompt=read_prompt(request, "prompt", handler.limits, handler.backend.max_model_len),
+            params=read_params(request.params, handler.limits, caller),
             caller=caller,
             timeout_s=time_left(context),
             num_bytes=request.ByteSize(),
@@ -52,32 +52,32 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             for message in responses(shown_id, delta, ended):
                 await context.write(message)
 
-        await front_door.serve(replace(call, name=shown_id), send)
+        await handler.serve(replace(call, name=shown_id), send)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The token ids of a text or a conversation."""
-        front_door = self._front_door
-        front_door.check_model(request.model)
+        handler = self._handler
+        handler.check_model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        async with front_door.admitted(front_door.callers.caller(context), request.ByteSize(), time_left(context)):
-            prompt = read_prompt(request, "input", front_door.limits, front_door.backend.max_model_len)
-            return pb.TokenizeResponse(token_ids=await front_door.tokenize(prompt, special))
+        async with handler.admitted(handler.callers.caller(context), request.ByteSize(), time_left(context)):
+            prompt = read_prompt(request, "input", handler.limits, handler.backend.max_model_len)
+            return pb.TokenizeResponse(token_ids=await handler.tokenize(prompt, special))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
-        front_door = self._front_door
-        front_door.check_model(request.model)
-        async with front_door.admitted(front_door.callers.caller(context), request.ByteSize(), time_left(context)):
-            front_door.check_num_tokens("token_ids", len(request.token_ids))
-            vocabulary = front_door.backend.dims.config.vocab_size
+        handler = self._handler
+        handler.check_model(request.model)
+        async with handler.admitted(handler.callers.caller(context), request.ByteSize(), time_left(context)):
+            handler.check_num_tokens("token_ids", len(request.token_ids))
+            vocabulary = handler.backend.dims.config.vocab_size
             if (largest := max(request.token_ids, default=0)) >= vocabulary:
                 raise RequestError(f"token id {largest} is outside the vocabulary [0, {vocabulary})")
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            return pb.DetokenizeResponse(text=await front_door.detokenize(list(request.token_ids), skip))
+            return pb.DetokenizeResponse(text=await handler.detokenize(list(request.token_ids), skip))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served."""
-        backend = self._front_door.backend
+        backend = self._handler.backend
         tokenizer = backend.tokenizer
         return pb.GetModelInfoResponse(
             model=backend.name,
@@ -88,13 +88,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
             eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else (),
             bos_token_id=tokenizer.bos_token_id if tokenizer else None,
-            limits=vars(self._front_door.limits),
+            limits=vars(self._handler.limits),
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a request."""
-        front_door = self._front_door
-        return pb.AbortResponse(aborted=await front_door.abort(front_door.callers.caller(context), request.request_id))
+        handler = self._handler
+        return pb.AbortResponse(aborted=await handler.abort(handler.callers.caller(context), request.request_id))
 
 
 def time_left(context: Context) -> float | None:

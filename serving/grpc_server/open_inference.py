@@ -18,10 +18,10 @@ from serving.grpc_server._proto import open_inference_pb2_grpc as pb_grpc
 from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length
-from serving.grpc_server.front_door import FrontDoor, State
 from serving.grpc_server.inference_service import time_left, trace_headers
 from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, Replies, read_inputs, wanted_outputs
 from serving.grpc_server.output_coalescer import DeltaSum
+from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
 from serving.grpc_server.statuses import UnknownModelError, status_of
 
@@ -70,10 +70,10 @@ class _Durations:
 
 
 class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
-    """Serves the one model of the front door, as version "1"."""
+    """Serves the one model of the server, as version "1"."""
 
-    def __init__(self, front_door: FrontDoor):
-        self._front_door = front_door
+    def __init__(self, request_handler: RequestHandler):
+        self._handler = request_handler
         self._success, self._fail, self._queue = _Durations(), _Durations(), _Durations()
         self._last_inference_ms = 0
 
@@ -81,7 +81,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         """Whether the process can go on."""
-        return pb.ServerLiveResponse(live=self._front_door.state is not State.DEAD)
+        return pb.ServerLiveResponse(live=self._handler.state is not State.DEAD)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
         """Whether it takes requests."""
@@ -89,7 +89,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         """Whether it takes requests for a model."""
-        known = self._ready and request.name == self._front_door.backend.name and request.version in ("", VERSION)
+        known = self._ready and request.name == self._handler.backend.name and request.version in ("", VERSION)
         return pb.ModelReadyResponse(ready=known)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -135,7 +135,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             success=self._success.message(), fail=self._fail.message(), queue=self._queue.message()
         )
         model = pb.ModelStatistics(
-            name=self._front_door.backend.name,
+            name=self._handler.backend.name,
             version=VERSION,
             last_inference=self._last_inference_ms,
             inference_count=self._success.count,
@@ -149,17 +149,17 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         if request.repository_name:
             raise UnknownModelError("there is one repository, which has no name")
         state = "READY" if self._ready else "UNAVAILABLE"
-        index = pb.RepositoryIndexResponse.ModelIndex(name=self._front_door.backend.name, version=VERSION, state=state)
+        index = pb.RepositoryIndexResponse.ModelIndex(name=self._handler.backend.name, version=VERSION, state=state)
         return pb.RepositoryIndexResponse(models=[index] if self._ready or not request.ready else [])
 
     @property
     def _ready(self) -> bool:
-        return self._front_door.state is State.READY
+        return self._handler.state is State.READY
 
     def _check_model(self, name: str, version: str) -> None:
         if not name:
-            raise UnknownModelError(f"name a model: this server has {self._front_door.backend.name!r}")
-        self._front_door.check_model(name)
+            raise UnknownModelError(f"name a model: this server has {self._handler.backend.name!r}")
+        self._handler.check_model(name)
         if version not in ("", VERSION):
             raise UnknownModelError(f"version {version[:20]!r} is not served: the model has version {VERSION!r}")
 
@@ -235,14 +235,14 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             await self._infer(self._read(request, context), write)
         except Exception as error:
             status, text = status_of(error)
-            front_door = self._front_door
-            await front_door.refusals.wait(front_door.callers.caller(context).account, status)
+            request_handler = self._handler
+            await request_handler.refusals.wait(request_handler.callers.caller(context).account, status)
             last = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
             last.parameters["triton_final_response"].bool_param = True
             await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))
 
     async def _infer(self, infer: _Infer, write: Write) -> None:
-        name = self._front_door.backend.name
+        name = self._handler.backend.name
         started_ns = time.monotonic_ns()
 
         replies, whole = Replies(infer.outputs, infer.call.params.n, infer.prefix), DeltaSum()
@@ -261,7 +261,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
                 self._queue.add(round(delta.metrics.queue_s * 1e9))
 
         try:
-            await self._front_door.serve(infer.call, send)
+            await self._handler.serve(infer.call, send)
         except BaseException:
             self._fail.add(time.monotonic_ns() - started_ns)
             raise
@@ -270,8 +270,8 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> _Infer:
         """Raises `RequestError` or `UnknownModelError`."""
-        front_door = self._front_door
-        limits, caller = front_door.limits, front_door.callers.caller(context)
+        request_handler = self._handler
+        limits, caller = request_handler.limits, request_handler.callers.caller(context)
         self._check_model(request.model_name, request.model_version)
         check_length("id", len(request.id), "max_id_chars", limits, "characters")
         inputs = read_inputs(request)

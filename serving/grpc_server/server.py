@@ -13,15 +13,15 @@ from amoeba_jax.client._proto import inference_pb2, inference_pb2_grpc
 from amoeba_jax.errors import ConfigError
 from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
 from serving.grpc_server.admin_service import AdminService
+from serving.grpc_server.auth_interceptor import AuthInterceptor
 from serving.grpc_server.callers import Callers
 from serving.grpc_server.config import Limits, ServerConfig
-from serving.grpc_server.front_door import FrontDoor, State
-from serving.grpc_server.guard import Guard
 from serving.grpc_server.health import HealthServicer
 from serving.grpc_server.inference_service import InferenceService
 from serving.grpc_server.monitor import INTERVAL_S, watch_engine
 from serving.grpc_server.open_inference import OpenInferenceService
 from serving.grpc_server.reflection import add_reflection
+from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.security import server_credentials
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
@@ -56,7 +56,7 @@ class Server:
             self.metrics.on_transformed = tracing.transformed
             self.metrics.on_not_transformed = tracing.not_transformed
         callers = Callers(config.api_tokens, config.admin_token)
-        self.front_door = FrontDoor(config.limits, self.metrics, tracing, callers)
+        self.request_handler = RequestHandler(config.limits, self.metrics, tracing, callers)
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -76,15 +76,15 @@ class Server:
             await server.start()
 
     def _new_server(self, services: list[str]) -> grpc.aio.Server:
-        guard = Guard(self.front_door.callers, self.front_door.refusals)
+        guard = AuthInterceptor(self.request_handler.callers, self.request_handler.refusals)
         server = grpc.aio.server(interceptors=[guard], options=_options(self.config.limits))
         if INFERENCE in services:
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.front_door), server)
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.request_handler), server)
         if OPEN_INFERENCE in services:
-            service = OpenInferenceService(self.front_door)
+            service = OpenInferenceService(self.request_handler)
             open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
         if ADMIN in services:
-            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.front_door), server)
+            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.request_handler), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection(server, [*services, health.SERVICE_NAME])
         self._servers.append(server)
@@ -103,13 +103,13 @@ class Server:
         self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
         """Serve with a model that is loaded, and a scheduler over it if there is one."""
-        self.front_door.attach(backend, scheduling)
+        self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
         await self._set_ready(True)
 
     async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
         error = await watch_engine(backend, self.metrics, self.config.engine_timeout_s, interval_s)
-        self.front_door.fail()
+        self.request_handler.fail()
         logger.error("the engine has failed: %s", error)
         self.dead.set_result(error)
         await self._set_ready(False)
@@ -122,13 +122,13 @@ class Server:
 
     async def drain(self, timeout_s: float) -> int:
         """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""
-        if self.front_door.state in (State.LOADING, State.READY):
-            self.front_door.state = State.DRAINING
+        if self.request_handler.state in (State.LOADING, State.READY):
+            self.request_handler.state = State.DRAINING
         # A watcher that reads nothing must not hold this up.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._set_ready(False)
-        return await self.front_door.drain(timeout_s)
+        return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:
         """End all calls and close the ports."""
@@ -137,7 +137,7 @@ class Server:
             await asyncio.gather(self._watch, return_exceptions=True)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         self._servers.clear()  # gRPC's servers must be gone before their event loop is closed
-        self.front_door.close()
+        self.request_handler.close()
 
 
 def _options(limits: Limits) -> Sequence[tuple[str, int]]:

@@ -1,7 +1,7 @@
-"""What the front door needs of whatever serves its requests: `LLM` has it."""
+"""What the request handler needs of what serves its requests: `LLM` has it."""
 
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import RequestDelta
@@ -47,7 +47,7 @@ class Backend(Protocol):
         devices: list[int] | None = None,
         variant: str = TransformVariant.IN_PLACE_OVERLAPPED,
         release_weights: bool = True,
-        layers_per_step: int = 1,
+        layers_per_step: int | Literal["auto"] = "auto",
         wait_for_programs: bool = True,
     ) -> TransformReport:
         """Merge or split instances; returns when it is done."""

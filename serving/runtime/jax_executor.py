@@ -18,6 +18,9 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.job import TransformOptions
 from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.switch_pace import LayersPerStep
+from serving.runtime.timings import Timings
+from serving.runtime.waiting_view import WaitingView, name_of
 from serving.scheduler import (
     Action,
     ClusterView,
@@ -34,7 +37,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Scheduler,
-    WaitingRequest,
+    unknown,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,14 @@ class JaxExecutor:
         on_transformed: called with each transformation that was begun, once it has ended.
     """
 
-    def __init__(self, engine: Engine, layers_per_step: int, on_transformed: OnTransformed):
-        self._engine, self._layers_per_step, self._on_transformed = engine, layers_per_step, on_transformed
-        self._waiting: dict[str, Sequence] = {}
+    def __init__(self, engine: Engine, layers_per_step: LayersPerStep, on_transformed: OnTransformed):
+        self._engine, self._on_transformed = engine, on_transformed
+        self._layers_per_step: LayersPerStep = layers_per_step
+        self.waiting = WaitingView(engine)
         self._running: dict[str, Sequence] = {}
         self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
         """Transformations that were asked for and whose programs are being compiled."""
+        self._timings = Timings()
         cluster = engine.cluster
         self._degrees = tuple(
             DegreeLimits(tp, engine.capacity_tokens(tp), cluster.buckets(tp).max_num_seqs)
@@ -71,7 +76,6 @@ class JaxExecutor:
         """The present state, without waiting requests whose last token is still in flight from the device, or that
         nothing can be done for before a program has been compiled."""
         engine = self._engine
-        self._waiting = _by_name(s for s in engine.waiting if not s.num_in_flight and not engine.awaits_program(s))
         self._preparing = {
             key: options
             for key, options in self._preparing.items()
@@ -86,13 +90,14 @@ class JaxExecutor:
         return ClusterView(
             now_s=time.monotonic(),
             instances=tuple(self._instance_view(i, names, targets.get(i.id)) for i in engine.instances),
-            queue=tuple(_waiting_request(name, s) for name, s in self._waiting.items()),
+            queue=self.waiting.snapshot(),
             degrees=degrees,
             num_devices=len(engine.cluster.sub_meshes.devices),
             base_degree=engine.config.tensor_parallel_size,
             page_size=engine.dims.page_size,
             max_model_len=engine.max_model_len,
             refused=refused.union(self._preparing),
+            timing=self._timings.take(engine.instances),
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
@@ -100,14 +105,17 @@ class JaxExecutor:
             id=instance.id,
             devices=instance.group.device_indices,
             capacity_tokens=instance.capacity_tokens,
-            free_tokens=instance.cache.num_available_pages * self._engine.dims.page_size,
+            free_tokens=instance.page_counts().available * self._engine.dims.page_size,
             free_slots=instance.num_free_slots,
             running=tuple(_running_request(names[id(s)], s) for s in instance.running if not s.finished),
             transition_to=target,
+            step_s=instance.pace.step_s,
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Take on an action, or refuse it with nothing changed."""
+        """Take on an action, or refuse it with nothing changed: also one that is of no kind that there is."""
+        if (problem := unknown(action)) is not None:
+            return Outcome(False, problem)
         try:
             self._apply(action)
         except (RequestError, LayoutError, MemoryBudgetError) as error:
@@ -124,20 +132,32 @@ class JaxExecutor:
         engine = self._engine
         match action:
             case Dispatch(request_id, instance_id):
-                engine.start(self._instance(instance_id), _known(self._waiting, request_id))
+                engine.start(self._instance(instance_id), self._waits(request_id))
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
+                if all(i.tp == degree for i in engine.instances if i.id in devices):
+                    raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
                 options = TransformOptions(degree, devices, layers_per_step=self._layers_per_step)
                 if not engine.transformations.request_programs(options):
                     self._preparing[devices, degree] = options
                     raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
                 future = engine.transform(options)
-                future.add_done_callback(lambda done: self._on_transformed(action, done))
+                future.add_done_callback(lambda done: self._transformed(action, done))
             case Preempt(request_id, PreemptKind.SOFT):
                 engine.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
-                engine.reject(_known(self._waiting, request_id), _ERRORS[kind](reason))
+                engine.reject(self._waits(request_id), _ERRORS[kind](reason))
             case _:
-                raise RequestError(f"this executor knows no {action}")
+                raise RequestError(f"this executor cannot carry out {type(action).__name__}")
+
+    def _waits(self, name: str) -> Sequence:
+        if (sequence := self.waiting.get(name)) is None:
+            raise RequestError(f"there is no such request {name!r}")
+        return sequence
+
+    def _transformed(self, action: ScaleUp | ScaleDown, done: "Future[TransformReport]") -> None:
+        if done.exception() is None:
+            self._timings.transformed(done.result())
+        self._on_transformed(action, done)
 
     def _instance(self, instance_id: int) -> Instance:
         for instance in self._engine.instances:
@@ -159,11 +179,12 @@ class EngineScheduler:
         self,
         engine: Engine,
         policy: Policy,
-        layers_per_step: int = 1,
+        layers_per_step: LayersPerStep = "auto",
         on_transformed: OnTransformed = lambda action, future: None,
     ):
         self._engine = engine
-        self.scheduler = Scheduler(policy, JaxExecutor(engine, layers_per_step, on_transformed))
+        self._executor = JaxExecutor(engine, layers_per_step, on_transformed)
+        self.scheduler = Scheduler(policy, self._executor)
         self._decided_on: object = None
         self._next_s = 0.0
 
@@ -179,7 +200,7 @@ class EngineScheduler:
     def schedule(self) -> None:
         """Let the scheduler decide if anything has changed, or a second has passed."""
         engine = self._engine
-        _start_siblings(engine)
+        self._start_siblings()
         state = (engine.num_changes, engine.instances, engine.transformations.targets())
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
@@ -187,24 +208,25 @@ class EngineScheduler:
         self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
         self.scheduler.tick()
 
-
-def _start_siblings(engine: Engine) -> None:
-    """Continuations of one prompt run beside the first of them, which has its pages, while they find room there. Those
-    beyond their client's share wait with the others."""
-    for sequence in [s for s in engine.waiting if s.leader is not None and not s.num_in_flight]:
-        if (
-            not sequence.beyond_share
-            and not engine.awaits_program(sequence)
-            and (home := engine.room.leader_home(sequence)) is not None
-        ):
-            engine.start(home, sequence)
+    def _start_siblings(self) -> None:
+        """Continuations of one prompt run beside the first of them, which has its pages, while they find room there.
+        Those beyond their client's share wait with the others."""
+        engine, waiting = self._engine, self._executor.waiting
+        waiting.update()
+        for sequence in [s for s in waiting.siblings if not s.num_in_flight]:
+            if (
+                not sequence.beyond_share
+                and not engine.awaits_program(sequence)
+                and (home := engine.room.leader_home(sequence)) is not None
+            ):
+                engine.start(home, sequence)
 
 
 def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
     """Sequences by the names that the scheduler knows: those of their requests, numbered where there are `n`."""
     named: dict[str, Sequence] = {}
     for sequence in sequences:
-        name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id
+        name = name_of(sequence)
         while name in named:  # a client may have chosen just that
             name += "'"
         named[name] = sequence
@@ -217,27 +239,16 @@ def _known(sequences: dict[str, Sequence], name: str) -> Sequence:
     return sequences[name]
 
 
-def _waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
-    return WaitingRequest(
-        name,
-        prompt_tokens=sequence.num_known,
-        max_total_tokens=sequence.max_total_tokens,
-        priority=sequence.params.priority,
-        arrival_s=sequence.arrival,
-        deadline_s=sequence.deadline,
-        started=sequence.started_at is not None,
-        beyond_share=sequence.beyond_share,
-    )
-
-
 def _running_request(name: str, sequence: Sequence) -> RunningRequest:
     return RunningRequest(
         name,
         num_tokens=sequence.num_tokens,
         max_total_tokens=sequence.max_total_tokens,
-        uncomputed_tokens=max(len(sequence.prompt) - sequence.num_computed, 0),
+        # One that decodes has one token, its last, that is not computed.
+        uncomputed_tokens=max(max(len(sequence.prompt), sequence.num_tokens - 1) - sequence.num_computed, 0),
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,
         deadline_s=sequence.deadline,
         beyond_share=sequence.beyond_share,
+        queued_s=sequence.queued_s,
     )

@@ -26,7 +26,7 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.latest: Snapshot | None = None
-        """Of the engine; gauges show it."""
+        """Latest snapshot of the engine; gauges show it."""
         self.ready_programs: int | None = None
         """Programs that requests had waited for when the server got ready."""
         self.scheduler: SchedulerCounters | None = None

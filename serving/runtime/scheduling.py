@@ -1,76 +1,14 @@
-"""The scheduler of a served model: its settings, and the handle by which the server shows and changes it."""
+"""The scheduler of a served model: the handle by which the server shows and changes it."""
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from amoeba_jax import LLM
-from amoeba_jax.errors import ConfigError
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from serving.runtime.jax_executor import EngineScheduler
 from serving.runtime.metrics import ServerMetrics
-from serving.scheduler import (
-    AmoebaConfig,
-    Policy,
-    ScaleDown,
-    ScaleUp,
-    SchedulerCounters,
-    UnknownPolicyError,
-    make_policy,
-)
-
-
-@dataclass(frozen=True)
-class SchedulingConfig:
-    """How requests are placed, and when instances change. Raises `ConfigError`. See docs/scheduling.md."""
-
-    policy: str = "amoeba"
-    """Name of a policy."""
-    linger_s: float = AmoebaConfig.linger_s
-    """See `AmoebaConfig`, as of the next five."""
-    split_free_share: float = AmoebaConfig.split_free_share
-    merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
-    merge_to: int = AmoebaConfig.merge_to
-    reserve_memory_s: float = AmoebaConfig.reserve_memory_s
-    reserved_growth: float = AmoebaConfig.reserved_growth
-    layers_per_step: int = 1
-    """Layers that a transformation changes between two steps: more end sooner, and make running requests wait longer
-    for a token meanwhile."""
-
-    def __post_init__(self) -> None:
-        for name in ("linger_s", "reserve_memory_s", "merge_again_after_s"):
-            value = getattr(self, name)
-            if name == "merge_again_after_s" and value is None:
-                continue
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be seconds, finite and at least 0")
-        for name in ("split_free_share", "reserved_growth"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value <= 1:
-                raise ConfigError(f"{name}={value!r} must be from 0 to 1")
-        layers = self.layers_per_step
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-            raise ConfigError(f"layers_per_step={layers!r} must be a positive integer")
-        if isinstance(self.merge_to, bool) or self.merge_to not in (1, 2, 4):
-            raise ConfigError(f"merge_to={self.merge_to!r} must be a degree: 1, 2 or 4")
-        try:
-            self.make_policy()
-        except UnknownPolicyError as error:
-            raise ConfigError(str(error)) from None
-
-    def make_policy(self, name: str | None = None) -> Policy:
-        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
-        config = AmoebaConfig(
-            split_free_share=self.split_free_share,
-            linger_s=self.linger_s,
-            merge_again_after_s=self.merge_again_after_s,
-            merge_to=self.merge_to,
-            reserve_memory_s=self.reserve_memory_s,
-            reserved_growth=self.reserved_growth,
-        )
-        return make_policy(self.policy if name is None else name, config=config)
-
+from serving.runtime.scheduling_config import SchedulingConfig
+from serving.scheduler import ScaleDown, ScaleUp, SchedulerCounters
 
 OnReport = Callable[[TransformReport], None]
 
@@ -92,18 +30,20 @@ class Scheduling:
     ):
         self._llm, self._config, self._metrics, self._on_report = llm, config, metrics, on_report
         self._hook = llm.use_scheduler_hook(
-            lambda engine: EngineScheduler(engine, config.make_policy(), config.layers_per_step, self._transformed)
+            lambda engine: EngineScheduler(
+                engine, config.make_policy(), config.layers_per_step or "auto", self._transformed
+            )
         )
         metrics.scheduler = self.counters
 
     @property
     def policy_name(self) -> str:
-        """Of the policy that decides."""
+        """Name of the policy that decides."""
         return self._hook.policy.name
 
     @property
     def counters(self) -> SchedulerCounters:
-        """What was decided since the start."""
+        """Counts of decisions since the start."""
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
@@ -123,7 +63,3 @@ class Scheduling:
         else:
             kind = "scale_up" if isinstance(action, ScaleUp) else "scale_down"
             self._metrics.not_transformed(kind, str(TransformVariant.IN_PLACE_OVERLAPPED), "failed")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

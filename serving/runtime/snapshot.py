@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import InstanceView, MemoryReport
+from sharding.owners import Owner
 
 if TYPE_CHECKING:
     from serving.runtime.backend import Backend
-
-KV_OWNER, SAMPLING_OWNER = "kv cache", "sampling"
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class Snapshot:
         sizes = {}
         for device in self.memory.devices:
             owners = self.memory.by_owner(device)
-            sizes[device] = sum(size for owner, size in owners.items() if owner not in (KV_OWNER, SAMPLING_OWNER))
+            sizes[device] = sum(size for owner, size in owners.items() if Owner(owner).is_weights)
         return sizes
 
     def kv_bytes(self) -> dict[int, int]:
         """By device."""
-        return {device: self.memory.by_owner(device).get(KV_OWNER, 0) for device in self.memory.devices}
+        return {device: self.memory.by_owner(device).get(Owner.KV_CACHE, 0) for device in self.memory.devices}
 
 
 def take_snapshot(backend: "Backend") -> Snapshot:

@@ -1,6 +1,7 @@
 """Where requests go, and when instances merge and split. Plain Python, without JAX: the same policies drive real
 devices and a simulation. docs/scheduling.md explains them."""
 
+from serving.scheduler import estimates
 from serving.scheduler.actions import (
     Action,
     BindGroup,
@@ -14,25 +15,33 @@ from serving.scheduler.actions import (
     ReplicateLayers,
     ScaleDown,
     ScaleUp,
+    unknown,
 )
 from serving.scheduler.admission import Admission
-from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.amoeba import AmoebaPolicy
+from serving.scheduler.amoeba_config import AmoebaConfig
+from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.backoff import BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
 from serving.scheduler.policy import Policy
+from serving.scheduler.queue_index import QueueIndex
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
+from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
+from serving.scheduler.timing import Timing
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
+from serving.scheduler.waiting_queue import QueueSnapshot, WaitingQueue
 
 __all__ = [
     "POLICY_NAMES",
     "Action",
     "Admission",
     "AmoebaConfig",
+    "AmoebaPaperPolicy",
     "AmoebaPolicy",
     "BackoffConfig",
     "BindGroup",
@@ -45,10 +54,13 @@ __all__ = [
     "LeastLoadFirstPolicy",
     "MigrateLayers",
     "Outcome",
+    "PaperConfig",
     "Policy",
     "Preempt",
     "PreemptKind",
+    "QueueIndex",
     "QueueOrder",
+    "QueueSnapshot",
     "Reject",
     "RejectKind",
     "ReleaseGroup",
@@ -59,8 +71,14 @@ __all__ = [
     "ScaleUp",
     "Scheduler",
     "SchedulerCounters",
+    "SplitConfig",
+    "SplitRule",
     "StaticPolicy",
+    "Timing",
     "UnknownPolicyError",
+    "WaitingQueue",
     "WaitingRequest",
+    "estimates",
     "make_policy",
+    "unknown",
 ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import get_args
 
 
 class PreemptKind(StrEnum):
@@ -113,3 +114,17 @@ class MigrateLayers:
 
 Transformation = ScaleUp | ScaleDown
 Action = Dispatch | Transformation | Preempt | Reject | BindGroup | ReleaseGroup | ReplicateLayers | MigrateLayers
+
+
+def unknown(action: object) -> str | None:
+    """Why something is no action that an executor could be asked for; None if it is one."""
+    if not isinstance(action, get_args(Action)):
+        return f"{type(action).__name__} is no kind of action"
+    if isinstance(action, Reject) and not isinstance(action.kind, RejectKind):
+        return f"kind={action.kind!r} is no RejectKind"
+    if isinstance(action, Preempt) and not isinstance(action.kind, PreemptKind):
+        return f"kind={action.kind!r} is no PreemptKind"
+    devices = getattr(action, "devices", ())
+    if not isinstance(devices, tuple):
+        return f"devices={devices!r} must be a tuple"
+    return None

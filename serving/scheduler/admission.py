@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 
 from serving.scheduler.actions import Reject, RejectKind
+from serving.scheduler.queue_index import QueueIndex
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.view import ClusterView, WaitingRequest
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Sorts the queue, and turns away what can't be served."""
+    """Turns away what can't be served, and sorts the rest."""
 
     order: QueueOrder = field(default_factory=QueueOrder)
     max_queued_requests: int | None = None
@@ -17,37 +18,41 @@ class Admission:
     max_queued_tokens: int | None = None
     """Prompt tokens that may wait, likewise."""
 
-    def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Those to turn away, and the others in the order in which they are served.
+    def index(self) -> QueueIndex:
+        """An empty index of the queue, in this order, for a policy to keep."""
+        return QueueIndex(self.order)
 
-        `capacity_tokens` is the most that an instance could hold, and `holder` names that instance.
+    def turn_away(self, view: ClusterView, index: QueueIndex, capacity_tokens: int, holder: str) -> list[Reject]:
+        """Requests that are not to be served, once `index` has the queue of `view`.
+
+        `capacity_tokens` is the most that an instance could hold, and `holder` names that instance. The cost grows with
+        their number, and with the queue only where it has a limit.
         """
-        rejects, kept = [], []
-        for request in view.queue:
-            reject = self._deadline(view, request) or self._never_fits(view, request, capacity_tokens, holder)
-            if reject is not None:
-                rejects.append(reject)
-            else:
-                kept.append(request)
-        rejects += (overflow := self._overflow(kept))
-        turned_away = {reject.request_id for reject in overflow}
-        kept = [request for request in kept if request.request_id not in turned_away]
-        return rejects, sorted(kept, key=lambda request: self.order.key(request, view.now_s))
+        rejects = {r.request_id: self._deadline(view, r) for r in index.expired(view.now_s)}
+        limit = min(capacity_tokens, view.max_model_len or capacity_tokens)
+        for request in index.larger_than(limit):
+            rejects.setdefault(request.request_id, self._never_fits(request, limit, capacity_tokens, holder))
+        if self.max_queued_requests is not None or self.max_queued_tokens is not None:
+            kept = [request for request in view.queue if request.request_id not in rejects]
+            rejects |= {reject.request_id: reject for reject in self._overflow(kept)}
+        return list(rejects.values())
 
-    def _deadline(self, view: ClusterView, request: WaitingRequest) -> Reject | None:
-        if request.deadline_s is None or view.now_s < request.deadline_s:
-            return None
+    def screen(self, view: ClusterView, index: QueueIndex, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
+        """Those to turn away, and all others in the order in which they are served. `holder` names the instance that
+        holds most: the largest that there may be."""
+        index.update(view.queue)
+        rejects = self.turn_away(view, index, view.longest.capacity_tokens, holder)
+        gone = {reject.request_id for reject in rejects}
+        return rejects, [r for r in index.ordered(view.now_s) if r.request_id not in gone]
+
+    def _deadline(self, view: ClusterView, request: WaitingRequest) -> Reject:
+        assert request.deadline_s is not None, "it has passed"
         waited_s = view.now_s - request.arrival_s
         allowed_s = request.deadline_s - request.arrival_s
         reason = f"the deadline of {allowed_s:.3f} s passed while the request waited: {waited_s:.3f} s so far"
         return Reject(request.request_id, RejectKind.DEADLINE, reason)
 
-    def _never_fits(
-        self, view: ClusterView, request: WaitingRequest, capacity_tokens: int, holder: str
-    ) -> Reject | None:
-        limit = min(capacity_tokens, view.max_model_len or capacity_tokens)
-        if request.max_total_tokens <= limit:
-            return None
+    def _never_fits(self, request: WaitingRequest, limit: int, capacity_tokens: int, holder: str) -> Reject:
         if limit < capacity_tokens:
             why = f"the model's context is {limit}"
         else:

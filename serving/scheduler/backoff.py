@@ -1,6 +1,6 @@
 """Memory of what was refused, so that it isn't asked for again at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, ScaleDown, ScaleUp, Transformation
 from serving.scheduler.view import ClusterView
@@ -86,4 +86,5 @@ def _key(action: Action) -> tuple[object, ...]:
         case Preempt(request_id) | Reject(request_id):
             return (type(action).__name__, request_id)
         case _:
-            return (action,)
+            values = [getattr(action, field.name) for field in fields(action) if field.name != "reason"]
+            return (type(action).__name__, *values)

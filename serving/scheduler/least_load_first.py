@@ -3,17 +3,20 @@
 from serving.scheduler.actions import Action
 from serving.scheduler.admission import Admission
 from serving.scheduler.naive import BoundRequests
+from serving.scheduler.split_rule import SplitConfig
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class LeastLoadFirstPolicy:
     """Gives each request to the instance with the smallest load, whether it could hold the request or not. The instance
-    merges with its neighbours for one that it can't hold, and splits when it has no long request."""
+    merges with its neighbours for one that it can't hold, and splits by `SplitRule`."""
 
     name = "least_load_first"
 
-    def __init__(self, admission: Admission | None = None, reserved_growth: float = 0.0):
-        self._bound = BoundRequests(admission or Admission(), reserved_growth)
+    def __init__(
+        self, admission: Admission | None = None, reserved_growth: float = 0.0, splits: SplitConfig | None = None
+    ):
+        self._bound = BoundRequests(admission or Admission(), reserved_growth, splits or SplitConfig())
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from serving.scheduler.admission import Admission
-from serving.scheduler.amoeba import AmoebaConfig, AmoebaPolicy
+from serving.scheduler.amoeba import AmoebaPolicy
+from serving.scheduler.amoeba_config import AmoebaConfig
+from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policy import Policy
 from serving.scheduler.round_robin import RoundRobinPolicy
@@ -16,15 +18,23 @@ class UnknownPolicyError(ValueError):
 
 _MAKERS: dict[str, Callable[[Admission, AmoebaConfig], Policy]] = {
     AmoebaPolicy.name: lambda admission, config: AmoebaPolicy(config, admission),
-    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth),
-    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(admission, config.reserved_growth),
+    AmoebaPaperPolicy.name: lambda admission, config: AmoebaPaperPolicy(
+        PaperConfig(reserve_memory_s=config.reserve_memory_s, reserved_growth=config.reserved_growth), admission
+    ),
+    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth, config.splits),
+    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(
+        admission, config.reserved_growth, config.splits
+    ),
     StaticPolicy.name: lambda admission, config: StaticPolicy(admission, config.reserved_growth),
 }
 POLICY_NAMES = tuple(_MAKERS)
 
 
 def make_policy(name: str, admission: Admission | None = None, config: AmoebaConfig | None = None) -> Policy:
-    """A policy by its name; of `config` the baselines use only `reserved_growth`. Raises `UnknownPolicyError`."""
+    """A policy by its name. Raises `UnknownPolicyError`.
+
+    Of `config` the baselines use `reserved_growth` and what is about splits, `amoeba_paper` and `static` less.
+    """
     if name not in _MAKERS:
         raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
     return _MAKERS[name](admission or Admission(), config or AmoebaConfig())

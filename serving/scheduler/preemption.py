@@ -1,14 +1,14 @@
 """Making room for a request of a lower rank: of higher priority, or within its client's share."""
 
+from bisect import bisect_left
+
 from serving.scheduler.actions import Preempt
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
 
-
-def rank(request: WaitingRequest | RunningRequest) -> tuple[bool, int]:
-    """Requests may be preempted for those of a lower rank."""
-    return request.beyond_share, request.priority
+_ENOUGH = 16
+"""Instances that would do, of which the one is taken where the fewest must go."""
 
 
 def preempt_for(
@@ -18,25 +18,25 @@ def preempt_for(
 
     They rank behind it, and wait behind it afterwards, so that they don't take back what they gave up.
     """
-    key = order.key(request, view.now_s)
-    found: list[tuple[int, int, InstanceView, list[Preempt]]] = []
+    key, need = order.key(request, view.now_s), room.need(request)
+    found: tuple[InstanceView, list[RunningRequest]] | None = None
+    seen = 0
     for instance in room.open:
-        if instance.capacity_tokens < request.max_total_tokens:
+        if instance.capacity_tokens < request.max_total_tokens or instance.last_rank <= request.rank:
             continue
-        free, victims = room.free(instance), []
-        lower = [r for r in instance.running if rank(r) > rank(request) and order.key(r, view.now_s) > key]
-        for running in sorted(lower, key=lambda r: order.key(r, view.now_s), reverse=True):
-            if victims and free >= room.need(request):
-                break
-            free += room.freed_by(running)
-            victims.append(running)
-        if victims and free >= room.need(request):
-            preempts = [Preempt(v.request_id, reason=_reason(request, v)) for v in victims]
-            found.append((len(victims), instance.id, instance, preempts))
-    if not found:
+        keys, freed, requests = room.victims(instance, request.rank, order)
+        count = bisect_left(freed, max(need - room.free(instance), 1)) + 1
+        if count > len(keys) or keys[count - 1] <= key:
+            continue
+        seen += 1
+        if found is None or count < len(found[1]):
+            found = instance, requests[:count]
+        if count == 1 or seen == _ENOUGH:
+            break  # there are none with fewer, or looking further takes too long
+    if found is None:
         return None
-    _, _, instance, preempts = min(found, key=lambda item: item[:2])
-    return instance, preempts
+    instance, victims = found
+    return instance, [Preempt(v.request_id, reason=_reason(request, v)) for v in victims]
 
 
 def _reason(request: WaitingRequest, victim: RunningRequest) -> str:

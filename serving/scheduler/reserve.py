@@ -1,54 +1,54 @@
 """Room that is kept so that a scale-up, when the next long request asks for one, finds a place for that request."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
-@dataclass(frozen=True)
 class Reserve:
     """One group of devices, merged already or yet to be, that could hold a request of some size.
 
-    It is a preference: a short request that finds room nowhere else takes it.
+    For one decision: free tokens only become fewer, so that groups are looked at until two are found that have enough.
+
+    Args:
+        num_tokens: size of the request; 0 keeps nothing.
     """
 
-    view: ClusterView
-    num_tokens: int
-    """Size of the request; 0 keeps nothing."""
-    degree: int
-
-    @classmethod
-    def for_size(cls, view: ClusterView, num_tokens: int) -> "Reserve":
-        """Room for a long request of that many tokens, or for none."""
+    def __init__(self, view: ClusterView, room: Room, num_tokens: int):
         degree = view.degree_for(num_tokens) if num_tokens else None
-        return cls(view, num_tokens if degree else 0, degree or view.base_degree)
+        self._view, self._room = view, room
+        self._num_tokens, self._degree = num_tokens if degree else 0, degree or view.base_degree
+        self._left = self._candidates()
+        self._enough: list[tuple[InstanceView, ...]] = []
 
-    def kept_from(self, room: Room, num_tokens: int) -> frozenset[int]:
+    def kept_from(self, num_tokens: int) -> frozenset[int]:
         """Devices of which that many tokens should not be given away: no group would have room for the request then."""
-        if not self.num_tokens:
+        if not self._num_tokens:
             return frozenset()
-        enough = [(devices, free) for devices, free in self._frees(room).items() if free >= self.num_tokens]
-        if len(enough) != 1 or enough[0][1] - num_tokens >= self.num_tokens:
+        self._enough = [group for group in self._enough if self._free(group) >= self._num_tokens]
+        while len(self._enough) < 2 and (group := next(self._left, None)) is not None:
+            if self._free(group) >= self._num_tokens:
+                self._enough.append(group)
+        if len(self._enough) != 1 or self._free(self._enough[0]) - num_tokens >= self._num_tokens:
             return frozenset()
-        return frozenset(enough[0][0])
+        return frozenset(device for instance in self._enough[0] for device in instance.devices)
 
-    def _frees(self, room: Room) -> dict[tuple[int, ...], int]:
-        """Free tokens of the groups that the request could go to: instances that hold it, once their long requests are
-        done, or else instances to be merged."""
-        view = self.view
-        steady = [i for i in view.instances if i.transition_to is None and not i.draining]
-        merged = [i for i in steady if i.capacity_tokens >= self.num_tokens]
-        if merged:
-            return {i.devices: room.free(i) + freed_by_long(view, room, i) for i in merged}
-        frees = {}
-        for devices in view.groups(self.degree):
-            members = view.instances_on(devices)
-            if all(i in steady for i in members) and sum(i.degree for i in members) == self.degree:
-                frees[devices] = room.merged_free(members, self.degree)
-        return frees
+    def _candidates(self) -> Iterator[tuple[InstanceView, ...]]:
+        """Instances that hold the request; where there is none, groups that would when merged."""
+        view, room = self._view, self._room
+        merged = [i for i in room.merged.values() if i.id not in room.unsteady]
+        holding = [i for i in merged if i.capacity_tokens >= self._num_tokens]
+        if holding:
+            yield from ((instance,) for instance in holding)
+            return
+        for devices in view.groups(self._degree):
+            members = room.members(devices)
+            if sum(i.degree for i in members) == self._degree and not any(i.id in room.unsteady for i in members):
+                yield members
 
-
-def freed_by_long(view: ClusterView, room: Room, instance: InstanceView) -> int:
-    """Tokens that an instance has more once its long requests are done."""
-    return sum(room.freed_by(r) for r in instance.running if view.is_long(r.max_total_tokens))
+    def _free(self, group: tuple[InstanceView, ...]) -> int:
+        """Free tokens of a group once its long requests are done, or once it is merged."""
+        if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
+            return self._room.free(group[0]) + self._room.freed_by_long(group[0])
+        return self._room.merged_free(group, self._degree)

@@ -1,13 +1,22 @@
 """What is left on the instances while a policy hands it out."""
 
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+from serving.scheduler.queue_order import Key, QueueOrder
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
+
+T = TypeVar("T")
+Victims = tuple[list[Key], list[int], list[RunningRequest]]
 
 
 class Room:
     """Free tokens and slots of each instance, less what the policy has given away since the snapshot.
 
     An instance that is closed takes nothing more this time: it is in transition, draining, or kept for a request that
-    waits for it.
+    waits for it. A policy may keep a room and `refresh` it: only instances whose views have changed cost much then.
 
     Args:
         reserved_growth: share kept free of what requests may still grow by. 0 admits as vLLM does, where requests that
@@ -15,15 +24,70 @@ class Room:
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):
-        self._view, self._growth = view, reserved_growth
-        self._free = {instance.id: self._uncommitted(instance) for instance in view.instances}
-        self._slots = {instance.id: instance.free_slots for instance in view.instances}
-        self._given = {instance.id: 0 for instance in view.instances}
-        self.open = [i for i in view.instances if i.transition_to is None and not i.draining]
-        """Instances that take requests."""
+        self._growth = reserved_growth
+        self._instances: tuple[InstanceView, ...] = ()
+        self._home: dict[int, InstanceView] = {}
+        self._uncommitted: dict[int, int] = {}
+        self._base_by_free: list[tuple[int, int]] = []
+        self._base_by_load: list[tuple[bool, float, int]] = []
+        self._known: dict[Hashable, dict[int, tuple[InstanceView, Any]]] = {}
+        self.refresh(view)
 
-    def _uncommitted(self, instance: InstanceView) -> int:
-        return instance.free_tokens - sum(self._growth_of(request) for request in instance.running)
+    def refresh(self, view: ClusterView) -> None:
+        """Begin again, with another snapshot."""
+        before, self._instances, self._view = self._instances, view.instances, view
+        pairs = list(zip(before, view.instances, strict=False))
+        changed = [(old, new) for old, new in pairs if old is not new]
+        same = len(before) == len(view.instances) and all(old.devices == new.devices for old, new in changed)
+        if not same or len(changed) > len(before) // 8:
+            self._rebuild()
+        else:
+            for old, new in changed:
+                self._index(old, remove=True)
+                self._index(new)
+            self.merged = dict(sorted(self.merged.items()))
+        self._by_free, self._by_load = list(self._base_by_free), list(self._base_by_load)
+        self._free = dict(self._uncommitted)
+        self._slots: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+        self._closed: set[int] = set()
+        self.num_given = 0
+        """Grows with whatever changes the free tokens of an instance."""
+
+    def _rebuild(self) -> None:
+        self._home, self._uncommitted, self._base_by_free, self._base_by_load = {}, {}, [], []
+        self.merged: dict[int, InstanceView] = {}
+        """Instances above the base degree."""
+        self.unsteady: dict[int, InstanceView] = {}
+        """Instances that are in transition or draining."""
+        for instance in self._instances:
+            self._index(instance, sort=False)
+        self._base_by_free.sort()
+        self._base_by_load.sort()
+
+    def _index(self, instance: InstanceView, remove: bool = False, sort: bool = True) -> None:
+        """Put an instance into all tables, or take it out."""
+        number = instance.id
+        steady = instance.transition_to is None and not instance.draining
+        if remove:
+            if steady and instance.free_slots > 0:
+                _discard(self._base_by_free, (self._uncommitted[number], -number))
+                _discard(self._base_by_load, (self._view.has_long(instance), instance.load, number))
+            self.merged.pop(number, None)
+            self.unsteady.pop(number, None)
+            return
+        free = instance.free_tokens - sum(self._growth_of(request) for request in instance.running)
+        self._uncommitted[number] = free
+        for device in instance.devices:
+            self._home[device] = instance
+        if not steady:
+            self.unsteady[number] = instance
+        if instance.degree > self._view.base_degree:
+            self.merged[number] = instance
+        if steady and instance.free_slots > 0:
+            put = insort if sort else list.append
+            put(self._base_by_free, (free, -number))
+            put(self._base_by_load, (self._view.has_long(instance), instance.load, number))
 
     def _growth_of(self, request: RunningRequest) -> int:
         """Tokens kept free for a running request: a page, and the reserved share of what may come."""
@@ -37,55 +101,145 @@ class Room:
             request.prompt_tokens + min(left, self._view.page_size + int(self._growth * left))
         )
 
+    @property
+    def open(self) -> Iterator[InstanceView]:
+        """Instances that take requests, in the order of devices."""
+        closed, unsteady = self._closed, self.unsteady
+        return (i for i in self._instances if i.id not in closed and i.id not in unsteady)
+
+    @property
+    def any_open(self) -> bool:
+        """Some instance takes requests, and has a slot."""
+        return bool(self._by_free)
+
+    def members(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
+        """Instances that have any of these devices."""
+        found = {i.id: i for device in devices if (i := self._home.get(device)) is not None}
+        return tuple(found.values())
+
     def free(self, instance: InstanceView) -> int:
         """Tokens that no one has or was promised; below zero where more was promised than there is."""
         return self._free[instance.id]
 
+    def has_slot(self, instance: InstanceView) -> bool:
+        """It can run one more request."""
+        return self._slots.get(instance.id, instance.free_slots) > 0
+
     def load(self, instance: InstanceView) -> float:
         """The instance's load with what was given to it since the snapshot: prompts yet to be computed."""
-        return instance.load + 2 * self._given[instance.id] / instance.capacity_tokens
+        return instance.load + 2 * self._given.get(instance.id, 0) / instance.capacity_tokens
 
     def takes(self, instance: InstanceView) -> bool:
         """It is not closed."""
-        return any(i.id == instance.id for i in self.open)
+        return instance.id not in self._closed and instance.id not in self.unsteady
 
     def close(self, instance: InstanceView) -> None:
         """Keep everybody else away."""
-        self.open = [i for i in self.open if i.id != instance.id]
+        if self.takes(instance):
+            self._unlist(instance)
+            self._closed.add(instance.id)
+
+    def _unlist(self, instance: InstanceView) -> None:
+        if self.has_slot(instance):
+            _discard(self._by_free, (self._free[instance.id], -instance.id))
+            _discard(self._by_load, (self._view.has_long(instance), self.load(instance), instance.id))
+
+    def _list(self, instance: InstanceView) -> None:
+        if self.has_slot(instance):
+            insort(self._by_free, (self._free[instance.id], -instance.id))
+            insort(self._by_load, (self._view.has_long(instance), self.load(instance), instance.id))
 
     def keep_for(self, request: WaitingRequest) -> None:
         """Keep everybody else away from where a request that finds no room now will find it first."""
-        if fitting := [i for i in self.open if i.capacity_tokens >= request.max_total_tokens]:
-            self.close(max(fitting, key=lambda i: (self._free[i.id], -i.id)))
+        for _, number in reversed(self._by_free):
+            if (instance := self._home[-number]).capacity_tokens >= request.max_total_tokens:
+                return self.close(instance)
+        return None
 
     def set_aside(self, instance: InstanceView, request: WaitingRequest, freed: int) -> None:
         """Keep room for a request that goes to an instance once others have freed that many tokens. Until then the rest
         of the instance may be given away."""
-        self._free[instance.id] += min(freed - self.need(request), 0)
+        self._take(instance, -min(freed - self.need(request), 0))
+
+    def _take(self, instance: InstanceView, tokens: int, given: int = 0, slots: int = 0) -> None:
+        listed = self.takes(instance)
+        if listed:
+            self._unlist(instance)
+        number = instance.id
+        self._free[number] -= tokens
+        self._slots[number] = self._slots.get(number, instance.free_slots) - slots
+        self._given[number] = self._given.get(number, 0) + given
+        self.num_given += 1
+        if listed:
+            self._list(instance)
+
+    def num_with_room(self, request: WaitingRequest) -> int:
+        """Open instances with that many free tokens, whatever their capacity."""
+        return len(self._by_free) - bisect_left(self._by_free, (self.need(request), -(2**31)))
+
+    def by_load(self) -> Iterable[InstanceView]:
+        """Open instances with a slot, those without long requests first, and of these the least loaded first."""
+        return (self._home[number] for _, _, number in self._by_load)
 
     def with_room(self, request: WaitingRequest) -> list[InstanceView]:
         """Open instances with room for a request now, and capacity for what it may grow to."""
-        need = self.need(request)
-        return [
-            i
-            for i in self.open
-            if i.capacity_tokens >= request.max_total_tokens and self._slots[i.id] > 0 and self._free[i.id] >= need
-        ]
+        first = bisect_left(self._by_free, (self.need(request), -(2**31)))
+        options = (self._home[-number] for _, number in self._by_free[first:])
+        return [i for i in options if i.capacity_tokens >= request.max_total_tokens]
 
     def give(self, instance: InstanceView, request: WaitingRequest) -> None:
         """Take a request's tokens and slot."""
-        self._free[instance.id] -= self.need(request)
-        self._slots[instance.id] -= 1
-        self._given[instance.id] += request.prompt_tokens
+        self._take(instance, self.need(request), request.prompt_tokens, 1)
 
     def freed_by(self, request: RunningRequest) -> int:
         """Tokens that the end of a running request would free."""
         return self._view.whole_pages(request.num_tokens) + self._growth_of(request)
 
+    def freed_by_long(self, instance: InstanceView) -> int:
+        """Tokens that an instance has more once its long requests are done."""
+        view = self._view
+        if not view.has_long(instance):
+            return 0
+        return self._remembered(
+            "freed_by_long",
+            instance,
+            lambda: sum(self.freed_by(r) for r in instance.running if view.is_long(r.max_total_tokens)),
+        )
+
+    def victims(self, instance: InstanceView, rank: tuple[bool, int], order: QueueOrder) -> Victims:
+        """Running requests that may be preempted for one of a rank, the last in the queue first.
+
+        Returns their places in the queue, the tokens that they and those before them would free, and themselves.
+        """
+
+        def find() -> Victims:
+            now_s = self._view.now_s  # a request that runs does not begin to starve
+            lower = [r for r in instance.running if r.rank > rank and not order.starves(r, now_s)]
+            lower.sort(key=order.due_key, reverse=True)
+            freed = list(itertools.accumulate(self.freed_by(request) for request in lower))
+            return [order.due_key(request) for request in lower], freed, lower
+
+        return self._remembered(("victims", rank), instance, find)
+
+    def _remembered(self, name: Hashable, instance: InstanceView, find: Callable[[], T]) -> T:
+        """What follows from the view of an instance alone, found once as long as the executor shows the same one."""
+        known = self._known.setdefault(name, {})
+        seen, value = known.get(instance.id, (None, None))
+        if seen is not instance:
+            value = find()
+            known[instance.id] = instance, value
+        return cast(T, value)
+
     def merged_free(self, members: tuple[InstanceView, ...], degree: int) -> int:
         """Free tokens of the instance of `degree` that `members` would merge into."""
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
+
+
+def _discard(entries: list, entry: tuple) -> None:
+    place = bisect_left(entries, entry)
+    assert entries[place] == entry, "it was listed"
+    del entries[place]
 
 
 def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:

@@ -5,7 +5,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 
-from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp
+from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, unknown
 from serving.scheduler.backoff import Backoff, BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.policy import Policy
@@ -71,9 +71,14 @@ class Scheduler:
                 self.counters.transformations_failed += 1
                 self._log(action, "failed", retry_s=self._backoff.refuse(action, view.now_s))
         refused = view.refused | self._backoff.refused_transformations(view.now_s)
-        view = dataclasses.replace(view, refused=refused)
+        if refused != view.refused:
+            view = dataclasses.replace(view, refused=refused)
         decisions = []
         for action in self.policy.decide(view):
+            if (problem := unknown(action)) is not None:
+                self.counters.refused += 1
+                logger.error("policy=%s asked for what no executor knows: %s", self.policy.name, problem)
+                continue
             if self._backoff.blocks(action, view.now_s):
                 self.counters.held_back += 1
                 continue
@@ -105,9 +110,11 @@ class Scheduler:
 
     def _log(self, action: Action, outcome: str, **more: str | float) -> None:
         """One line a decision: `key=value`, and the same as a dict in the record's `decision`."""
+        level = logging.INFO if outcome == "accepted" else logging.WARNING
+        if not logger.isEnabledFor(level):
+            return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}
         record |= dataclasses.asdict(action) | {"outcome": outcome} | more
-        level = logging.INFO if outcome == "accepted" else logging.WARNING
         logger.log(level, " ".join(f"{k}={_quoted(v)}" for k, v in record.items()), extra={"decision": record})
 
 

@@ -15,6 +15,7 @@ class StaticPolicy:
 
     def __init__(self, admission: Admission | None = None, reserved_growth: float = 0.0):
         self._admission, self._reserved_growth = admission or Admission(), reserved_growth
+        self._index = self._admission.index()
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -22,10 +23,16 @@ class StaticPolicy:
             return []
         largest = max(view.instances, key=lambda i: i.capacity_tokens)
         holder = f"the largest instance, TP{largest.degree},"
-        rejects, queue = self._admission.screen(view, largest.capacity_tokens, holder)
+        self._index.update(view.queue)
+        rejects = self._admission.turn_away(view, self._index, largest.capacity_tokens, holder)
+        gone = {reject.request_id for reject in rejects}
         actions: list[Action] = [*rejects]
         room = Room(view, self._reserved_growth)
-        for request in queue:
+        for request in self._index.ordered(view.now_s):
+            if request.request_id in gone:
+                continue
+            if not room.any_open:
+                break
             if options := room.with_room(request):
                 instance = min(options, key=lambda i: (room.load(i), i.id))
                 reason = f"least loaded of {len(options)} with room: load {room.load(instance):.2f}"

@@ -3,9 +3,11 @@
 Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+
+from serving.scheduler.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,29 @@ class WaitingRequest:
     """When it is of no use to the client any more; None: never."""
     started: bool = False
     """It ran before and was preempted. It is never turned away for a full queue."""
+    waiting_since_s: float | None = None
+    """Now less the seconds that it has waited in all, the time that it ran left out; None: since its arrival."""
+    ttft_slo_s: float | None = None
+    """Seconds after its arrival by which its first token should come; None: the policy's."""
+    tpot_slo_s: float | None = None
+    """Seconds that each further token should take at most; None: the policy's."""
     beyond_share: bool = False
     """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
     that are within theirs."""
+
+    @property
+    def since_s(self) -> float:
+        """Now less the seconds that it has waited in all."""
+        return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds that it has waited in all."""
+        return now_s - self.since_s
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
@@ -39,12 +61,23 @@ class RunningRequest:
     max_total_tokens: int
     """Most tokens that it may grow to."""
     uncomputed_tokens: int = 0
-    """Of its prompt, tokens that are still to be computed."""
+    """Tokens that are still to be computed before it decodes: of its prompt, and of its output after a preemption."""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     beyond_share: bool = False
     """As of a `WaitingRequest`: it may be preempted for one that is within its client's share."""
+    queued_s: float = 0.0
+    """Seconds that it waited in all before it ran. It would wait again with these behind it."""
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds that it has waited in all; `now_s` makes no difference while it runs."""
+        return self.queued_s
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
@@ -65,6 +98,8 @@ class InstanceView:
     """Degree that its devices change to; None when they are not being transformed. Takes no requests then."""
     draining: bool = False
     """An operator keeps new requests away from it."""
+    step_s: float | None = None
+    """Seconds that its recent decode steps took; None before the first."""
 
     @property
     def degree(self) -> int:
@@ -75,7 +110,17 @@ class InstanceView:
     def used_tokens(self) -> int:
         return self.capacity_tokens - self.free_tokens
 
-    @property
+    @cached_property
+    def largest(self) -> int:
+        """Most tokens that any of its requests may grow to; 0 if it runs none."""
+        return max((request.max_total_tokens for request in self.running), default=0)
+
+    @cached_property
+    def last_rank(self) -> tuple[bool, int]:
+        """The highest rank of its requests, which are preempted first: see `RunningRequest.rank`."""
+        return max((request.rank for request in self.running), default=(False, -(2**31)))
+
+    @cached_property
     def load(self) -> float:
         """Share of the KV cache in use, with prompt tokens that are still to be computed counted twice."""
         return (self.used_tokens + sum(r.uncomputed_tokens for r in self.running)) / self.capacity_tokens
@@ -100,7 +145,8 @@ class ClusterView:
 
     now_s: float
     instances: tuple[InstanceView, ...]
-    queue: tuple[WaitingRequest, ...]
+    queue: Collection[WaitingRequest]
+    """In any order. A `QueueSnapshot` where the executor keeps a `WaitingQueue`, else a tuple."""
     degrees: tuple[DegreeLimits, ...]
     """Of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
     num_devices: int
@@ -115,6 +161,8 @@ class ClusterView:
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
     """Transformations (devices, degree) that were refused or failed a moment ago, or whose programs are being compiled:
     not to be asked for now."""
+    timing: Timing = field(default_factory=Timing)
+    """What steps and transformations take here."""
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:
@@ -130,9 +178,14 @@ class ClusterView:
         """A request that an instance of the base degree could not hold, were it empty."""
         return max_total_tokens > self.limits[self.base_degree].capacity_tokens
 
+    def keeps_weights(self, instance: InstanceView) -> bool:
+        """It holds less than its degree can: it was merged without releasing weights. Split and merged again, it would
+        hold more."""
+        return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
+
     def has_long(self, instance: InstanceView) -> bool:
         """It runs a long request."""
-        return any(self.is_long(request.max_total_tokens) for request in instance.running)
+        return self.is_long(instance.largest)
 
     def degree_for(self, max_total_tokens: int) -> int | None:
         """The least degree, from the base degree on, whose instances hold a request when empty; None if none does.

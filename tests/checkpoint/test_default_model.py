@@ -100,7 +100,7 @@ def test_weights_are_the_files_own(default_model):
 
 
 def next_token(checkpoint: SafetensorsCheckpoint, ids: list[int]) -> int:
-    """The likeliest next token by a plain Llama pass in NumPy, with Hugging Face's rotary layout."""
+    """The most probable next token by a plain Llama pass in NumPy, with Hugging Face's rotary layout."""
     config = checkpoint.config
     heads, kv_heads, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import psutil
 import pytest
+from chunks import build_chunks
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
@@ -16,7 +17,8 @@ from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.weights.loading import WeightReader
-from amoeba_jax.weights.store import WeightStore, checkpoint_reader
+from amoeba_jax.weights.readers import checkpoint_reader
+from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 8, 32, 64, 300, 2
@@ -263,8 +265,8 @@ def test_chunks_are_the_same_whatever_the_number_of_threads(threads, tmp_path):
     reader = WeightReader(checkpoint_reader(checkpoint, dims), threads)
     store.load(reader, [Ledger(1 << 30)] * 2, lambda _: None)
     whole = GGUFCheckpoint(path)
-    for name, (_, spec) in store.specs.items():
-        for index, expected in enumerate(spec.build_chunks(whole.read, np.dtype(np.float32))):
+    for name, spec in store.specs.items():
+        for index, expected in enumerate(build_chunks(spec, whole.read, np.dtype(np.float32))):
             for device in range(2):
                 np.testing.assert_array_equal(np.asarray(store.chunk(device, name, index)), expected, err_msg=name)
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_checks import TIMEOUT_S, forget_prefixes
+from harness import engine_of, in_dispatcher, registry_of
+from serving_checks import forget_prefixes
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.accumulate import wait_for
@@ -37,7 +38,9 @@ MAX_ROUNDS = 600
 """Steps after which a load that has not ended never will."""
 NO_MEMORY = "RESOURCE_EXHAUSTED: injected"
 DONATED: dict[str, tuple[int, ...]] = {
-    "step": (1,),
+    "step": (1, 2),
+    "split": (0,),
+    "join": (0,),
     "draw_full": (2,),
     "set_state": (0, 1),
     "page_copy": (0,),
@@ -99,7 +102,7 @@ class Load:
     def run(self) -> Outcome:
         """Raises what ends the engine, and `AssertionError` where requests never end."""
         forget_prefixes(self._llm)
-        self._llm._dispatcher.call(self._drive, self._llm._engine).result(TIMEOUT_S)
+        in_dispatcher(self._llm, self._drive, engine_of(self._llm))
         for name, (request, deliveries) in self._asked.items():
             try:
                 outputs = wait_for(request, deliveries).outputs
@@ -120,7 +123,7 @@ class Load:
     def _submit(self, engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> None:
         for name, (prompt, params) in asked.items():
             deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-            request = self._llm._request(prompt, params, deliveries.put, name, None, every_token=False)
+            request = registry_of(self._llm).make(prompt, params, deliveries.put, name, None, every_token=False)
             for sequence in request.sequences:
                 self._wrap_sink(name, sequence)
             self._asked[name] = request, deliveries
@@ -133,7 +136,7 @@ class Load:
     def _transform(self, engine: Engine, degree: int) -> None:
         error: BaseException | None = None
         try:
-            report = engine.transform(TransformOptions(degree, (0, 1), self._variant))
+            report = engine.transform(TransformOptions(degree, (0, 1), self._variant, layers_per_step=1))
             self._until(engine, lambda: not engine.transformations.busy)
             error = report.exception(timeout=0)
         except (RequestError, TransformError) as refused:
@@ -182,7 +185,7 @@ class Faults:
     def injected(self, llm: LLM) -> Iterator["Faults"]:
         """While this lasts. The programs that are to fail when they are made are dropped first."""
         if self.how in ("compile", "load"):
-            llm._dispatcher.call(drop_programs, llm._engine, self.kind).result(TIMEOUT_S)
+            in_dispatcher(llm, drop_programs, engine_of(llm), self.kind)
         get, compile_program, read = Executables.get, executables_module.compile_program, Instance._read
         load, when_ready = PortableProgram.load, Instance.when_ready
 

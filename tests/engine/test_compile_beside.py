@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 from transform_cases import Background, requests, tokens, wait_until_decoding
@@ -17,7 +18,8 @@ from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramRequest
 from serving.runtime.metrics import ServerMetrics
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -54,7 +56,7 @@ class Gate:
     def __init__(self, llm: LLM):
         self.open = threading.Event()
         self.held: list[str] = []
-        self._background = background = llm._engine.cluster.executables.background
+        self._background = background = engine_of(llm).cluster.executables.background
         compile = background._compile
 
         def waiting(wanted: list[ProgramRequest]):
@@ -172,7 +174,7 @@ def test_a_warmup_in_the_background(directory: Path):
         gate.open.set()
         assert waiting.result(TIMEOUT_S).tensor_parallel_size == 2
         wait_until(lambda: all(it.ready for it in llm.stats.degrees))
-        assert llm._engine.cluster.executables.complete
+        assert engine_of(llm).cluster.executables.complete
         assert tokens(llm.generate(*asked)) == got
         llm.transform(1, wait_for_programs=False)
         assert llm.stats.late_programs == 0
@@ -198,7 +200,7 @@ def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
         short, long = [[1, 2, 3]], [list(range(1, 81))]
         waiting = Background(llm, long, greedy(8))
         assert len(tokens(llm.generate(short, greedy(8)))[0][0]) == 8
-        view = llm._dispatcher.call(scheduling._hook.scheduler.executor.snapshot).result(TIMEOUT_S)
+        view = in_dispatcher(llm, scheduling._hook.scheduler.executor.snapshot)
         assert [(limits.degree, limits.ready) for limits in view.degrees] == [(1, True), (2, False)]
         assert ((0, 1), 2) in view.refused
         assert scheduling.counters.refused == scheduling.counters.scale_ups == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import engine_of
 from tiny_models import tiny_model
 
 from amoeba_jax import LLM, SamplingParams
@@ -52,8 +53,8 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
 
 def smallest_memory(llm: LLM, num_pages: int) -> int:
     """A device budget that leaves the KV cache that many pages."""
-    plan = llm._engine.cluster.memory_plan
-    fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes
+    plan = engine_of(llm).cluster.memory_plan
+    fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes + plan.hidden_bytes
     return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers
 
 

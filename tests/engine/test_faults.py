@@ -17,6 +17,7 @@ import jax
 import pytest
 from device_memory import live_bytes
 from fault_cases import NO_MEMORY, Faults, Load, Outcome, only_fault
+from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 
@@ -43,22 +44,23 @@ SETTINGS: dict[str, Any] = {
 MOVERS = {"migrate": TransformVariant.BASIC, "defragment": TransformVariant.BASIC}
 """Variants that need programs which the default one does not."""
 CALLS = {
-    "step": 204,
+    "step": 126,
+    "head": 39,
     "draw_full": 31,
     "exchange": 9,
     "set_state": 7,
-    "draw": 6,
     "page_copy": 6,
     "restore": 6,
     "migrate": 6,
     "defragment": 6,
-    "split": 5,
+    "draw": 6,
     "join": 5,
+    "split": 2,
     "token_logprobs": 1,
     "take_column": 1,
 }
 """Of each kind of program in one load."""
-RESULTS = ("step", "draw", "draw_full", "token_logprobs", "take_column")
+RESULTS = ("head", "draw", "draw_full", "token_logprobs", "take_column")
 """Programs whose results the host reads soon."""
 
 
@@ -97,7 +99,7 @@ def no_records() -> Iterator[None]:
 
 def ledgers(llm: LLM) -> list[dict[Any, int]]:
     """Each device's, but for what has no bytes."""
-    return [{key: size for key, size in it.entries.items() if size} for it in llm._engine.cluster.ledgers]
+    return [{key: size for key, size in it.entries.items() if size} for it in engine_of(llm).cluster.ledgers]
 
 
 def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dict[Any, int]]) -> None:
@@ -115,7 +117,7 @@ def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dic
     check_idle(llm)
     assert ledgers(llm) == before
     page = llm.dims.pages.page_elems * 4
-    for device, ledger in enumerate(llm._engine.cluster.ledgers):
+    for device, ledger in enumerate(engine_of(llm).cluster.ledgers):
         # Inputs of the last steps are not booked.
         assert 0 <= live_bytes()[device] - ledger.live_bytes < 8 * page + ELSEWHERE.get(device, 0)
 
@@ -189,9 +191,9 @@ def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any]
     outcome = Outcome()
 
     def drive() -> None:
-        load._drive(llm._engine)
+        load._drive(engine_of(llm))
 
-    llm._dispatcher.call(drive).result(TIMEOUT_S)
+    in_dispatcher(llm, drive)
     assert [sequence.finish_reason for sequence in broken] == ["abort"]
     for asked, (request, deliveries) in load._asked.items():
         if asked != name:
@@ -199,7 +201,7 @@ def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any]
             assert not isinstance(delivery, BaseException)
             outcome.requests[asked] = tuple(completion.token_ids for completion in delivery.completions)
         else:
-            llm._end([request])
+            registry_of(llm).end([request])
     check(llm, outcome, expected, before)
 
 
@@ -207,10 +209,10 @@ def test_a_caller_that_takes_no_output_harms_no_other(llm: LLM, expected: dict[s
     def raising(_: object) -> None:
         raise ZeroDivisionError
 
-    request: Request = llm._request([1, 2, 3], None, raising, "broken", None)
-    llm._dispatcher.call(llm._engine.submit, [request.sequences[0]]).result(TIMEOUT_S)
+    request: Request = registry_of(llm).make([1, 2, 3], None, raising, "broken", None)
+    in_dispatcher(llm, engine_of(llm).submit, [request.sequences[0]])
     assert Load(llm).run().tokens == expected
-    llm._end([request])
+    registry_of(llm).end([request])
 
 
 _FULL_DISK = """

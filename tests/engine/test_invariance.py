@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import engine_of
 from serving_checks import alone, check_idle, forget_prefixes
 from tiny_models import tiny_model
 
@@ -138,7 +139,7 @@ def test_at_every_degree_on_every_instance(reference: Reference, num_devices: in
     with LLM(reference.directory, num_devices=num_devices, **reference.settings) as llm:
         for tp in (1, 2, 4)[: num_devices.bit_length()]:
             llm.set_layout(tp)
-            instances = llm._engine.instances
+            instances = engine_of(llm).instances
             for index, (prompt, params) in enumerate(zip(reference.prompts, reference.params, strict=True)):
                 launched = [instance.num_launched for instance in instances]
                 # As many at once as there are instances: one each.

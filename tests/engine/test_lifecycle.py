@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from device_memory import live_bytes
+from harness import registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import ragged_prompts, tiny_model
 
@@ -163,7 +164,7 @@ def test_abandoned_stream_may_be_collected_while_requests_are_registered(llm: LL
         holder["self"] = holder
         next(holder["stream"])
         del holder
-        with llm._lock:
+        with registry_of(llm)._lock:
             gc.collect()
 
     with other_thread(collect):

@@ -1,5 +1,6 @@
 """Weights exist once per device, views share their buffers, and every byte has an owner."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device_memory import live_bytes
+from harness import engine_of
 from tiny_models import tiny_config, tiny_model
 from transform_cases import Background, after_each_switch, requests, wait_until_decoding
 
@@ -62,10 +64,10 @@ def test_report_has_what_a_transformation_takes_on_its_devices_alone(
 ):
     settings = {"device_memory": "32MiB", "page_size": 8, "kv_cache_tokens": 1024, "max_num_batched_tokens": 16}
     with LLM(directory, num_devices=4, compile_cache=compile_cache, progress=False, **settings) as llm:
-        before, staging = llm.memory(), llm._engine.cluster.memory_plan.staging_bytes
+        before, staging = llm.memory(), engine_of(llm).cluster.memory_plan.staging_bytes
         assert len(before.reserved_bytes) == 4
         reports = []
-        after_each_switch(monkeypatch, lambda transition: reports.append(memory_report(llm._engine)))
+        after_each_switch(monkeypatch, lambda transition: reports.append(memory_report(engine_of(llm))))
         running = Background(llm, *requests(8, max_tokens=64))
         wait_until_decoding(llm, 8)
         extra = llm.transform(2, devices=[2, 3], variant="basic").extra_bytes
@@ -81,7 +83,7 @@ def test_report_has_what_a_transformation_takes_on_its_devices_alone(
 def test_weights_exist_once_per_device(llm: LLM):
     """The bytes of weights are those of one padded model: no layout brings a second copy."""
     owners = llm.memory().by_owner(0)
-    weights = sum(size for owner, size in owners.items() if owner not in ("kv cache", "sampling"))
+    weights = sum(size for owner, size in owners.items() if owner not in ("kv cache", "sampling", "hidden states"))
     config = tiny_config("qwen2")
     hidden, ffn_chunk, vocab_chunk = 48, llm.dims.ffn_chunk, llm.dims.vocab_chunk
     heads = llm.dims.heads
@@ -94,12 +96,12 @@ def test_weights_exist_once_per_device(llm: LLM):
 
 def test_views_share_the_tp1_buffers(llm: LLM):
     """Pointers of TP2 and TP4 arrays are those of the chunks on each device, at their places."""
-    store, pool = llm._engine.cluster.weights, llm._engine.cluster.sub_meshes
-    (plan,) = llm._engine.cluster.plans
-    for tp in (1, 2, 4):
+    store, pool = engine_of(llm).cluster.weights, engine_of(llm).cluster.sub_meshes
+    plan = engine_of(llm).cluster.plan
+    for tp, segment in itertools.product((1, 2, 4), (*plan.segments, plan.head)):
         for group in pool.groups(tp):
-            variables = leaf_variables(Segment(llm.dims, plan, tp))
-            for variable, array in zip(variables, store.view(group, plan), strict=True):
+            variables = leaf_variables(Segment(llm.dims, segment, tp))
+            for variable, array in zip(variables, store.view(group, segment), strict=True):
                 metadata = variable.get_metadata()
                 spec: ParamSpec = metadata["spec"]
                 for rank, device in enumerate(group.device_indices):
@@ -118,9 +120,8 @@ def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
     def pointers() -> set[tuple[int, int]]:
         return {
             (shard.device.id, shard.data.unsafe_buffer_pointer())
-            for instance in llm._engine.instances
-            for extents in instance.kv
-            for extent in extents
+            for instance in engine_of(llm).instances
+            for extent in instance.site.extents()
             for shard in extent.addressable_shards
         }
 
@@ -133,7 +134,7 @@ def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
 
 def test_ffn_chunks_are_extents_of_the_cache(llm: LLM):
     """A releasable chunk has the row length and dtype of a KV extent."""
-    store, kv = llm._engine.cluster.weights, llm._engine.instances[0].kv
+    store, kv = engine_of(llm).cluster.weights, engine_of(llm).instances[0].site.kv
     for name in ("layers.0.mlp.gate_up", "layers.1.mlp.down"):
         for index in range(4):
             chunk = store.chunk(0, name, index)
@@ -161,7 +162,7 @@ def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: s
     outputs = []
     for transform_attention in (False, True):
         with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:
-            chunk = llm._engine.cluster.weights.chunk(1, "layers.0.attention.qkv", 2)
+            chunk = engine_of(llm).cluster.weights.chunk(1, "layers.0.attention.qkv", 2)
             assert (chunk.shape[1] == llm.dims.pages.page_elems) == transform_attention
             outputs.append(llm.logits(PROMPT))
             llm.set_layout(4)
@@ -174,8 +175,8 @@ def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str):
     with pytest.warns(UserWarning, match="bfloat16") if old_jax else nullcontext():
         llm = LLM(directory, dtype="bfloat16", device_memory="32MiB", compile_cache=compile_cache, progress=False)
     with llm:
-        assert llm._engine.instances[0].kv[0][0].dtype == jnp.bfloat16
-        assert llm._engine.cluster.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
+        assert engine_of(llm).instances[0].site.kv[0][0].dtype == jnp.bfloat16
+        assert engine_of(llm).cluster.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
         assert np.isfinite(llm.logits(PROMPT)).all()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import poison, tiny_model
 
@@ -61,10 +62,10 @@ def has_nan(llm: LLM) -> bool:
     """Whether anything in the cache is NaN."""
 
     def look() -> bool:
-        kv = [extent for instance in llm._engine.instances for layer in instance.kv for extent in layer]
+        kv = [extent for instance in engine_of(llm).instances for extent in instance.site.extents()]
         return any(bool(jnp.isnan(extent).any()) for extent in kv)
 
-    return llm._dispatcher.call(look).result(TIMEOUT_S)
+    return in_dispatcher(llm, look)
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
@@ -141,11 +142,11 @@ def test_damaged_pages_are_not_found_again(idle: LLM):
     expected = tokens(idle.generate(prompt, GREEDY)[0])
 
     def damage() -> None:
-        for instance in idle._engine.instances:
-            for layer in instance.kv:
+        for instance in engine_of(idle).instances:
+            for layer in instance.site.kv:
                 layer[:] = [jnp.full_like(extent, np.nan) for extent in layer]
 
-    idle._dispatcher.call(damage).result(TIMEOUT_S)
+    in_dispatcher(idle, damage)
     with pytest.raises(NotANumberError):
         idle.generate([*prompt, 51], GREEDY)
     found = idle.stats.cached_tokens

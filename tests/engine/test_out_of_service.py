@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from device_memory import live_bytes
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
 from transform_cases import SHARED, Background, decoding, make, requests, tokens, wait_until_decoding
@@ -62,18 +63,18 @@ class NoMemory:
 
 def revive(llm: LLM) -> None:
     """Have the engine bring back what is out of service, as its loop does once a second."""
-    cluster = llm._engine.cluster
+    cluster = engine_of(llm).cluster
 
     def now() -> None:
         cluster._next_revival_s = 0.0
         cluster.revive()
 
-    llm._dispatcher.call(now).result(TIMEOUT_S)
+    in_dispatcher(llm, now)
 
 
 def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
     """Each device's ledger, and its live bytes that the ledger does not have."""
-    ledgers, live = llm._engine.cluster.ledgers, live_bytes()
+    ledgers, live = engine_of(llm).cluster.ledgers, live_bytes()
     unbooked = [live[device] - ledger.live_bytes for device, ledger in enumerate(ledgers)]
     return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
 
@@ -140,7 +141,7 @@ def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monke
     """Though the error, whose frames hold it, lives on as the cause of the one that the caller gets."""
     idle.transform(2, [0, 1])
     take_back, make_instance, reads, live = Cluster.take_back, Cluster.empty_instance, [], []
-    ledgers, (_, unbooked) = idle._engine.cluster.ledgers[:2], booked(idle)
+    ledgers, (_, unbooked) = engine_of(idle).cluster.ledgers[:2], booked(idle)
 
     def counted(*arguments: Any) -> Any:
         reads.append(memory.count)
@@ -186,7 +187,7 @@ def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pyte
 
 def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """The more apart the longer an attempt takes, and not at all while nothing is out of service."""
-    cluster, now, tried = idle._engine.cluster, [100.0], []
+    cluster, now, tried = engine_of(idle).cluster, [100.0], []
 
     def fails(*arguments: Any) -> Any:
         tried.append(now[0])
@@ -200,13 +201,13 @@ def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Cluster, "empty_instance", fails)
-        assert not idle._dispatcher.call(cluster.revive).result(TIMEOUT_S)
+        assert not in_dispatcher(idle, cluster.revive)
         assert tried == []
     with monkeypatch.context() as patch:
         patch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         lose(idle, 2, [0, 1])
         patch.setattr(Cluster, "empty_instance", fails)
-        idle._dispatcher.call(time_passes).result(TIMEOUT_S)
+        in_dispatcher(idle, time_passes)
         assert tried == pytest.approx([101.1, 103.1, 141.6, 143.6]), "two groups each time"
     revive(idle)
     assert not cluster.lost

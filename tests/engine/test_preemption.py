@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from harness import registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 from transform_cases import Background, wait_until_decoding
@@ -98,20 +99,20 @@ def test_default_ids_and_those_of_callers_never_meet(llm: LLM):
 def test_one_of_many_that_became_too_long_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Instances split between the moment at which a request is checked and that at which it is submitted."""
     _, small = capacities(llm)
-    submit = llm._submit
+    submit = registry_of(llm).submit
 
     def split_first(requests: list) -> None:
-        monkeypatch.setattr(llm, "_submit", submit)
+        monkeypatch.setattr(registry_of(llm), "submit", submit)
         llm.transform(1, [0, 1])
         submit(requests)
 
-    monkeypatch.setattr(llm, "_submit", split_first)
+    monkeypatch.setattr(registry_of(llm), "submit", split_first)
     try:
         long, short = llm.generate([prompt(small + 8), prompt(8)], low(4))
         assert long.error is not None
         assert "over the limit" in long.error
         assert len(short.outputs[0].token_ids) == 4
-        monkeypatch.setattr(llm, "_submit", submit)
+        monkeypatch.setattr(registry_of(llm), "submit", submit)
         with pytest.raises(RequestError, match="over the limit"):
             llm.generate([prompt(small + 8)], low(4))
     finally:

@@ -7,13 +7,14 @@ import pytest
 
 from amoeba_jax.programs.restore import compile_restore, source_place
 from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source
 from sharding.release import released_chunks
 
 MAX_TP, PAGES, PAGE_ELEMS, STEP_PAGES = 4, 13, 96, 5
 SPEC = ParamSpec(
     "gate_up", (Source("w", (MAX_TP * PAGES, PAGE_ELEMS)),), (PAGES, PAGE_ELEMS), MAX_TP, "sharded", PAGE_ELEMS,
-    strided=True,
+    strided=True, owner=Owner.FFN,
 )  # fmt: skip
 
 

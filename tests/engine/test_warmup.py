@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_watch import CompileWatch
+from harness import engine_of
 from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
@@ -22,7 +24,6 @@ from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
 from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
 from amoeba_jax.programs.program_store import ProgramStore
-from serving.commands.compile_watch import CompileWatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -133,7 +134,7 @@ def test_warmup_drops_cached_pages_that_it_may_write_over(directory: Path, compi
 
 def test_registry_lists_every_program(llm: LLM):
     infos = llm.executables()
-    engine = llm._engine
+    engine = engine_of(llm)
     wanted = catalogue(engine.cluster.plan, engine.cluster.executables, (1, 2))
     assert {info.name for info in infos} == {str(request) for request in wanted}
     for info in infos:
@@ -177,7 +178,7 @@ def test_error_of_one_program_ends_the_others():
 
 def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """The one whose program is not there: here by the name of one that no warm-up made."""
-    requests = llm._engine.cluster.executables.requests
+    requests = engine_of(llm).cluster.executables.requests
     draw_full = requests.draw_full
     monkeypatch.setattr(requests, "draw_full", lambda *sizes: draw_full(*sizes[:-1], sizes[-1] + 1))
     params = SamplingParams(temperature=0, max_tokens=4, bad_words=["ab"], ignore_eos=True)
@@ -191,7 +192,7 @@ def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.Mon
 
 
 def test_one_program_draws_with_all_options_for_a_number_of_rows(llm: LLM):
-    cluster = llm._engine.cluster
+    cluster = engine_of(llm).cluster
     keys = [request.key for request in catalogue(cluster.plan, cluster.executables, (1, 2))]
     draws = [key for key in keys if isinstance(key, ProgramKey) and key.kind == "draw_full"]
     # By device and logits, `[V, R]`.
@@ -256,12 +257,12 @@ def test_late_programs_are_counted_and_named(directory: Path, compile_cache: str
         with caplog.at_level(logging.WARNING, "amoeba_jax"):
             llm.logits([1, 2, 3], decode_from=2)
         assert llm.stats.late_programs == 1
-        assert "TP1[0] 1x1 1 layers embedding head (all)" in caplog.text
+        assert "TP1[0] head of 1 rows (all of 1 tokens)" in caplog.text
 
 
 def test_warmup_of_temporaries_over_the_budget_is_refused(directory: Path, compile_cache: str):
     with make(directory, compile_cache, num_devices=1) as llm:
-        cluster = llm._engine.cluster
+        cluster = engine_of(llm).cluster
         cluster._activation_bytes = 0
         cluster.ledgers[0].reserve("activations", 0)
         cluster.ledgers[0].add("something else", cluster.ledgers[0].free_bytes)

@@ -33,6 +33,19 @@ def test_only_the_latest_steps_count():
     assert pace.step_s == 0.5
 
 
+def test_steps_with_prompts_give_the_rate_of_prompts():
+    pace = Pace()
+    pace.take(0.0, 1.0, True, prompt_tokens=9)  # decodes only
+    assert pace.prompt_tokens_per_s is None
+    pace.take(1.0, 2.0, False, prompt_tokens=100)
+    pace.take(1.5, 5.0, False, prompt_tokens=300)  # behind the one before: it lasted 3 s
+    pace.take(5.0, 25.0, False)  # of a transformation
+    assert pace.prompt_tokens_per_s == 100.0
+    for start in range(100, 116):
+        pace.take(float(start), start + 0.5, False, prompt_tokens=5)
+    assert pace.prompt_tokens_per_s == 10.0
+
+
 @pytest.mark.parametrize(
     ("steps", "step_s", "overhead"),
     [(10, 0.1, 0.5), (10, 0.3, 0.0), (0, 0.1, None), (10, None, None)],

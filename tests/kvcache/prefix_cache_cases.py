@@ -38,4 +38,4 @@ def admit(cache: PrefixCache, tokens: range, salt: str = "") -> SequencePages:
 
 def state(cache: PrefixCache) -> tuple:
     blocks = [allocator.live_blocks() for allocator in cache.pool._allocators]
-    return blocks, list(cache._evictable), dict(cache._columns), cache.evicted_pages
+    return blocks, list(cache._evictable), dict(cache._columns)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from kvcache.allocator import BuddyAllocator
+from kvcache.extents import extent_starts
 from kvcache.geometry import PageGeometry
 from kvcache.page_copy import copy_pages
 from kvcache.pages import PagePool, SequencePages
@@ -142,7 +143,8 @@ def test_forked_sequence_writes_to_its_copy():
     for rank in range(2):
         extents = [jnp.arange(pages * geometry.page_elems, dtype=jnp.float32).reshape(pages, -1) for pages in (1, 2)]
         before = np.concatenate(extents).reshape(6, -1)
-        after = copy(extents, pool.extent_starts, 2, jnp.asarray(source[rank, None]), jnp.asarray(target[rank, None]))
+        ids = jnp.asarray(source[rank, None]), jnp.asarray(target[rank, None])
+        after = copy(extents, extent_starts((2, 4)), 2, *ids)
         rows = np.concatenate(after).reshape(6, -1)
         np.testing.assert_array_equal(rows[child.table[rank]], before[parent.table[rank]])
         np.testing.assert_array_equal(rows[parent.table[rank]], before[parent.table[rank]])

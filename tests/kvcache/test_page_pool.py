@@ -56,7 +56,7 @@ def test_allocation_is_all_or_nothing_on_unbalanced_ranks(tp, sizes, taken, num_
     free = pool.num_free_pages
     assert free == min(allocator.num_free(GEOMETRY.order(tp)) for allocator in allocators)
     if num_pages > free:
-        with pytest.raises(OutOfPagesError, match=f"{num_pages} pages at TP{tp}"):
+        with pytest.raises(OutOfPagesError, match=f"{num_pages} pages do not fit"):
             pool.allocate(num_pages)
     else:
         table = pool.allocate(num_pages)
@@ -122,7 +122,7 @@ def test_page_of_another_degree_is_refused():
     allocators = make_allocators((2,), (2,))
     PagePool(GEOMETRY, allocators[:1], 1).allocate(1)
     pool = PagePool(GEOMETRY, allocators, 2)
-    with pytest.raises(ValueError, match="unit 0 on rank 0 starts a block of 4 units; a TP2 page has 2"):
+    with pytest.raises(ValueError, match="unit 0 on rank 0 starts a block of 4 units; a page has 2 there"):
         pool.free(np.zeros((2, 1), np.int32))
     with pytest.raises(ValueError, match=r"shape \(1, 1\)"):
         pool.free(np.zeros((1, 1), np.int32))
@@ -138,14 +138,34 @@ def test_allocators_must_match_geometry_and_degree():
         PagePool(GEOMETRY, [allocators[0], BuddyAllocator(2)], 2)
 
 
-def test_extent_starts_are_local_ids_and_equal_on_all_ranks():
-    allocators = make_allocators((3, 1, 2), (3, 1, 2))
-    assert PagePool(GEOMETRY, allocators[:1], 1).extent_starts == (0, 3, 4, 6)
-    pool = PagePool(GEOMETRY, allocators, 2)
-    assert pool.extent_starts == (0, 6, 8, 12)
-    allocators[1].add_extent(1)
-    with pytest.raises(LayoutError, match="rank 1 has extents"):
-        pool.extent_starts  # noqa: B018
+def joined_pool() -> tuple[PagePool, list[BuddyAllocator]]:
+    """Pages of a TP1 pool of three and of a TP2 pool of six at once."""
+    allocators = make_allocators((3,), (3,), (3,))
+    return PagePool.joined([PagePool(GEOMETRY, allocators[:1], 1), PagePool(GEOMETRY, allocators[1:], 2)]), allocators
+
+
+def test_joined_pool_has_a_row_for_each_rank_and_as_many_pages_as_the_fullest():
+    pool, allocators = joined_pool()
+    assert (pool.tp, pool.num_total_pages, pool.total_by_rank()) == (3, 3, [3, 6, 6])
+    table = pool.allocate(2)
+    assert table.shape == (3, 2)
+    units = [GEOMETRY.units_per_page(1), GEOMETRY.units_per_page(2), GEOMETRY.units_per_page(2)]
+    for row, allocator, size in zip(table.tolist(), allocators, units, strict=True):
+        assert [block.unit for block in allocator.live_blocks()] == sorted(page * size for page in row)
+    assert pool.free_by_rank() == [1, 4, 4]
+    with pytest.raises(OutOfPagesError, match=r"room for \[1, 4, 4\]"):
+        pool.allocate(2)
+    pool.share(table[:, :1])
+    assert pool.references(table).tolist() == [2, 1]
+    pool.free(table)
+    pool.free(table[:, :1])
+    assert all(allocator.free_units == allocator.total_units for allocator in allocators)
+
+
+def test_pools_with_a_common_allocator_are_not_joined():
+    allocators = make_allocators((3,), (3,))
+    with pytest.raises(LayoutError, match="common allocator"):
+        PagePool.joined([PagePool(GEOMETRY, allocators[:1], 1), PagePool(GEOMETRY, allocators, 2)])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

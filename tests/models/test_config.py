@@ -12,6 +12,8 @@ from tiny_models import TINY_CONFIGS, tensor_shapes, tiny_config
 
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import SUPPORTED_FAMILIES, ModelConfig, RopeConfig
+from amoeba_jax.models.decoder import num_parameters
+from amoeba_jax.models.dims import ModelDims
 
 SUPPORTED = (
     "Llama-2-7B",
@@ -56,7 +58,7 @@ def test_real_models_have_their_published_size(shared_data, model):
     raw = load(shared_data, model)
     config = ModelConfig.from_hf(raw)
     parameters, kv_bytes = published(shared_data)[model]
-    assert config.num_parameters == parameters
+    assert num_parameters(ModelDims(config, 1, 16, "bfloat16")) == parameters
     assert config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2 == kv_bytes
     assert config.family == raw["model_type"]
     assert config.rope.theta == raw["rope_theta"]
@@ -88,7 +90,8 @@ def test_config_without_a_family_is_refused():
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_parameters_are_those_of_the_checkpoint(name):
     config = tiny_config(name)
-    assert ModelConfig.from_hf(config).num_parameters == sum(map(math.prod, tensor_shapes(config).values()))
+    dims = ModelDims(ModelConfig.from_hf(config), 1, 16, "bfloat16")
+    assert num_parameters(dims) == sum(map(math.prod, tensor_shapes(config).values()))
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import tiny_config
 
 from amoeba_jax.models.config import ModelConfig
-from amoeba_jax.models.decoder import plan_segments
+from amoeba_jax.models.decoder import head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 
 
@@ -13,18 +13,28 @@ def dims(num_layers: int) -> ModelDims:
     return ModelDims(config, max_tp=1, page_size=16, dtype="float32")
 
 
-def test_shallow_model_is_one_segment():
-    (plan,) = plan_segments(dims(8), 8)
-    assert (plan.shape.embedding, plan.shape.head, list(plan.layers)) == (True, True, list(range(8)))
-
-
 @pytest.mark.parametrize(
     ("num_layers", "segment_layers", "runs"),
-    [(30, 8, [6] * 5), (12, 8, [6, 6]), (64, 8, [8] * 8), (11, 4, [4, 4, 3]), (80, 8, [8] * 10), (5, 1, [1] * 5)],
+    [
+        (8, 8, [8]),
+        (2, 4, [2]),
+        (30, 8, [6] * 5),
+        (12, 8, [6, 6]),
+        (64, 8, [8] * 8),
+        (11, 4, [4, 4, 3]),
+        (80, 8, [8] * 10),
+        (5, 1, [1] * 5),
+    ],
 )
-def test_deep_model_is_equal_runs_between_embedding_and_head(num_layers: int, segment_layers: int, runs: list[int]):
-    first, *middle, last = plan_segments(dims(num_layers), segment_layers)
-    assert (first.shape.embedding, first.shape.head, first.shape.num_layers) == (True, False, 0)
-    assert (last.shape.embedding, last.shape.head, last.shape.num_layers) == (False, True, 0)
-    assert [plan.shape.num_layers for plan in middle] == runs
-    assert [layer for plan in middle for layer in plan.layers] == list(range(num_layers))
+def test_model_is_equal_runs_of_layers(num_layers: int, segment_layers: int, runs: list[int]):
+    segments = plan_segments(dims(num_layers), segment_layers)
+    assert [len(plan.layers) for plan in segments] == runs
+    assert [layer for plan in segments for layer in plan.layers] == list(range(num_layers))
+    assert not any(plan.is_head for plan in segments)
+
+
+def test_head_is_a_segment_without_layers():
+    plan = head_plan(dims(8))
+    assert plan.is_head
+    assert list(plan.layers) == []
+    assert plan not in plan_segments(dims(8), 8)

@@ -27,7 +27,7 @@ def filled(shape: BatchShape, tp: int, seed: int) -> tuple[StepBatch, dict[str, 
     random = np.random.default_rng(seed)
     fields = {
         name: random.integers(-(2**31), 2**31, size, np.int32)
-        for name, (_, size) in shape.fields.items()
+        for name, (_, size) in (shape.fields | shape.row_fields).items()
         if name != "tables"
     }
     tables = random.integers(0, 2**31 - 1, (tp, shape.num_rows, shape.table_width), np.int32)
@@ -39,17 +39,24 @@ def filled(shape: BatchShape, tp: int, seed: int) -> tuple[StepBatch, dict[str, 
     return batch, fields, tables
 
 
+def unpacked(batch: StepBatch, rank: int = 0) -> dict[str, jax.Array]:
+    """All fields of one rank."""
+    packed, rows = jax.numpy.asarray(batch.packed[rank]), jax.numpy.asarray(batch.rows[rank])
+    return unpack(packed, batch.shape.fields) | unpack(rows, batch.shape.row_fields)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
 def test_every_field_comes_out_on_every_rank_as_it_went_in(shape):
     tp = 4
     group = SubMeshPool(tuple(jax.devices()[:4]), 4).group(0, tp)
     batch, fields, tables = filled(shape, tp, seed=len(shape.groups))
 
-    def ranks(packed: jax.Array) -> dict[str, jax.Array]:
-        return {name: value[None] for name, value in unpack(packed[0], shape).items()}
+    def ranks(packed: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
+        found = unpack(packed[0], shape.fields) | unpack(rows[0], shape.row_fields)
+        return {name: value[None] for name, value in found.items()}
 
     program = jax.jit(jax.shard_map(ranks, mesh=group.mesh, in_specs=P(TP_AXIS), out_specs=P(TP_AXIS)))
-    out = program(jax.device_put(batch.packed, group.sharded))
+    out = program(*jax.device_put((batch.packed, batch.rows), group.sharded))
     assert set(out) == {*fields, "tables"}
     for rank in range(tp):
         for name, values in fields.items():
@@ -67,10 +74,12 @@ def test_fields_lie_side_by_side_without_gap_or_overlap(groups, width):
     assert shape.num_tokens == sum(batch * length for batch, length in groups)
     assert shape.num_rows == sum(batch for batch, _ in groups)
     assert StepBatch(shape, 2).packed.shape == (2, shape.packed_size)
-    owners = np.zeros(shape.packed_size, int)
-    for offset, size in shape.fields.values():
-        owners[offset : offset + math.prod(size)] += 1
-    assert (owners == 1).all()
+    assert StepBatch(shape, 2).rows.shape == (2, 2 * shape.num_rows)
+    for fields, total in ((shape.fields, shape.packed_size), (shape.row_fields, 2 * shape.num_rows)):
+        owners = np.zeros(total, int)
+        for offset, size in fields.values():
+            owners[offset : offset + math.prod(size)] += 1
+        assert (owners == 1).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
@@ -81,7 +90,7 @@ def test_setting_one_field_leaves_the_others(shape):
     fields |= {"num_pages": np.arange(shape.num_rows, dtype=np.int32)}
     tables[:, -1] = 0
     for rank in range(2):
-        out = jax.jit(unpack, static_argnums=1)(batch.packed[rank], shape)
+        out = unpacked(batch, rank)
         for name, values in fields.items():
             np.testing.assert_array_equal(out[name], values)
         np.testing.assert_array_equal(out["tables"], tables[rank])
@@ -89,7 +98,7 @@ def test_setting_one_field_leaves_the_others(shape):
 
 def test_empty_batch_is_all_padding():
     shape = BatchShape(((4, 1), (1, 16)), 3)
-    out = unpack(jax.numpy.asarray(StepBatch(shape, 1).packed[0]), shape)
+    out = unpacked(StepBatch(shape, 1))
     for name, size in (("positions", 20), ("sources", 20), ("slots", 5)):
         np.testing.assert_array_equal(out[name], np.full(size, -1))
     for name in ("tokens", "last_token", "num_pages", "tables"):
@@ -100,7 +109,7 @@ def test_short_table_fills_the_front_of_its_row():
     shape = BatchShape(((3, 1),), 4)
     batch = StepBatch(shape, 2)
     batch.set_table(1, np.array([[5, 6], [7, 8]], np.int32))
-    out = [unpack(jax.numpy.asarray(batch.packed[rank]), shape)["tables"] for rank in range(2)]
+    out = [unpacked(batch, rank)["tables"] for rank in range(2)]
     np.testing.assert_array_equal(out[0], [[0] * 4, [5, 6, 0, 0], [0] * 4])
     np.testing.assert_array_equal(out[1], [[0] * 4, [7, 8, 0, 0], [0] * 4])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from harness import engine_of, in_dispatcher
 from jax import monitoring
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
@@ -66,7 +67,7 @@ def own_programs() -> None:
 
 
 def executables(llm: LLM) -> list[Executable]:
-    return list(llm._engine.cluster.executables)
+    return list(engine_of(llm).cluster.executables)
 
 
 def everywhere(llm: LLM, params: SamplingParams) -> list[tuple[int, ...]]:
@@ -79,13 +80,8 @@ def everywhere(llm: LLM, params: SamplingParams) -> list[tuple[int, ...]]:
 def pointers(llm: LLM) -> list[list[int]]:
     """Where the caches of all instances lie."""
     return [
-        [
-            shard.data.unsafe_buffer_pointer()
-            for layer in i.kv
-            for extent in layer
-            for shard in extent.addressable_shards
-        ]
-        for i in llm._engine.instances
+        [shard.data.unsafe_buffer_pointer() for extent in i.site.extents() for shard in extent.addressable_shards]
+        for i in engine_of(llm).instances
     ]
 
 
@@ -115,9 +111,10 @@ def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cac
     entries = {path.name for path in cache.glob("amoeba_program-*-cache")}
     with LLM(directory, compile_cache=str(cache), prefix_caching=False, **SETTINGS) as llm:
         before = compiled["by XLA"]
-        last = llm._engine.instances[-1]
+        last = engine_of(llm).instances[-1]
         shape = last.buckets.step(1)
-        programs = llm._dispatcher.call(last.step_programs, shape).result(TIMEOUT_S)
+        segments = engine_of(llm).cluster.plan.segments
+        programs = in_dispatcher(llm, last.site.programs, segments, shape)
         assert programs
         assert compiled["by XLA"] == before, "the entry is that of the first device"
         everywhere(llm, PARAMS[0])

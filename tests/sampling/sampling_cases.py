@@ -63,9 +63,9 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         p[p < kth] = 0
     p /= p.sum()
     if params.top_p < 1:
-        likelier = np.array([p[p > value].sum() for value in p])
-        assert np.abs(likelier - params.top_p).min() > 1e-5, "top-p is on the edge of a token"
-        p[likelier >= params.top_p] = 0
+        higher = np.array([p[p > value].sum() for value in p])
+        assert np.abs(higher - params.top_p).min() > 1e-5, "top-p is on the edge of a token"
+        p[higher >= params.top_p] = 0
     return p / p.sum()
 
 

@@ -28,7 +28,7 @@ from amoeba_jax.sampling.sampler import _gumbel
 
 
 @pytest.mark.parametrize("vocabulary", [1, 64, 5000])
-def test_temperature_zero_takes_the_likeliest(vocabulary: int):
+def test_temperature_zero_takes_the_greedy_token(vocabulary: int):
     logits = random_logits(12, vocabulary)
     np.testing.assert_array_equal(sample(logits, GREEDY), logits.argmax(-1))
     # Other settings do not matter then.
@@ -49,7 +49,7 @@ def test_greedy_ties_go_to_the_first_token():
 
 
 @pytest.mark.parametrize("setting", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-44}, {"min_p": 1.0}], ids=str)
-def test_filters_at_their_tightest_leave_the_likeliest(setting: dict):
+def test_filters_at_their_tightest_leave_the_most_probable(setting: dict):
     logits = random_logits()
     tokens = sample(logits, SamplingParams(temperature=3.0, **setting), np.arange(512))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))

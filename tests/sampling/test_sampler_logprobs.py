@@ -59,7 +59,7 @@ def test_logprobs_of_prompt_tokens():
     assert (logprobs.top_ids >= 0).all()
 
 
-def test_likeliest_of_many_tokens_are_in_the_order_of_their_ids_where_equal():
+def test_most_probable_of_many_tokens_are_in_the_order_of_their_ids_where_equal():
     logits = np.round(random_logits(ROWS, 5000, seed=8))
     logprobs = logprobs_of(logits, np.zeros(ROWS))
     order = np.argsort(-logits, axis=-1, kind="stable")

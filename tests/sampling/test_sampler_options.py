@@ -130,7 +130,7 @@ def test_options_that_leave_no_token_are_put_aside(temperature: float):
     assert token == sample_full(logits, [Case(SamplingParams(temperature=temperature), seed=5)])
 
 
-def test_tiny_repetition_penalty_keeps_the_likeliest_apart():
+def test_tiny_repetition_penalty_keeps_the_most_probable_apart():
     logits = np.full((ROWS, VOCABULARY), -1.0, np.float32)
     logits[0, 7] = 30
     params = SamplingParams(temperature=0, repetition_penalty=1.2e-38, allowed_token_ids=[6, 7])

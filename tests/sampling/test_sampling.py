@@ -250,7 +250,7 @@ def test_each_row_has_its_own_pairs():
     assert pack([], 3, full=True).size == packed.size
 
 
-def test_entry_has_the_token_and_the_likeliest():
+def test_entry_has_the_token_and_the_most_probable():
     logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32))
     logprobs = logprobs_of(logits, np.zeros(1))
 
@@ -263,6 +263,6 @@ def test_entry_has_the_token_and_the_likeliest():
 
     close(logprob_entry(logprobs, 0, 0, 0), {0: (0.1, 4)})
     close(logprob_entry(logprobs, 0, 0, 2), {0: (0.1, 4), 1: (0.4, 1), 3: (0.3, 2)})
-    # The token is among the likeliest here, and the vocabulary has no twenty tokens.
+    # The token is among the most probable here, and the vocabulary has no twenty tokens.
     everything = {0: (0.1, 4), 1: (0.4, 1), 3: (0.3, 2), 2: (0.2, 3)}
     close(logprob_entry(logprobs, 0, 0, 20), everything)

@@ -13,7 +13,8 @@ from amoeba_jax import LLM
 from serving.grpc_server.config import Limits, ServerConfig
 from serving.grpc_server.server import Server
 from serving.grpc_server.tracing import Tracing
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 
 
 @pytest.fixture(scope="session")

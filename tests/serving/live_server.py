@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+from harness import registry_of
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
@@ -87,14 +88,14 @@ class Live:
 
     def check_idle(self) -> None:
         """No request is left: everything is free and zero, and the next one is answered as the API answers it."""
-        self.loop.run(asyncio.wait_for(self.server.front_door._idle.wait(), TIMEOUT_S))
-        admission = self.server.front_door.admission
+        self.loop.run(asyncio.wait_for(self.server.request_handler._idle.wait(), TIMEOUT_S))
+        admission = self.server.request_handler.admission
         assert (admission.ids, admission.queued_requests, admission.queued_tokens) == (set(), 0, 0)
         assert not admission._requests_of
         # The engine takes a request that was cancelled out between two steps.
         idle = (0, 0, 0)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == idle for v in self.llm.instances))
-        wait_until(lambda: not self.llm._requests)
+        wait_until(lambda: not registry_of(self.llm).ids)
         with Client(self.target) as client:
             answer = client.generate("after all that", GREEDY)[0]
         expected = self.llm.generate("after all that", GREEDY)[0].outputs[0]

@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from chunks import build_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.errors import LayoutError
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows, expand_rows, round_up_to_pages
 
 LAYER = "model.layers.0"
@@ -67,14 +69,16 @@ class Weights:
     """Random float64 tensors of a model's specs, no element zero, and the chunks built from them."""
 
     def __init__(self, dims: ModelDims):
-        self.specs = {name: spec for name, (_, spec) in model_specs(dims).items()}
+        self.specs = model_specs(dims)
         random = np.random.default_rng(0)
         sources = {source.name: source for spec in self.specs.values() for source in spec.sources}
         self.tensors = {
             name: random.uniform(0.5, 1.5, source.shape) * random.choice([-1, 1], source.shape)
             for name, source in sources.items()
         }
-        self.chunks = {n: s.build_chunks(self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()}
+        self.chunks = {
+            n: build_chunks(s, self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()
+        }
 
     def matrix(self, name: str, chunk: int) -> np.ndarray:
         """A chunk in the shape that the model computes with."""
@@ -167,12 +171,12 @@ def test_chunks_are_written_whole_into_memory_that_was_used_before(sizes):
 @given(sizes=SIZES, dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
 def test_tensors_come_back_from_their_chunks(sizes, dtype):
     dims = make_dims(sizes)
-    specs = [spec for _, spec in model_specs(dims).values()]
+    specs = list(model_specs(dims).values())
     random = np.random.default_rng(1)
     restored = set()
     for spec in specs:
         tensors = {source.name: random.standard_normal(source.shape).astype(dtype) for source in spec.sources}
-        chunks = spec.build_chunks(tensors.__getitem__, dtype)
+        chunks = build_chunks(spec, tensors.__getitem__, dtype)
         for source in spec.sources:
             back = spec.restore_tensor(source, chunks)
             assert back.dtype == dtype
@@ -305,12 +309,12 @@ def test_round_up_to_pages_is_the_smallest_whole_number_of_pages(size, row_elems
 
 
 def test_replicated_parameter_is_whole_on_every_rank():
-    spec = ParamSpec("norm", (Source("norm.weight", (7,)),), (7,))
+    spec = ParamSpec("norm", (Source("norm.weight", (7,)),), (7,), owner=Owner.NORM)
     assert [list(spec.chunk_indices(4, rank)) for rank in range(4)] == [[0]] * 4
     assert spec.local_chunks(4) == 1
 
 
 def test_chunk_that_is_not_whole_pages_is_refused():
-    spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8)
+    spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8, owner=Owner.FFN)
     with pytest.raises(AssertionError, match="not whole pages of 8"):
-        spec.build_chunks(lambda name: np.ones((6, 5)), np.dtype(np.float32))
+        build_chunks(spec, lambda name: np.ones((6, 5)), np.dtype(np.float32))

@@ -1,7 +1,6 @@
 """Instances merge and split while requests run: every token is the one that an undisturbed run gives."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transform_cases import (
     SETTINGS,
     SHARED,
     Background,
-    after_each_switch,
     decoding,
     kv_of,
     make,
@@ -24,38 +22,14 @@ from transform_cases import (
 )
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.step_program import HeadOutput
 from amoeba_jax.transform.job import Job, TransformOptions, check_options
-from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 CHAINS = [[4, 1], *(pytest.param(chain, marks=pytest.mark.slow) for chain in ([4, 2, 1], [2, 4, 2, 1]))]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, **SHARED) as llm:
-        yield llm
-
-
-@pytest.fixture
-def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
-    yield llm
-    if any(view.tensor_parallel_size > 1 for view in llm.instances):
-        llm.transform(1)
-    check_idle(llm)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(map(str, chain)))
@@ -206,20 +180,21 @@ def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatc
     rows = {1: 1, 3: 4}[running]
     assert idle._engine.instances[0].buckets.mixed_rows == (8,)
     shapes = []
-    run = Transition.run
+    launch = Instance.launch_plan
 
-    def watched(transition: Transition, plan: StepPlan, batch: StepBatch) -> HeadOutput:
-        shapes.append((transition.programs.low_shape.groups, plan.shape.groups))
-        return run(transition, plan, batch)
+    def watched(instance: Instance, plan: StepPlan) -> None:
+        if instance.transition is not None:
+            shapes.append(plan.shape.groups)
+        launch(instance, plan)
 
-    monkeypatch.setattr(Transition, "run", watched)
+    monkeypatch.setattr(Instance, "launch_plan", watched)
     prompts = np.random.default_rng(0).integers(3, 200, (4 * running, 5)).tolist()
     load = Background(idle, prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     wait_until_decoding(idle, len(prompts))
     for degree in (4, 1):
         idle.transform(degree)
     load.result()
-    assert set(shapes) == {(((rows, 1),), ((4 * rows, 1),))}
+    assert set(shapes) == {((4 * rows, 1),)}
 
 
 @pytest.mark.slow
@@ -244,7 +219,7 @@ def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
 
 
 def views_of_weights(llm: LLM) -> list[jax.Array]:
-    groups = llm._engine.cluster.weights._views.values()
+    groups = llm._engine.cluster.weights._views._parameters.values()
     return [view for names in groups for places in names.values() for view in places.values()]
 
 
@@ -333,170 +308,6 @@ def test_one_at_a_time(idle: LLM):
 
 
 # While it is under way
-
-
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
-    prompts, _ = requests(6)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    names = [f"on-the-way-{index}" for index in range(5)]
-    running = Background(idle, prompts[:5], params, request_ids=names)
-    wait_until_decoding(idle, 5)
-    late: list[Background] = []
-
-    def on_switch(transition: Any) -> None:
-        if transition.num_switched == 1:
-            victim = next(s for s in transition.instance.running if s.request_id == names[2])
-            idle._engine.finish([victim], "abort")
-            late.append(Background(idle, prompts[5:], params))
-
-    after_each_switch(monkeypatch, on_switch)
-    idle.transform(4 if up else 1)
-    outputs = tokens(running.result())
-    assert [outputs[i] for i in (0, 1, 3, 4)] == [expected[i] for i in (0, 1, 3, 4)]
-    assert running.outputs[2].outputs[0].finish_reason == "abort"
-    assert tokens(late[0].result()) == expected[5:]
-
-
-# Failures
-
-
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-@pytest.mark.parametrize("layers_done", [0, 1])
-@pytest.mark.parametrize("where", ["plan", "extents", "exchange", "step"])
-def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
-    """Before the first layer: as it was. After it: at the higher degree, and requests are computed again.
-
-    An exchange fails when it has taken the extents.
-    """
-    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    name = {"plan": "_plan_moves", "extents": "_all_extents", "exchange": "_hand_over", "step": "run"}[where]
-    method = getattr(Transition, name)
-    failures = [RuntimeError("injected")]
-
-    def fails(transition: Any, *arguments: Any) -> Any:
-        if failures and transition.num_switched == layers_done + (where == "step"):
-            if where == "exchange":
-                layer, _ = arguments
-                assert all(extent.is_deleted() for extent in transition.instance.kv[layer]), "those before it"
-            raise failures.pop()
-        return method(transition, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Transition, name, fails)
-        with pytest.raises(TransformError, match="injected") as caught:
-            idle.transform(4 if up else 1)
-    assert caught.value.__cause__ is not None
-    untouched = where == "plan" and layers_done == 0
-    degree = (1 if up else 4) if untouched else 4
-    assert {view.tensor_parallel_size for view in idle.instances} == {degree}
-    assert tokens(running.result()) == expected
-    assert any(output.metrics.num_preemptions for output in running.outputs) != untouched
-    idle.transform(2)
-    assert tokens(idle.generate(*running.asked)) == expected
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
-    """A program that fails may have taken the extents of one device with it, whichever that is."""
-    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    run = Transition.run
-    failures = [RuntimeError("injected")]
-
-    def fails(transition: Transition, *arguments: Any) -> Any:
-        if failures and transition.num_switched == 1:
-            lost = transition.members[rank].kv[0 if up else -1]
-            assert lost, "a layer in the lower layout"
-            for extent in lost:
-                extent.delete()
-            raise failures.pop()
-        return run(transition, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Transition, "run", fails)
-        with pytest.raises(TransformError, match="injected"):
-            idle.transform(4 if up else 1)
-    assert {view.tensor_parallel_size for view in idle.instances} == {4}
-    assert tokens(running.result()) == expected
-    idle.transform(1)
-    assert tokens(idle.generate(*running.asked)) == expected
-
-
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """The token never comes: the request is not to wait for it."""
-    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    switch = Transition.switch_layers
-    preempted = []
-
-    def fails(transition: Transition) -> None:
-        if transition.num_switched == 1 and not preempted:
-            preempted.extend(s for s in transition.instance.running if s.num_in_flight)
-            idle._engine._preempt(transition.instance, preempted[0])
-            raise RuntimeError("injected")
-        switch(transition)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Transition, "switch_layers", fails)
-        with pytest.raises(TransformError, match="injected"):
-            idle.transform(4 if up else 1)
-    assert tokens(running.result()) == expected
-
-
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """Some have the pages and the slot of the new one by then, and the device's state of others is written over."""
-    prompts, _ = requests(10)
-    params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True)
-    expected = tokens(idle.generate(prompts, params))
-    if not up:
-        idle.transform(4)
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 10)
-    add, adding = Instance.add, []
-
-    def fails(instance: Instance, sequence: Sequence) -> None:
-        adding.append(sequence)
-        add(instance, sequence)
-        if len(adding) == 8:
-            raise RuntimeError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Instance, "add", fails)
-        with pytest.raises(RuntimeError, match="injected"):
-            idle.transform(4 if up else 1)
-    assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}
-    assert tokens(running.result()) == expected
-
-
-def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """What the one has released for the merge by then is cache of its own."""
-    prompts, params = requests(10, max_tokens=40)
-    expected = tokens(idle.generate(prompts, params))
-    idle.transform(2, devices=[0, 1], release_weights=False)
-    idle.transform(2, devices=[2, 3])
-    running = Background(idle, prompts, params)
-    wait_until_decoding(idle, 6)
-    pages = [view.kv_total_pages for view in idle.instances]
-
-    def fails(transition: Transition) -> Any:
-        raise RuntimeError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Transition, "_plan_moves", fails)
-        with pytest.raises(TransformError, match=r"injected.*as they were"):
-            idle.transform(4)
-    assert pages[0] < pages[1]
-    assert [view.kv_total_pages for view in idle.instances] == [pages[1]] * 2
-    idle.transform(4)
-    assert tokens(running.result()) == expected
-    idle.transform(1)
-    assert tokens(idle.generate(prompts, params)) == expected
 
 
 def test_budget_that_is_exceeded_refuses(idle: LLM):

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,13 @@ from transform_cases import make
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import LayoutError, RequestError
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
 from amoeba_jax.transform.job import TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator
+from sharding.placement import Home
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_compile")]
 
@@ -69,7 +70,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 12)
     def submit(self, case: int) -> None:
         prompt, params = CASES[case]
-        request = self.llm._request(prompt, params, lambda _: None, None, None)
+        request = self.llm._registry.make(prompt, params, lambda _: None, None, None)
         self.requests.append((case, request, request.sequences))
         self.engine.submit([request.sequences[0]])
 
@@ -108,22 +109,24 @@ class Machine(RuleBasedStateMachine):
     def pages_are_accounted_for(self) -> None:
         """Blocks that are live are those of running sequences, with a reference for each, and of cached prefixes."""
         engine = self.engine
-        active = {id(a.transition): a for a in engine.transformations._active.values()}
+        active = {a.transition.instance: a for a in engine.transformations._active.values()}
         for instance in engine.instances:
-            devices = instance.group.device_indices
-            present = [engine.cluster.allocators[device] for device in devices]
-            transition = instance.transition
-            running = [(s.pages, s) for s in instance.running]
-            high = present
-            if transition is not None:
-                to_come = active[id(transition)].allocators
+            present = [engine.cluster.allocators[device] for device in instance.group.device_indices]
+            views = {instance.group.home: present}
+            if instance.transition is not None:
+                transition, to_come = active[instance].transition, active[instance].allocators
                 low, high = (present, to_come) if transition.up else (to_come, present)
                 tp = transition.programs.lower
-                for index, member in enumerate(transition.members):
-                    pages = list(member.sequences.values())
-                    check_live(low[index * tp : (index + 1) * tp], pages, tp, cached=False)
-                assert {s for m in transition.members for s in m.sequences} == {s for _, s in running}
-            check_live(high, [pages for pages, _ in running], instance.tp, cached=instance.cache.enabled)
+                views = {instance.group.home: high} | {
+                    site.group.home: low[index * tp : (index + 1) * tp] for index, site in enumerate(transition.members)
+                }
+                assert len(instance.lanes) == len(transition.members)
+            for home, allocators in views.items():
+                check_live(allocators, [lane for lane in instance.lanes if home in lane.ranks], home)
+            slots = [sequence.slot for sequence in instance.running]
+            assert len(set(slots)) == len(slots)
+            assert set(slots).isdisjoint(instance._free_slots)
+            assert len(slots) + len(instance._free_slots) == instance.sampler.num_slots
 
     def teardown(self) -> None:
         for _ in range(MAX_STEPS):
@@ -145,23 +148,22 @@ class Machine(RuleBasedStateMachine):
                 assert outputs == self.expected[case], f"case {case}"
         self.engine.set_layout(1)
         for instance in self.engine.instances:
-            instance.cache.clear()
+            instance.lane.cache.clear()
         for allocator in self.engine.cluster.allocators:
             assert allocator.free_units == allocator.total_units
-        self.llm._end([request for _, request, _ in self.requests])
+        self.llm._registry.end([request for _, request, _ in self.requests])
 
 
-def check_live(allocators: list[BuddyAllocator], pages: list[Any], tp: int, *, cached: bool) -> None:
-    assert len(allocators) == tp
+def check_live(allocators: list[BuddyAllocator], lanes: list[Lane], home: Home) -> None:
+    """Live blocks of a home are those of its lanes' sequences and caches, with a reference for each."""
+    assert len(allocators) == home.degree
     for rank, allocator in enumerate(allocators):
-        units = allocator.max_tp // tp
-        used = Counter(unit * units for held in pages for unit in held.table[rank].tolist())
-        live = {block[0]: allocator.references(block[0]) for block in allocator.live_blocks()}
-        if cached:
-            assert used.keys() <= live.keys()
-            assert all(live[unit] >= count for unit, count in used.items())
-        else:
-            assert live == dict(used)
+        units, used = allocator.max_tp // home.degree, Counter[int]()
+        for lane in lanes:
+            tables = [s.pages.table for s in lane.running] + [lane.cache.table()]
+            for table in tables:
+                used.update(unit * units for unit in table[lane.ranks[home]][rank].tolist())
+        assert {block[0]: allocator.references(block[0]) for block in allocator.live_blocks()} == dict(used)
 
 
 @pytest.fixture(scope="module")

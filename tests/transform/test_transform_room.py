@@ -117,7 +117,7 @@ def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytes
     late: list[Request] = []
 
     def fails(transition: Transition) -> Any:
-        late.append(scarce._request(prompt(capacity(scarce, 1)), greedy(4), lambda _: None, None, None))
+        late.append(scarce._registry.make(prompt(capacity(scarce, 1)), greedy(4), lambda _: None, None, None))
         scarce._engine.submit([late[0].sequences[0]])
         raise RuntimeError("injected")
 
@@ -127,7 +127,7 @@ def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytes
             scarce.transform(4)
     (sequence,) = late[0].sequences
     wait_until(lambda: sequence.finished)
-    scarce._end(late)
+    scarce._registry.end(late)
     assert isinstance(sequence.error, RequestError)
     assert "no instance holds more than 60 any more" in str(sequence.error)
     assert len(running.result()[0].outputs[0].token_ids) == 45
@@ -142,7 +142,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
     params = greedy(16)
     alone = [tokens(scarce.generate([prompt(length, i)], params))[0] for i, length in enumerate(lengths)]
     handles = [
-        scarce._request(prompt(length, i), params, lambda _: None, None, None) for i, length in enumerate(lengths)
+        scarce._registry.make(prompt(length, i), params, lambda _: None, None, None) for i, length in enumerate(lengths)
     ]
     sequences = [handle.sequences[0] for handle in handles]
     choose = Room.choose
@@ -151,7 +151,8 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         instances = scarce._engine.instances
         if sequence.num_preemptions or len(instances) < 4:
             return choose(room, sequence)
-        return instances[homes[sequences.index(sequence)]]
+        instance = instances[homes[sequences.index(sequence)]]
+        return instance, instance.lane
 
     def serve() -> int:
         engine = scarce._engine
@@ -166,7 +167,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
     monkeypatch.setattr(Room, "choose", chosen)
     recomputed = scarce._dispatcher.call(serve).result(TIMEOUT_S)
     wait_until(lambda: all(sequence.finished for sequence in sequences))
-    scarce._end(handles)
+    scarce._registry.end(handles)
     assert [sequence.num_preemptions for sequence in sequences] == [0, 1, 0, 0, 0, 0]
     assert recomputed == (degree > 1)
     assert [[tuple(sequence.output)] for sequence in sequences] == alone
@@ -175,7 +176,8 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
 def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
     """Its last token alone is left when instances begin to merge."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=27, ignore_eos=True, n=3)
-    request = scarce._request(prompt(2 * SETTINGS["max_num_batched_tokens"] + 1), params, lambda _: None, None, None)
+    length = 2 * SETTINGS["max_num_batched_tokens"] + 1
+    request = scarce._registry.make(prompt(length), params, lambda _: None, None, None)
     leader, *siblings = request.sequences
 
     def serve() -> None:
@@ -190,7 +192,7 @@ def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
 
     scarce._dispatcher.call(serve).result(TIMEOUT_S)
     wait_until(lambda: all(sequence.finished for sequence in request.sequences))
-    scarce._end([request])
+    scarce._registry.end([request])
     for sibling in siblings:
         assert sibling.started_at is not None
         assert leader.finished_at is not None

@@ -264,5 +264,5 @@ def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.M
             idle.transform(4 if up else 1, variant="basic")
     assert raised.value.__cause__ is not raised.value
     assert [dict(ledger.reserved) for ledger in ledgers] == before
-    assert all(instance.cache.enabled for instance in idle._engine.instances)
+    assert all(instance.lane.cache.enabled for instance in idle._engine.instances)
     assert tokens(running.result()) == expected

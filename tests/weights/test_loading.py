@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from chunks import build_chunks
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_model, write_model
 
@@ -26,6 +27,7 @@ from amoeba_jax.weights.loading import WeightReader, put, read_ahead, staging_by
 from amoeba_jax.weights.saving import save
 from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger
+from sharding.owners import Owner
 from sharding.params import ParamSpec, Source
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -53,8 +55,8 @@ def saved_model(model: Path, directory: Path, **settings) -> Path:
 
 def assert_chunks(store: WeightStore, tensors: dict[str, np.ndarray]) -> None:
     """All chunks on all devices are those of the tensors, bit for bit."""
-    for name, (_, spec) in store.specs.items():
-        for index, expected in enumerate(spec.build_chunks(tensors.__getitem__, DTYPES[store.dims.dtype])):
+    for name, spec in store.specs.items():
+        for index, expected in enumerate(build_chunks(spec, tensors.__getitem__, DTYPES[store.dims.dtype])):
             for device in range(len(store.devices)):
                 chunk = np.asarray(store.chunk(device, name, index))
                 assert chunk.dtype == expected.dtype
@@ -90,7 +92,7 @@ def test_saved_chunks_come_back_in_the_same_and_in_other_layouts(tmp_path: Path,
 
 
 def parameters(count: int) -> list[ParamSpec]:
-    return [ParamSpec(f"p{i}", (Source(f"t{i}", (i + 1, 3)),), (i + 1, 3)) for i in range(count)]
+    return [ParamSpec(f"p{i}", (Source(f"t{i}", (i + 1, 3)),), (i + 1, 3), owner=Owner.FFN) for i in range(count)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -119,7 +121,7 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_staging_memory_may_be_used_again(dtype: np.dtype):
     """Devices have copies of their own: chunks that were put stay what they were when staging memory changes."""
-    spec = ParamSpec("p", (Source("t", (96, 64)),), (24, 64), num_chunks=4)
+    spec = ParamSpec("p", (Source("t", (96, 64)),), (24, 64), num_chunks=4, owner=Owner.FFN)
     memory = np.empty(staging_bytes(spec, dtype), np.uint8)
     chunks = staging_chunks(spec, dtype, memory)
     for index, chunk in enumerate(chunks):

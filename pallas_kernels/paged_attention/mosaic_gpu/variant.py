@@ -1,6 +1,5 @@
 """What the Mosaic GPU kernel is compiled for, and what it is given."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,11 +140,6 @@ class Variant:
             "values_free": free,
         }
         return {name: ref for name, ref in scratch.items() if ref is not None}
-
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory, barriers aside."""
-        refs = [ref for name, ref in self.scratch().items() if not name.endswith(("_ready", "_free"))]
-        return sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -39,15 +39,33 @@ def bench(*arguments: str | Path):
 
 def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Let the server refuse the request whose id ends so."""
-    admission = live.server.front_door.admission
+    admission = live.server.request_handler.admission
     admit = admission.admit
 
-    def refusing(caller: Caller, num_bytes: int, name: str, unique: bool) -> Any:
+    def refusing(caller: Caller, num_bytes: int, name: str, unique: bool, priority: int) -> Any:
         if name.endswith(ending):
             raise LimitError("no room for this one")
-        return admit(caller, num_bytes, name, unique)
+        return admit(caller, num_bytes, name, unique, priority)
 
     monkeypatch.setattr(admission, "admit", refusing)
+
+
+def test_burst_with_priorities(live: Live, tmp_path: Path):
+    flags = ["--dataset-name", "burst", "--duration", "4", "--phase-s", "1", "--low-rate", "2:4", "--high-rate", "12"]
+    flags += ["--priority-share", "0.3", "--random-input-len", "16", "--random-output-len", "4"]
+    where = ["--target", live.target, "--result-dir", tmp_path, "--result-filename", "burst.json"]
+    result = bench(*where, *flags, "--percentile-metrics", "ttft,server_queue_time")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "burst.json").read_text())
+    assert report["failed"] == 0
+    assert list(report["phases"]) == ["low", "high"]
+    assert list(report["priorities"]) == ["0", "1"]
+    for groups in (report["phases"], report["priorities"]):
+        assert sum(figures["completed"] for figures in groups.values()) == report["completed"]
+    assert report["mean_server_queue_time_ms"] > 0
+    assert report["phases"]["high"]["request_throughput"] > report["phases"]["low"]["request_throughput"]
+    assert "high phases" in result.output
+    live.check_idle()
 
 
 def test_mix_with_a_failure(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,20 +155,20 @@ def test_tokens_come_from_files_and_instances_need_the_admins(start: Callable[..
 
 def test_waits_for_a_server_that_is_loading(start: Callable[..., Live]):
     live = start(attach=False)
-    front_door, asked = live.server.front_door, threading.Event()
+    request_handler, asked = live.server.request_handler, threading.Event()
     attach = threading.Thread(
         target=lambda: asked.wait(TIMEOUT_S) and live.loop.run(live.server.attach(live.llm)), daemon=True
     )
     attach.start()
-    get_backend = type(front_door).backend
+    get_backend = type(request_handler).backend
 
-    class Watched(type(front_door)):
+    class Watched(type(request_handler)):
         @property
         def backend(self):
             asked.set()
             return get_backend.fget(self)  # type: ignore[misc]
 
-    front_door.__class__ = Watched
+    request_handler.__class__ = Watched
     result = bench("--target", live.target, *SMALL, "--num-prompts", "2", "--ready-check-timeout-sec", TIMEOUT_S)
     assert result.exit_code == 0, result.output
     attach.join(TIMEOUT_S)

@@ -42,7 +42,7 @@ def run_load(live: Live, requests: list[PlannedRequest], stop_at: str | None = N
 def test_every_request_gets_the_tokens_of_its_prompt(live: Live, monkeypatch: pytest.MonkeyPatch):
     requests = planned((5, 4), (300, 9), (40, 1))
     sent: dict[str, tuple[list[int], SamplingParams]] = {}
-    serve = live.server.front_door.serve
+    serve = live.server.request_handler.serve
 
     async def watched(call: Call, send: Send) -> None:
         assert isinstance(call.prompt, list)
@@ -50,7 +50,7 @@ def test_every_request_gets_the_tokens_of_its_prompt(live: Live, monkeypatch: py
         await serve(call, send)
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.server.front_door, "serve", watched)
+        patch.setattr(live.server.request_handler, "serve", watched)
         records = run_load(live, requests, seed=3).records
     assert len(sent) == 3
     for request, record in zip(requests, records, strict=True):

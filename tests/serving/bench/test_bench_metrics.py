@@ -146,6 +146,7 @@ def test_report_says_what_did_not_complete_and_what_was_not_seen():
         "problem": "PERMISSION_DENIED: not the admin's",
         "merges": None,
         "splits": None,
+        "transitions": None,
         "device_seconds": {},
         "degrees_over_time": [],
     }

@@ -204,7 +204,7 @@ def test_what_is_no_trace_says_so(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset_name": "sharegpt"}, "dataset_name='sharegpt' must be one of random, mix, trace"),
+        ({"dataset_name": "sharegpt"}, "dataset_name='sharegpt' must be one of random, mix, burst, trace"),
         ({"num_prompts": 0}, "num_prompts=0 must be from 1 to 1000000"),
         ({"seed": -1}, "seed=-1 must be from 0"),
         ({"random_output_len": 0}, "random_output_len=0 must be from 1"),

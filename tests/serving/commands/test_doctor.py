@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from compile_watch import CompileWatch
 from typer.testing import CliRunner
 
 from amoeba_jax import platform
 from amoeba_jax.platform import NCCL_SPLITTING, cuda_may_start, nccl_splitting, without_nccl_splitting
 from serving.cli import app
 from serving.commands import doctor, host_checks
-from serving.commands.compile_watch import CompileWatch
 
 
 def test_json_lists_every_check_and_the_exit_code_follows():

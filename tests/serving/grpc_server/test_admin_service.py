@@ -13,7 +13,9 @@ from prometheus_client import generate_latest
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
-from serving.runtime.scheduling import SchedulingConfig
+from amoeba_jax.views import InstanceView
+from serving.grpc_server.admin_service import kinds_of
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -77,6 +79,36 @@ def test_transformation_beside_another_is_a_failed_precondition(live: Live):
     assert codes == ["StatusCode.FAILED_PRECONDITION", "StatusCode.OK"]
     live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S)
     stream.cancel()
+    live.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("degree", "devices", "kinds"),
+    [
+        (2, [0, 1, 2, 3], ["scale_down"]),
+        (2, [4, 5], ["scale_up"]),
+        (2, [], ["scale_up", "scale_down"]),
+        (4, [], ["scale_up"]),
+        (4, [0, 1, 2, 3], ["unchanged"]),
+        (2, [99], ["scale_up", "scale_down"]),
+    ],
+)
+def test_kind_of_a_transformation_is_that_of_the_instances_concerned(degree: int, devices: list[int], kinds: list[str]):
+    groups = [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
+    views = [InstanceView(g[0], g, len(g), 0, 0, 0, 8) for g in groups]
+    assert kinds_of(views, degree, devices) == kinds
+
+
+def test_a_refused_split_of_one_instance_is_counted_as_a_split(live: Live):
+    """Others have the lowest degree already."""
+    code_and_text(lambda: live.admin.Transform(pb.TransformRequest(tensor_parallel_size=4), timeout=TIMEOUT_S))
+    live.admin.Transform(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S)
+    request = pb.TransformRequest(tensor_parallel_size=1, devices=[0])
+    code, _ = code_and_text(lambda: live.admin.Transform(request, timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    line = 'amoeba:transformations_total{kind="scale_down",result="refused",variant="in_place_overlapped"} 1.0'
+    assert line in generate_latest(live.server.metrics.registry).decode().splitlines()
+    live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S)
     live.check_idle()
 
 

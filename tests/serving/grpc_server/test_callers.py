@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from harness import registry_of
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax.client._proto import inference_pb2 as pb
@@ -16,7 +17,7 @@ from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.commands.serve_config import serve_settings
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 Status = grpc.StatusCode
@@ -151,7 +152,7 @@ def test_drain_is_not_held_up_by_what_waits_for_the_engine(live: Live):
     """All threads that such calls have are taken: requests are aborted all the same."""
     stream = generate(live.inference, text="hello", params=LONG)
     next(stream)
-    door, go_on = live.server.front_door, threading.Event()
+    door, go_on = live.server.request_handler, threading.Event()
     pools: list[ThreadPoolExecutor] = [door._control, door._transforming, door._tokenizing, door._tokenizing_long]
     for pool in pools:
         for _ in range(16):
@@ -165,7 +166,7 @@ def test_drain_is_not_held_up_by_what_waits_for_the_engine(live: Live):
 
 
 def test_transformations_that_are_waited_for_are_limited(live: Live):
-    door, go_on = live.server.front_door, threading.Event()
+    door, go_on = live.server.request_handler, threading.Event()
 
     async def wait() -> list[Any]:
         waiting = [asyncio.ensure_future(door.transform(lambda: go_on.wait(TIMEOUT_S))) for _ in range(5)]
@@ -190,7 +191,7 @@ def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], polic
     other = generate(live.inference, "blue", text="hello")
     assert [message.completions[0].finish_reason for message in other][-1] == pb.FINISH_REASON_LENGTH
     wait_until(lambda: sum(view.running for view in live.llm.instances) == 8)
-    assert live.server.front_door.admission.ids, "the others go on"
+    assert live.server.request_handler.admission.ids, "the others go on"
     for stream in streams:
         stream.cancel()
-    wait_until(lambda: not live.llm._requests)
+    wait_until(lambda: not registry_of(live.llm).ids)

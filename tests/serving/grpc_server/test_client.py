@@ -100,7 +100,7 @@ def test_asyncio_client_does_the_same(live: Live):
 def test_server_that_is_loading_is_tried_again(start: Callable[..., Live], kind: str):
     live = start(attach=False)
     retries = Retries(attempts=60, first_delay_s=0.05, longest_delay_s=0.2)
-    refused = live.server.front_door
+    refused = live.server.request_handler
 
     def ask() -> tuple[int, ...]:
         if kind == "sync":
@@ -130,14 +130,14 @@ async def _set(event: asyncio.Event) -> bool:
 def _first_refusal(live: Live):
     """Waits until the server has refused a call."""
     event = asyncio.Event()
-    front_door = live.server.front_door
-    original = front_door.check_model
+    request_handler = live.server.request_handler
+    original = request_handler.check_model
 
     def check(name: str) -> None:
         event.set()
         original(name)
 
-    front_door.check_model = check  # type: ignore[method-assign]
+    request_handler.check_model = check  # type: ignore[method-assign]
     return _set(event)
 
 
@@ -155,13 +155,13 @@ def test_tries_end_with_the_deadline():
 def test_tries_are_counted(start: Callable[..., Live]):
     live = start(attach=False)
     calls = []
-    original = live.server.front_door.check_model
+    original = live.server.request_handler.check_model
 
     def check(name: str) -> None:
         calls.append(name)
         original(name)
 
-    live.server.front_door.check_model = check  # type: ignore[method-assign]
+    live.server.request_handler.check_model = check  # type: ignore[method-assign]
     with Client(live.target, retries=Retries(attempts=3, first_delay_s=0.01)) as client:
         with pytest.raises(grpc.RpcError, match="loading"):
             client.tokenize("x")

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from harness import engine_of, in_dispatcher
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax import LLM, SamplingParams
@@ -60,7 +61,7 @@ def test_engine_that_dies_is_seen(start: Callable[..., Live], served_model, comp
         def fail() -> bool:
             raise RuntimeError("the device is gone: /tmp/somewhere at 0x7f00aabbcc")
 
-        llm._dispatcher.call(setattr, llm._engine, "advance", fail)
+        llm._dispatcher.call(setattr, engine_of(llm), "advance", fail)
         code, text = code_and_text(lambda: list(stream))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "device" not in text
@@ -78,14 +79,14 @@ def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threadi
     with LLM(served_model, max_num_seqs=2, **settings) as llm:
         llm.warmup()  # compiling would take longer than the tests' limit
         block, release = threading.Event(), threading.Event()
-        advance = llm._engine.advance
+        advance = engine_of(llm).advance
 
         def blocking() -> bool:
             if block.is_set():
                 release.wait(TIMEOUT_S)
             return advance()
 
-        llm._dispatcher.call(setattr, llm._engine, "advance", blocking).result(TIMEOUT_S)
+        in_dispatcher(llm, setattr, engine_of(llm), "advance", blocking)
         yield llm, block, release
         release.set()
 

@@ -143,7 +143,7 @@ def test_bytes_of_a_client_are_bounded(start: Callable[..., Live]):
     assert set(codes) <= {Status.OK, Status.RESOURCE_EXHAUSTED}
     first.cancel()
     live.check_idle()
-    assert not live.server.front_door.admission._bytes_of
+    assert not live.server.request_handler.admission._bytes_of
 
 
 @pytest.mark.parametrize(

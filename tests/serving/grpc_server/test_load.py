@@ -14,7 +14,7 @@ from tiny_models import byte_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
 from amoeba_jax.client._proto import inference_pb2 as pb
-from serving.runtime.scheduling import SchedulingConfig
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -74,7 +74,7 @@ def test_requests_with_short_deadlines_leave_nothing_behind(live: Live, count: i
         codes = set(threads.map(ask, range(count)))
     assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
     live.check_idle()
-    door = live.server.front_door
+    door = live.server.request_handler
     wait_until(lambda: not door._generating and not door._closing)
 
 

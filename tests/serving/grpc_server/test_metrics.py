@@ -71,7 +71,7 @@ def test_requests_and_tokens_are_counted(live: Live):
     assert scrape(live)["amoeba:num_requests_running{}"] == 1
     stream.cancel()
     code_and_text(lambda: list(live.generate(text="y", params=pb.SamplingParams(max_tokens=5000))))
-    live.loop.run(asyncio.wait_for(live.server.front_door._idle.wait(), TIMEOUT_S))
+    live.loop.run(asyncio.wait_for(live.server.request_handler._idle.wait(), TIMEOUT_S))
     values = scrape(live)
     assert values["amoeba:prompt_tokens_total{}"] == 33 + 33 + 1
     assert values["amoeba:prefix_cache_queries_total{}"] == 67
@@ -90,7 +90,7 @@ def test_steps_are_counted_by_their_tokens(live: Live):
     name = "amoeba:iteration_tokens_total"
     before = scrape(live)
     list(live.generate(text="another prompt of 23 b.", params=pb.SamplingParams(temperature=0, max_tokens=5)))
-    live.loop.run(asyncio.wait_for(live.server.front_door._idle.wait(), TIMEOUT_S))
+    live.loop.run(asyncio.wait_for(live.server.request_handler._idle.wait(), TIMEOUT_S))
     after = scrape(live)
 
     def new(suffix: str) -> float:

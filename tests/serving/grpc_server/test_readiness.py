@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from harness import engine_of
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax import LLM, SamplingParams
@@ -27,7 +28,7 @@ def test_degrees_become_ready_while_the_server_serves(
     settings = {"num_devices": 2, "tensor_parallel_size": 1, "device_memory": "64MiB", "max_num_seqs": 2}
     with LLM(served_model, compile_cache=compile_cache, progress=False, **settings) as llm:
         llm.warmup([1])
-        opened, background = threading.Event(), llm._engine.cluster.executables.background
+        opened, background = threading.Event(), engine_of(llm).cluster.executables.background
         compile = background._compile
 
         def held(wanted):

@@ -68,7 +68,7 @@ def test_a_server_delays_the_client_that_errs_and_no_other(start: Callable[..., 
     _wrong_calls(live, 20, red)  # the burst
     # At eight at a time and a second at most for each, 24 more take at least two seconds.
     assert _wrong_calls(live, 24, red) > 1.5
-    refusals = live.server.front_door.refusals
+    refusals = live.server.request_handler.refusals
     assert len(refusals._paid_until_s) == 1
     assert not refusals._held
     request = pb.TokenizeRequest(text="x", model="another")
@@ -83,4 +83,4 @@ def test_wrong_tokens_are_counted_by_address(start: Callable[..., Live]):
         request, metadata = pb.GetModelInfoRequest(), (("authorization", f"Bearer {token}"),)
         code, _ = code_and_text(partial(live.inference.GetModelInfo, request, metadata=metadata))
         assert code is grpc.StatusCode.UNAUTHENTICATED
-    assert len(live.server.front_door.refusals._paid_until_s) == 1
+    assert len(live.server.request_handler.refusals._paid_until_s) == 1

@@ -102,7 +102,7 @@ def test_full_queue_is_exhausted(start: Callable[..., Live]):
     live = start(max_queued_requests=2)
     running = fill_slots(live)
     queued = [live.generate(text=f"queued {index}", params=LONG) for index in range(2)]
-    admission = live.server.front_door.admission
+    admission = live.server.request_handler.admission
     wait_until(live, lambda: admission.queued_requests == 2)
     code, text = code_and_text(lambda: list(live.generate(text="one more")))
     assert code is Status.RESOURCE_EXHAUSTED
@@ -126,7 +126,7 @@ def test_queued_tokens_are_limited(start: Callable[..., Live]):
     live = start(max_queued_tokens=20)
     slots = fill_slots(live)
     queued = live.generate(text="x" * 15, params=LONG)
-    wait_until(live, lambda: live.server.front_door.admission.queued_tokens == 15)
+    wait_until(live, lambda: live.server.request_handler.admission.queued_tokens == 15)
     code, text = code_and_text(lambda: list(live.generate(text="y" * 6)))
     assert code is Status.RESOURCE_EXHAUSTED
     assert "limit of 20" in text
@@ -181,7 +181,7 @@ def test_own_deadline_of_a_request_is_kept_without_the_client(live: Live):
 
     call = Call("timed", "hello", SamplingParams(temperature=0, max_tokens=3000), CALLER, timeout_s=0.5)
     with pytest.raises(ValueError, match="deadline exceeded"):
-        live.loop.run(live.server.front_door.serve(call, send))
+        live.loop.run(live.server.request_handler.serve(call, send))
     assert sent
     live.check_idle()
 
@@ -198,9 +198,9 @@ def test_cancelled_request_frees_its_pages(live: Live):
 def test_request_cancelled_in_the_queue_leaves_it(live: Live):
     slots = fill_slots(live)
     queued = live.generate(text="waits")
-    wait_until(live, lambda: live.server.front_door.admission.queued_requests == 1)
+    wait_until(live, lambda: live.server.request_handler.admission.queued_requests == 1)
     queued.cancel()
-    wait_until(live, lambda: live.server.front_door.admission.queued_requests == 0)
+    wait_until(live, lambda: live.server.request_handler.admission.queued_requests == 0)
     for stream in slots:
         stream.cancel()
     live.check_idle()
@@ -234,7 +234,7 @@ def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live], monkey
     channel = grpc.insecure_channel(live.target, options)
     stream = pb_grpc.InferenceServiceStub(channel).Generate(message, timeout=TIMEOUT_S)
     next(stream)
-    live.loop.run(asyncio.wait_for(live.server.front_door._idle.wait(), TIMEOUT_S))
+    live.loop.run(asyncio.wait_for(live.server.request_handler._idle.wait(), TIMEOUT_S))
     code, text = code_and_text(lambda: list(stream))
     assert code is Status.CANCELLED
     assert "limit of 64" in text
@@ -253,7 +253,7 @@ def test_slow_reader_is_cut_off_once_it_is_over_the_limit(live: Live, monkeypatc
 
     call = Call("slow", "hello", SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), CALLER)
     with pytest.raises(SlowReaderError, match="limit of 1024 "):
-        live.loop.run(live.server.front_door.serve(call, never))
+        live.loop.run(live.server.request_handler.serve(call, never))
     assert stuck.is_set()
     live.check_idle()
 
@@ -277,7 +277,7 @@ def test_draining_server_finishes_and_takes_nothing_new(start: Callable[..., Liv
     stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     next(stream)
     drain = live.admin.Drain.future(pb.DrainRequest(), timeout=TIMEOUT_S)
-    wait_until(live, lambda: live.server.front_door.state.name == "DRAINING")
+    wait_until(live, lambda: live.server.request_handler.state.name == "DRAINING")
     code, _ = code_and_text(lambda: list(live.generate(text="x")))
     assert code is Status.UNAVAILABLE
     *_, last = stream

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import engine_of
 from serving_checks import TIMEOUT_S
 from tiny_models import tiny_model
 from transform_cases import Background
@@ -15,7 +16,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
 from amoeba_jax.transform.transition import Transition
 from serving.runtime.metrics import ServerMetrics
-from serving.runtime.scheduling import Scheduling, SchedulingConfig
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
 from serving.scheduler import POLICY_NAMES, UnknownPolicyError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -60,7 +62,7 @@ def schedule(llm: LLM) -> Iterator[Schedule]:
     for scheduling in made:
         scheduling.close()
     # Instances are new a moment before their transformation has ended.
-    wait_for(lambda: not llm._engine.transformations.busy)
+    wait_for(lambda: not engine_of(llm).transformations.busy)
     assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
@@ -137,7 +139,9 @@ def test_every_policy_serves_a_mix_with_the_same_tokens(llm: LLM, schedule: Sche
     params = [greedy(24)] * len(short) + [greedy(8)] * len(long)
     assert tokens(llm.generate(requests, params)) == expected
     wait_for(lambda: split(llm))
-    assert scheduling.counters.scale_ups == scheduling.counters.scale_downs > 0
+    counters = scheduling.counters
+    assert min(counters.scale_ups, counters.scale_downs) > 0
+    assert (counters.refused, counters.transformations_failed) == (0, 0)
 
 
 def test_static_turns_away_what_would_need_a_merge(llm: LLM, schedule: Schedule):
@@ -186,6 +190,7 @@ def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LL
 
     with pytest.raises(DeadlineError, match="while the request was queued"):
         asyncio.run(ask())
+    assert any(view.waiting for view in llm.instances), "it is told at once, though others wait before it"
     background.result()
 
 
@@ -261,6 +266,10 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"reserved_growth": True}, "reserved_growth=True"),
         ({"layers_per_step": 0}, "layers_per_step=0"),
         ({"merge_to": 3}, "merge_to=3"),
+        ({"lookahead": 0}, "lookahead=0"),
+        ({"starving_s": -1}, "starving_s=-1"),
+        ({"ttft_slo_s": float("inf")}, "ttft_slo_s=inf"),
+        ({"partial_splits": 1}, "partial_splits=1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str):

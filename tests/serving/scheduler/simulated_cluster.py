@@ -22,6 +22,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Scheduler,
+    Timing,
     WaitingRequest,
 )
 
@@ -43,6 +44,12 @@ class ServiceRates:
     transforming_speed: float = 0.8
     """Share of the lower degree's decode speed that is left meanwhile. Prompts pause."""
 
+    def timing(self) -> Timing:
+        """What a policy would measure."""
+        pairs = [(a, b) for a in self.decode for b in self.decode if a != b]
+        steps_s = {degree: 1 / each for degree, each in self.decode_each.items()}
+        return Timing(steps_s, self.prefill, dict.fromkeys(pairs, self.transformation_s))
+
 
 @dataclass
 class _Run:
@@ -50,6 +57,7 @@ class _Run:
     output_left: float
     prefill_left: float
     produced: float = 0.0
+    queued_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +85,8 @@ class SimulatedCluster:
     now_s: float = 0.0
     fail_transformations: int = 0
     """That many transformations end without effect."""
+    shows_timing: bool = False
+    """Snapshots tell what steps and transformations take."""
     queue: list[WaitingRequest] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)
     """Output tokens that each request will generate."""
@@ -96,7 +106,13 @@ class SimulatedCluster:
     def snapshot(self) -> ClusterView:
         instances = tuple(self._view(i) for i in sorted(self.instances, key=lambda i: i.devices))
         return ClusterView(
-            self.now_s, instances, tuple(self.queue), self.degrees, self.num_devices, page_size=self.page_size
+            self.now_s,
+            instances,
+            tuple(self.queue),
+            self.degrees,
+            self.num_devices,
+            page_size=self.page_size,
+            timing=self.rates.timing() if self.shows_timing else Timing(),
         )
 
     def _view(self, instance: _Instance) -> InstanceView:
@@ -109,6 +125,7 @@ class SimulatedCluster:
                 math.ceil(r.prefill_left),
                 r.request.priority,
                 r.request.arrival_s,
+                queued_s=r.queued_s,
             )
             for r in instance.running
         )
@@ -131,7 +148,9 @@ class SimulatedCluster:
                 assert self._used(instance) + request.prompt_tokens <= self.capacity[degree], "no room"
                 assert request.max_total_tokens <= self.capacity[degree], "too long for the instance"
                 assert len(instance.running) < self.slots[degree], "no slot"
-                instance.running.append(_Run(request, self.outputs[request_id], request.prompt_tokens))
+                run = _Run(request, self.outputs[request_id], request.prompt_tokens)
+                run.queued_s = request.waited_s(self.now_s)
+                instance.running.append(run)
             case Reject(request_id, kind):
                 self.rejected[request_id] = kind
                 self._take_waiting(request_id)
@@ -233,14 +252,15 @@ class SimulatedCluster:
         self.num_preempted += 1
         instance.running.remove(run)
         self.outputs[run.request.request_id] = math.ceil(run.output_left)
-        self.queue.append(replace(run.request, prompt_tokens=run.num_tokens, started=True))
+        since_s = self.now_s - run.queued_s
+        self.queue.append(replace(run.request, prompt_tokens=run.num_tokens, started=True, waiting_since_s=since_s))
 
     def _end(self, instance: _Instance) -> None:
         action, instance.transition, instance.ends_s = instance.transition, None, math.inf
         if not isinstance(action, ScaleDown):
             return
-        parts = [_Instance((device,)) for device in instance.devices]
-        assert action.degree == 1
+        starts = range(0, len(instance.devices), action.degree)
+        parts = [_Instance(instance.devices[start : start + action.degree]) for start in starts]
         for run in sorted(instance.running, key=lambda r: -r.num_tokens):
             min(parts, key=self._used).running.append(run)
         self.instances = [*(i for i in self.instances if i is not instance), *parts]

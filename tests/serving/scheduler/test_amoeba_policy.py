@@ -192,10 +192,12 @@ def test_long_request_does_not_wait_for_a_draining_instance():
     assert action.devices == (4, 5, 6, 7)
 
 
-def test_instance_that_holds_less_than_others_of_its_degree_is_not_merged_with_itself():
+def test_instance_that_holds_less_than_others_of_its_degree_is_split_rather_than_merged_with_itself():
     """It was merged without releasing weights."""
     merged = instance(0, 4, capacity_tokens=48_000, free_tokens=48_000)
-    assert decide(cluster(merged, queue=[waiting("long", TP4_LONG)], num_devices=4)) == []
+    action = only(decide(cluster(merged, queue=[waiting("long", TP4_LONG)], num_devices=4)))
+    assert isinstance(action, ScaleDown)
+    assert action.degree == 1
 
 
 def test_long_request_may_cause_a_second_merge_after_the_time_that_is_set():

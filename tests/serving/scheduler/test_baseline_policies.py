@@ -13,6 +13,7 @@ from serving.scheduler import (
     RoundRobinPolicy,
     ScaleDown,
     ScaleUp,
+    SplitConfig,
     StaticPolicy,
     UnknownPolicyError,
     make_policy,
@@ -66,7 +67,7 @@ def test_request_goes_to_the_instance_that_was_merged_for_it(policy):
 @pytest.mark.parametrize("policy", BASELINES)
 def test_instance_splits_when_it_has_no_long_request(policy):
     assert policy().decide(cluster(instance(0, 4, running("long", TP4_LONG)))) == []
-    (action,) = policy().decide(cluster(instance(0, 4, running("short"))))
+    (action,) = policy(splits=SplitConfig(linger_s=0)).decide(cluster(instance(0, 4, running("short"))))
     assert isinstance(action, ScaleDown)
     assert (action.devices, action.degree) == ((0, 1, 2, 3), 1)
 
@@ -100,5 +101,5 @@ def test_policies_are_made_by_name(name):
 
 
 def test_unknown_policy_is_refused_with_the_known_names():
-    with pytest.raises(UnknownPolicyError, match=r"'lifo' is not known.*amoeba, round_robin"):
+    with pytest.raises(UnknownPolicyError, match=r"'lifo' is not known.*amoeba, amoeba_paper, round_robin"):
         make_policy("lifo")

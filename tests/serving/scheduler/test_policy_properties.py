@@ -109,7 +109,7 @@ def check_transformation(view: ClusterView, action: ScaleUp | ScaleDown) -> None
     else:
         (member,) = members
         assert member.degree > action.degree
-        assert not view.has_long(member)
+        assert all(r.max_total_tokens <= CAPACITY[action.degree] for r in member.running)
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,7 +144,7 @@ def test_nobody_of_higher_priority_is_preempted(view: ClusterView, growth: float
         min_size=1,
         max_size=25,
     ),
-    st.sampled_from(POLICY_NAMES[:3]),
+    st.sampled_from([name for name in POLICY_NAMES if name != "static"]),
 )
 def test_all_requests_finish_under_a_stream_of_higher_priority(arrivals: list[tuple[float, int, int]], name: str):
     """Urgent requests keep two devices busy all the time; every other request is served all the same."""

@@ -12,7 +12,8 @@ def order(*requests: WaitingRequest, now_s: float = 0.0, **fields) -> list[str]:
 
 def screen(*requests: WaitingRequest, now_s: float = 0.0, max_model_len: int | None = None, **fields):
     view = cluster(queue=requests, now_s=now_s, max_model_len=max_model_len)
-    rejects, queue = Admission(**fields).screen(view, 80_000, "a TP4 instance")
+    admission = Admission(**fields)
+    rejects, queue = admission.screen(view, admission.index(), "a TP4 instance")
     return {r.request_id: r for r in rejects}, [r.request_id for r in queue]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from serving.grpc_server.tracing import Tracing
 
 # How long a drain waits for the clients of requests that it has aborted, and for the engine to abort them.
-_LAST_WORDS_S = 2.0
+_SHUTDOWN_GRACE_S = 2.0
 _ABORT_S = 10.0
 # How long the message that is being written may take when its request is over.
 _LAST_WRITE_S = 0.5
@@ -48,7 +48,7 @@ class State(Enum):
     DEAD = "the engine has failed: try another server"
 
 
-class FrontDoor:
+class RequestHandler:
     """Lets requests in and serves them. All methods run in the server's event loop."""
 
     def __init__(
@@ -125,7 +125,8 @@ class FrontDoor:
         record, started_ns = self.metrics.start_request(), time.time_ns()
         failure: BaseException | None = None
         try:
-            with self.admission.admit(call.caller, call.num_bytes, call.name, call.unique_name) as ticket:
+            name, priority = call.name, call.params.priority
+            with self.admission.admit(call.caller, call.num_bytes, name, call.unique_name, priority) as ticket:
                 self._idle.clear()
                 async with _time_limit(call.timeout_s) as deadline:
                     tokens = await self.tokenize(call.prompt)
@@ -285,7 +286,7 @@ class FrontDoor:
                     await self._abort(request_id)
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_SHUTDOWN_GRACE_S):
                 await self._idle.wait()
         return len(left)
 

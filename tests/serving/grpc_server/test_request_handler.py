@@ -1,4 +1,4 @@
-"""The front door over a backend that does as the test says: moments that a live server meets only by chance."""
+"""The request handler over a backend that does as the test says: moments that a live server meets only by chance."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from serving.grpc_server import output_coalescer
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
-from serving.grpc_server.front_door import _LAST_WRITE_S, FrontDoor
 from serving.grpc_server.output_coalescer import OutputCoalescer
+from serving.grpc_server.request_handler import _LAST_WRITE_S, RequestHandler
 from serving.grpc_server.statuses import SlowReaderError
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
@@ -64,7 +64,7 @@ class Writes:
 
 async def serve(then: Awaitable[Any], writes: Writes, timeout_s: float | None = None) -> Scripted:
     """One request, to its end, after which nothing of it is left."""
-    door, backend = FrontDoor(Limits(), ServerMetrics()), Scripted(then)
+    door, backend = RequestHandler(Limits(), ServerMetrics()), Scripted(then)
     door.attach(cast(Backend, backend), None)
     try:
         await door.serve(Call("request", [1], SamplingParams(), CALLER, timeout_s), writes)
@@ -110,7 +110,7 @@ def test_a_second_cancellation_leaves_nothing_running():
     """gRPC cancels at the client's deadline, and the server's own time limit does: both hit the same request."""
 
     async def run() -> None:
-        door, backend, writing = FrontDoor(Limits(), ServerMetrics()), Scripted(never_done()), asyncio.Event()
+        door, backend, writing = RequestHandler(Limits(), ServerMetrics()), Scripted(never_done()), asyncio.Event()
         door.attach(cast(Backend, backend), None)
 
         async def write(_: RequestDelta) -> None:
@@ -137,7 +137,7 @@ def test_a_second_cancellation_leaves_nothing_running():
 @pytest.mark.parametrize("cancellations", range(1, 6))
 def test_any_number_of_cancellations_at_any_time_end_the_request(cancellations: int):
     async def run(pauses: list[int]) -> None:
-        door, backend = FrontDoor(Limits(), ServerMetrics()), Scripted(never_done())
+        door, backend = RequestHandler(Limits(), ServerMetrics()), Scripted(never_done())
         door.attach(cast(Backend, backend), None)
         serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(60)))
         for pause in pauses:

@@ -21,7 +21,7 @@ class _Malformed:
     """Stands for a message that is none of its type."""
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without the right token, and turns what services raise into statuses."""
 
     def __init__(self, callers: Callers, refusals: Refusals):

@@ -1,0 +1,149 @@
+"""What each instance computes next, and what becomes of steps that cannot be launched."""
+
+import bisect
+from collections.abc import Iterable, Iterator
+
+from amoeba_jax.engine.recovery import Recovery
+from amoeba_jax.engine.sequences import Sequences
+from amoeba_jax.errors import MemoryBudgetError, RequestError
+from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_plans
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane_batcher import lane_plans
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.sampling.rows import SamplerKind
+from amoeba_jax.stats import STEP_TOKENS, EngineStats
+from amoeba_jax.transform.transformation import Transformations
+
+
+class Launching:
+    """Launches the next step of an instance. Used by the dispatcher thread only."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        sequences: Sequences,
+        transformations: Transformations,
+        recovery: Recovery,
+        stats: EngineStats,
+    ):
+        self._cluster, self._sequences, self._stats = cluster, sequences, stats
+        self._transformations, self._recovery = transformations, recovery
+
+    def launch(self, instance: Instance) -> bool:
+        """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
+        before it. Returns whether anything was done."""
+        num_preempted = self._reserve_next_tokens(instance)
+        if instance.transition is None:
+            return self._launch_step(instance) is not None
+        if self._transformations.switch_layers(instance, num_preempted):
+            plan = self._launch_step(instance)
+            self._transformations.step_launched(instance, plan)
+        return True
+
+    def _launch_step(self, instance: Instance) -> StepPlan | None:
+        """Launch the next step; None if there is nothing to compute. A step that fails is one."""
+        while (plan := self._plan(instance)) is not None:
+            try:
+                instance.launch_plan(plan)
+            except StepNotLaunchedError as error:
+                self.refuse(instance, plan, error)
+                self._reserve_next_tokens(instance)
+                continue
+            except Exception as error:
+                self.failed(instance, error, plan.rows)
+                return plan
+            self._count(plan)
+            for sequence in self._end_prompts(plan):
+                self._sequences.cache_pages(instance, sequence)
+            return plan
+        return None
+
+    def _plan(self, instance: Instance) -> StepPlan | None:
+        """The next step whose programs are there: sequences that can do without those of the best one go on.
+
+        Where someone cannot, programs with which any number can are compiled first; those of the best step come
+        when nothing else is waited for.
+        """
+        plans = self._plans(instance)
+        best = next(plans, None)
+        if best is None or instance.can_launch(best):
+            return best
+        other = next((plan for plan in plans if instance.can_launch(plan)), None)
+        executables = self._cluster.executables
+        if instance.transition is not None:
+            executables.request(instance.requests(best))
+            return other
+        alike = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
+        alike = [i for i in alike if i.transition is None]
+        if best.logits_of == "all":
+            executables.request(request for i in alike for request in i.requests(best))
+            return other
+        if other is None or len(other.rows) < len(best.rows):
+            kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_left > 0}
+            for plan in roomy_plans(instance.running, instance.buckets):
+                for kind in sorted(kinds, reverse=True):
+                    executables.request(request for i in alike for request in i.requests(plan, kind))
+        executables.compile_later(request for i in alike for request in i.requests(best))
+        return other
+
+    def _plans(self, instance: Instance) -> Iterator[StepPlan]:
+        """The best step, and others for while its programs are compiled."""
+        if instance.transition is not None:
+            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.last_was_prompt)
+            return
+        best = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
+        if best is not None:
+            yield best
+            yield from other_plans(instance.running, instance.buckets)
+
+    def _end_prompts(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences whose prompt is through with a step that was launched: their siblings may begin."""
+        ended = [r.sequence for r in plan.rows if r.start < len(r.sequence.prompt) <= r.start + r.length]
+        for sequence in ended:
+            self._sequences.siblings.release(sequence)
+        return ended
+
+    def refuse(self, instance: Instance, plan: StepPlan, error: StepNotLaunchedError) -> None:
+        """End the sequence of a step that could not be prepared which most likely is why, so that the others can go on.
+
+        Sequences differ in the programs that sample them: the last in order of those that need the rarest.
+        """
+        kinds = ("greedy", "draw", "full")
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
+        cause = error.__cause__
+        if isinstance(cause, MemoryBudgetError):
+            cause = RequestError(str(cause))
+        self._sequences.reject(sequence, cause if isinstance(cause, Exception) else error)
+
+    def failed(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
+        """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree."""
+        if instance.transition is not None:
+            self._transformations.lost(instance, error, rows)
+        else:
+            self._recovery.recover(instance, error, rows)
+
+    def _count(self, plan: StepPlan) -> None:
+        """Add a step that was launched to the totals."""
+        stats, tokens = self._stats, 0
+        for row in plan.rows:
+            tokens += row.length
+            if row.start < len(row.sequence.prompt) or row.length > 1:
+                stats.prompt_tokens += row.length
+            else:
+                stats.decode_tokens += 1
+        stats.steps += 1
+        stats.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += 1
+
+    def _reserve_next_tokens(self, instance: Instance) -> int:
+        """Give every sequence that decodes a page for its next token, the last in order going without if need be.
+
+        Returns the number of those, which are preempted.
+        """
+        num_preempted = 0
+        for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
+            while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
+                self._sequences.preempt(instance, max(holders, key=lambda s: s.order))
+                num_preempted += 1
+        return num_preempted

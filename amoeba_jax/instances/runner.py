@@ -1,0 +1,250 @@
+"""Runs the steps of an instance by its placement: the layers where they are, one stage after the other.
+
+Between two stages with different homes, hidden states change their place. Where a step has sequences of one lane, every
+rank of the larger home has the same states, or gets a copy of them. Where it has sequences of all lanes, one block of
+rows for each, `split` gives every home the block of its lane, and `join` puts the blocks together again:
+
+    4 x TP1 becoming TP4, all lanes:  layers 0-11 at TP1, four programs   join   layers 12-29 and head at TP4
+    the same, a prompt of lane 2:     layers 0-11 on device 2   copied to the others   layers 12-29 and head at TP4
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+
+from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.site import Site
+from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
+from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.placement import Home, Placement, Stage
+
+
+class Move(NamedTuple):
+    """Hidden states go from the homes of one stage to those of the next.
+
+    Attributes:
+        kind: `split` or `join`, by a program over the instance's devices; or `spread`: copied from `source` to those
+            devices of `target` that do not have them.
+    """
+
+    kind: str
+    source: Home
+    target: Home
+
+
+class Part(NamedTuple):
+    """Layers of a stage at one of its homes.
+
+    Attributes:
+        lane: whose rows they compute; None for those of the whole step.
+    """
+
+    home: Home
+    segments: tuple[SegmentPlan, ...]
+    lane: int | None
+
+
+class PreparedPart(NamedTuple):
+    """A part with a program for each of its segments, and its batch on the devices."""
+
+    part: Part
+    programs: list[jax.stages.Compiled]
+    packed: jax.Array
+
+
+class PreparedMove(NamedTuple):
+    """A move with its program, if it has one."""
+
+    move: Move
+    program: jax.stages.Compiled | None
+
+
+class StepInputs(NamedTuple):
+    """What a step is launched with, but for the buffers that it updates.
+
+    Attributes:
+        work: what to launch, in order.
+        rows: what the head takes of the batch.
+        head: the head's program.
+    """
+
+    work: tuple[PreparedPart | PreparedMove, ...]
+    rows: jax.Array
+    head: jax.stages.Compiled
+
+
+class Runner:
+    """Used by the dispatcher thread only.
+
+    Args:
+        group: the instance's devices, where the head is computed, and the tokens are sampled.
+        sites: the homes of all layers.
+        placement: of the instance's lanes. All homes are within the group.
+
+    Attributes:
+        last_tokens: `[num_slots]` on all ranks: the token last sampled for each slot.
+    """
+
+    def __init__(
+        self,
+        group: SubMesh,
+        sites: Mapping[Home, Site],
+        placement: Placement,
+        hidden: HiddenStates,
+        last_tokens: jax.Array,
+        plan: EnginePlan,
+        executables: Executables,
+    ):
+        self.group, self.sites, self.placement = group, dict(sites), placement
+        self.hidden, self.last_tokens = hidden, last_tokens
+        self._plan, self._executables = plan, executables
+        self._work: dict[int | None, tuple[Part | Move, ...]] = {}
+
+    def place(self, placement: Placement) -> None:
+        """Have steps run by another placement from now on."""
+        self.placement = placement
+        self._work.clear()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all layers of all lanes are at one home."""
+        return len(self.placement.stages) == 1 and len(self.placement.stages[0].distinct_homes) == 1
+
+    def site_of(self, layer: int, lane: int) -> Site:
+        """Where a layer of a lane is."""
+        return self.sites[self.placement.stage_of(layer).homes[lane]]
+
+    # What a step needs
+
+    def requests(self, shape: BatchShape, logits_of: LogitsOf, lane: int | None) -> list[ProgramRequest]:
+        """The programs of a step: of all lanes, in blocks of as many rows each, or of one."""
+        needed: dict[object, ProgramRequest] = {}
+        for work in self._plan_work(lane):
+            if isinstance(work, Part):
+                found = self.sites[work.home].requests(work.segments, self._shape_at(work, shape))
+            else:
+                found = [request] if (request := self._move_request(work, shape)) is not None else []
+            needed.update((request.key, request) for request in found)
+        requests = self._executables.requests
+        return [*needed.values(), self._plan.head_request(requests, self.group, shape, logits_of)]
+
+    def prepare(
+        self,
+        shape: BatchShape,
+        logits_of: LogitsOf,
+        lane: int | None,
+        batch_at: Callable[[Home, int | None, BatchShape], StepBatch],
+    ) -> StepInputs:
+        """Programs and inputs of a step. Raises whatever fetching them does, with nothing changed.
+
+        Args:
+            lane: whose step it is; None: that of all lanes.
+            batch_at: makes the batch of a home: of the whole step, or of a lane's block of it.
+        """
+        work: list[PreparedPart | PreparedMove] = []
+        batches: dict[tuple[Home, int | None], tuple[jax.Array, jax.Array]] = {}
+
+        def put(home: Home, block: int | None, at: BatchShape) -> tuple[jax.Array, jax.Array]:
+            if (home, block) not in batches:
+                batch = batch_at(home, block, at)
+                batches[home, block] = jax.device_put((batch.packed, batch.rows), self.sites[home].group.sharded)
+            return batches[home, block]
+
+        for what in self._plan_work(lane):
+            if isinstance(what, Part):
+                site, at = self.sites[what.home], self._shape_at(what, shape)
+                programs = site.programs(what.segments, at)
+                work.append(PreparedPart(what, programs, put(what.home, what.lane, at)[0]))
+            else:
+                request = self._move_request(what, shape)
+                work.append(PreparedMove(what, None if request is None else self._executables.get(request)))
+        requests = self._executables.requests
+        head = self._executables.get(self._plan.head_request(requests, self.group, shape, logits_of))
+        _, rows = put(self.placement.ends, None, shape)
+        return StepInputs(tuple(work), rows, head)
+
+    def run(self, inputs: StepInputs) -> HeadOutput:
+        """Dispatch a step without waiting. The tokens it samples as the likeliest are recorded in their slots.
+
+        Donates the cache and the hidden states from the first program on: what fails after that has lost some of them.
+        """
+        hidden = self.hidden
+        for work in inputs.work:
+            if isinstance(work, PreparedPart):
+                site = self.sites[work.part.home]
+                states, tokens = hidden.take(site.group), self._tokens_at(site.group)
+                states = site.run(work.part.segments, work.programs, states, work.packed, tokens)
+                hidden.put(site.group, states)
+            elif work.program is None:
+                hidden.spread(self.sites[work.move.source].group, self.sites[work.move.target].group)
+            else:
+                states = work.program(hidden.take(self.group, replicated=False))
+                hidden.put(self.group, states, replicated=False)
+        ends = self.sites[self.placement.ends]
+        states = hidden.take(self.group)
+        hidden.put(self.group, states)  # the head only reads them
+        return HeadOutput(*inputs.head(ends.weights(self._plan.head), states, inputs.rows, self.last_tokens))
+
+    def _tokens_at(self, group: SubMesh) -> jax.Array:
+        if group.tp == self.group.tp:
+            return self.last_tokens
+        first = group.start - self.group.start
+        return assemble(group, disassemble(self.group, self.last_tokens)[first : first + group.tp], replicated=True)
+
+    # How the placement is worked through
+
+    def _plan_work(self, lane: int | None) -> tuple[Part | Move, ...]:
+        """Parts and moves of a step of all lanes, or of one."""
+        if lane not in self._work:
+            self._work[lane] = tuple(self._work_through(lane))
+        return self._work[lane]
+
+    def _work_through(self, lane: int | None) -> list[Part | Move]:
+        work: list[Part | Move] = []
+        before: tuple[Home, ...] = ()
+        for stage in self.placement.stages:
+            homes: tuple[Home, ...] = stage.distinct_homes if lane is None else (stage.homes[lane],)
+            work += _moves(before, homes)
+            segments = tuple(s for s in self._plan.segments if s.layers.start in stage.layers)
+            work += [Part(home, segments, _block(stage, home, lane)) for home in homes]
+            before = homes
+        return [*work, *_moves(before, (self.placement.ends,))]
+
+    def _shape_at(self, part: Part, shape: BatchShape) -> BatchShape:
+        """Of a lane's block of a step of all lanes, or of the whole step."""
+        if part.lane is None:
+            return shape
+        return BatchShape(((shape.num_rows // self.placement.num_lanes, 1),), shape.table_width)
+
+    def _move_request(self, move: Move, shape: BatchShape) -> ProgramRequest | None:
+        requests, rows = self._executables.requests, shape.num_rows // self.placement.num_lanes
+        if move.kind == "spread":
+            return None
+        make = requests.split if move.kind == "split" else requests.join
+        lower = min(move.source.degree, move.target.degree)
+        return make(self.group, lower, rows, self._plan.hidden_tokens)
+
+
+def _block(stage: Stage, home: Home, lane: int | None) -> int | None:
+    """Of a step of all lanes, the lane whose block a home computes, unless it computes all."""
+    lanes = stage.lanes(home)
+    return lanes[0] if lane is None and len(lanes) < len(stage.homes) else None
+
+
+def _moves(before: tuple[Home, ...], after: tuple[Home, ...]) -> list[Move]:
+    """What brings hidden states from the homes of one stage to those of the next."""
+    if len(before) == 0 or before == after:
+        return []
+    source, target = before[0], after[0]
+    if len(before) > 1:
+        return [Move("join", source, target)]
+    if len(after) > 1:
+        return [Move("split", source, target)]
+    # Of one lane. What a home has, a smaller one within it has as well.
+    return [] if set(target.devices) <= set(source.devices) else [Move("spread", source, target)]

@@ -1,0 +1,129 @@
+"""Chooses the next tokens of a step's rows, on the first device of an instance."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import Row, SamplingState, StateLostError, StepPlan
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.sampling.rows import (
+    NO_SLOT,
+    SamplerKind,
+    StepRow,
+    bad_word_pairs,
+    pack,
+    packed_size,
+    sampling_row,
+    state_rows,
+)
+from amoeba_jax.sampling_params import SamplingParams
+from sharding.mesh import SubMesh
+
+# A row that samples nothing: padding, or a chunk in mid-prompt.
+_NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
+
+
+class Draw(NamedTuple):
+    """`sampler.draw`, or `draw_full`, and the settings that it gets."""
+
+    program: jax.stages.Compiled
+    packed: np.ndarray
+    full: bool
+
+
+def sampler_kind(plan: StepPlan) -> SamplerKind:
+    """Of the program that samples a step's rows; `greedy` where the step itself does, as all rows want the argmax."""
+    kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
+    if "full" in kinds:
+        return "full"
+    return "draw" if "draw" in kinds or (kinds and plan.logits_of == "all") else "greedy"
+
+
+class StepSampler:
+    """Used by the dispatcher thread only.
+
+    Attributes:
+        state: what the device remembers of its sequences.
+        num_slots: sequences that it has room for.
+    """
+
+    def __init__(self, group: SubMesh, state: SamplingState, executables: Executables):
+        self.state, self.num_slots = state, state.flags.shape[0]
+        self._group, self._executables = group, executables
+
+    def remember(self, sequence: Sequence, slot: int) -> None:
+        """Write a sequence's row of the state, if its settings need one.
+
+        Raises whatever its program does, or `StateLostError`.
+        """
+        if not sequence.sampling.uses_state:
+            return
+        rows = state_rows(sequence.sampling, sequence.prompt, sequence.output)
+        program, state = self._executables.get(self.state_request), self.state
+        try:
+            state.flags, state.bias = program(state.flags, state.bias, np.int32(slot), *rows)
+        except Exception as error:
+            if not state.is_lost:
+                raise
+            state.replace_lost()
+            raise StateLostError(f"what sampling remembers is lost: {error}") from error
+
+    @property
+    def state_request(self) -> ProgramRequest:
+        """What `remember` launches."""
+        return self._executables.requests.set_state(self._group, self.num_slots)
+
+    def requests(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramRequest]:
+        """What a step needs; `every`: logits of all of its tokens are computed."""
+        requests, found = self._executables.requests, []
+        if every:
+            found.append(requests.take_column(self._group, shape.num_tokens))
+            found.append(requests.token_logprobs(self._group, shape.num_tokens))
+        if kind != "greedy":
+            found.append(self._draw_request(kind, 1 if every else shape.num_rows))
+        return found
+
+    def _draw_request(self, kind: SamplerKind, num_rows: int) -> ProgramRequest:
+        requests, full = self._executables.requests, kind == "full"
+        make = requests.draw_full if full else requests.draw
+        return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
+
+    def column_programs(self, num_tokens: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        """What takes one column of a step's logits, and the log-probabilities of all."""
+        requests = self._executables.requests
+        take_column, token_logprobs = (
+            requests.take_column(self._group, num_tokens),
+            requests.token_logprobs(self._group, num_tokens),
+        )
+        return self._executables.get(take_column), self._executables.get(token_logprobs)
+
+    def prepare(self, plan: StepPlan, sampled: list[Row]) -> Draw | None:
+        """What chooses the next tokens of a step; None where the step itself does."""
+        kind = sampler_kind(plan)
+        if kind == "greedy":
+            return None
+        num_rows, full = 1 if plan.logits_of == "all" else plan.shape.num_rows, kind == "full"
+        rows = [_NO_SAMPLE] * num_rows
+        for row in sampled:
+            s = row.sequence
+            # Tokens in flight are those of the step before: one at most.
+            pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
+            rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
+        packed = pack(rows, num_rows, full=full)
+        return Draw(self._executables.get(self._draw_request(kind, num_rows)), packed, full)
+
+    def draw(self, draw: Draw, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose tokens: the new last tokens of all slots, and the array for the host to read.
+
+        All arrays are those of the first rank: every rank has the logits, and one draw is enough.
+        """
+        state = self.state
+        if draw.full:
+            tokens, state.flags, result = draw.program(logits, tokens, state.flags, state.bias, draw.packed)
+        else:
+            tokens, result = draw.program(logits, tokens, draw.packed)
+        return tokens, result

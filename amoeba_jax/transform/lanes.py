@@ -1,0 +1,173 @@
+"""The lanes of a group that merges or splits: the sequences and cached prefixes of each, with pages in both layouts.
+
+Cached prefixes go where sequences use them, or else where there is room; where there is none, those that were not used
+for longest are dropped.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.sequence import Sequence
+from kvcache.assignment import assign_down
+from kvcache.pages import PagePool, SequencePages
+from kvcache.prefix_cache import CachedPage, PrefixCache
+from kvcache.relayout import staying_pieces
+from sharding.placement import Home
+
+
+@dataclass(frozen=True)
+class LanePages:
+    """What a lane is to have, with its pages in the old layout.
+
+    Attributes:
+        sequences: that have pages.
+        cached: prefixes, the first to be evicted first.
+        table: `[tp, pages]` local ids of all pages, each once, in the order of those on rank 0.
+        references: of each page, by sequences and the cache.
+    """
+
+    sequences: list[Sequence]
+    cached: list[CachedPage]
+    table: Int32[np.ndarray, "tp pages"]
+    references: Int[np.ndarray, " pages"]
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
+        """With the pages of these sequences and prefixes."""
+        tables = [s.pages.table for s in sequences if s.pages is not None]
+        tables.append(np.array([page.column for page in cached], np.int32).reshape(len(cached), tp).T)
+        table = np.concatenate(tables, axis=1)
+        # By their ids on rank 0, which tell pages apart.
+        _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
+        return cls(sequences, cached, table[:, first], counts)
+
+    @property
+    def num_pages(self) -> int:
+        return self.table.shape[1]
+
+    def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
+        """Where pages are in `table`, by their ids on rank 0."""
+        return np.searchsorted(self.table[0], ids)
+
+
+def deal(lane: Lane, room: list[int], limit: int) -> list[LanePages]:
+    """What each of the instances to come gets of a lane, by their room in pages, and at most that many sequences.
+
+    Raises `OutOfPagesError`.
+    """
+    parts: list[list[Sequence]] = [[] for _ in room]
+    if lane.running:
+        tables = [s.pages.table for s in lane.running if s.pages is not None]
+        staying = [staying_pieces(table, len(room)) for table in tables]
+        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limit)
+        for sequence, index in zip(lane.running, indices, strict=True):
+            parts[index].append(sequence)
+    cached = _deal_prefixes(lane.cache.pages(), parts, room)
+    return [LanePages.of(part, own, lane.pages.tp) for part, own in zip(parts, cached, strict=True)]
+
+
+def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
+    """The cached pages of each part: those that its sequences use, and, of the others, whole prefixes where there is
+    most room, or that begin with pages that it has."""
+    used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
+    left = [free - len(own) for free, own in zip(room, used, strict=True)]
+    found: list[set[bytes]] = [{p.key for p in pages if p.column[0] in own} for own in used]
+    roots = _roots(pages)
+    chosen: dict[bytes, int] = {}
+    latest = {roots[page.key][0]: index for index, page in enumerate(pages)}
+    # The prefixes to be evicted last first; of each from its beginning, without which its other pages are of no use.
+    in_order = sorted(enumerate(pages), key=lambda it: (-latest[roots[it[1].key][0]], roots[it[1].key][1], -it[0]))
+    for _, page in in_order:
+        if any(page.key in own for own in found):
+            continue
+        root, _ = roots[page.key]
+        with_parent = [i for i, own in enumerate(found) if page.parent in own]
+        index = with_parent[0] if with_parent else chosen.setdefault(root, int(np.argmax(left)))
+        if left[index] > 0 and (page.parent is None or page.parent in found[index]):
+            left[index] -= 1
+            found[index].add(page.key)
+    return [[page for page in pages if page.key in own] for own in found]
+
+
+def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
+    """Of each page the key of the first page of its prefix that is cached, and how many lie between."""
+    parents = {page.key: page.parent for page in pages}
+    roots: dict[bytes, tuple[bytes, int]] = {}
+    for page in pages:
+        chain, key = [], page.key
+        while key not in roots and (parent := parents[key]) in parents and parent is not None:
+            chain.append(key)
+            key = parent
+        root, depth = roots.setdefault(key, (key, 0))
+        for number, later in enumerate(reversed(chain), depth + 1):
+            roots[later] = root, number
+    return roots
+
+
+def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
+    """A cache's references to its pages become those of the parts' caches: none for what no part has, and one more for
+    each part beyond the first that has a page."""
+    counts: dict[int, int] = defaultdict(int)
+    for part in parts:
+        for page in part.cached:
+            counts[page.column[0]] += 1
+    dropped = [page.column for page in before if not counts[page.column[0]]]
+    pool.free(_table(dropped, pool.tp))
+    again = [page.column for page in before for _ in range(counts[page.column[0]] - 1)]
+    pool.share(_table(again, pool.tp))
+
+
+def joined_lane(
+    part: LanePages,
+    low: tuple[Home, PagePool, Int32[np.ndarray, "a pages"]],
+    high: tuple[Home, PagePool, Int32[np.ndarray, "b pages"]],
+    *,
+    enabled: bool,
+    max_running: int,
+) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
+    """A lane of both layouts, still without sequences, and these with their pages.
+
+    Args:
+        low, high: the home, its pages, and where it has each of the part's pages.
+        enabled: whether prefixes are cached.
+    """
+    pool = PagePool.joined([low[1], high[1]])
+    table = np.concatenate([low[2], high[2]])
+    cache = PrefixCache(pool, enabled)
+    places = part.columns(np.array([page.column[0] for page in part.cached], np.int32))
+    columns = table[:, places].T.tolist()
+    cache.adopt(page._replace(column=tuple(column)) for page, column in zip(part.cached, columns, strict=True))
+    ranks = {low[0]: slice(0, low[1].tp), high[0]: slice(low[1].tp, pool.tp)}
+    lane = Lane(pool, cache, ranks, max_running)
+    pages = [
+        (s, SequencePages(pool, table[:, part.columns(s.pages.table[0])]))
+        for s in part.sequences
+        if s.pages is not None
+    ]
+    return lane, pages
+
+
+def one_home(
+    lanes: Iterable[Lane], home: Home, pool: PagePool, *, enabled: bool, max_running: int
+) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
+    """A lane of one layout with what several have there, still without their sequences; and these with their pages.
+
+    Takes over the references that the lanes have to pages at that home.
+    """
+    lane = Lane(pool, PrefixCache(pool, enabled), {home: slice(0, pool.tp)}, max_running)
+    pages = []
+    for old in lanes:
+        rows = old.ranks[home]
+        pages += [(s, SequencePages(pool, s.pages.table[rows])) for s in old.running if s.pages is not None]
+        lane.cache.adopt(page._replace(column=page.column[rows]) for page in old.cache.pages())
+    return lane, pages
+
+
+def _table(columns: list[tuple[int, ...]], tp: int) -> Int32[np.ndarray, "tp pages"]:
+    return np.array(columns, np.int32).reshape(len(columns), tp).T

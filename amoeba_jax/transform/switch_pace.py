@@ -1,0 +1,74 @@
+"""How many layers change their home between two steps."""
+
+from typing import Literal, TypeAlias
+
+LayersPerStep: TypeAlias = int | Literal["auto"]
+
+_WAIT_SHARE = 0.2
+"""Share of a step by which switches may make it longer: no token waits for more than 1.25 steps, with some to spare."""
+
+
+class SwitchRates:
+    """What switches have moved beside a step without making it too long, by direction, over the life of an engine."""
+
+    def __init__(self) -> None:
+        self._bytes_per_step_s: dict[bool, float] = {}
+
+    def limit(self, up: bool, step_s: float) -> float:
+        """Bytes that a step of that duration bears; 0 if nothing is known of a direction."""
+        return self._bytes_per_step_s.get(up, 0.0) * step_s
+
+    def bore(self, up: bool, num_bytes: float, step_s: float) -> None:
+        """A step of that duration has borne that many bytes."""
+        self._bytes_per_step_s[up] = max(num_bytes / step_s, self._bytes_per_step_s.get(up, 0.0))
+
+    def set_limit(self, up: bool, num_bytes: float, step_s: float) -> None:
+        """More bytes than these would make a step of that duration too long."""
+        self._bytes_per_step_s[up] = num_bytes / step_s
+
+
+class SwitchPace:
+    """Of one transition.
+
+    `auto` begins with what is known to be bearable, or with one segment, and takes twice as many layers from one step
+    to the next until a step has taken too long: devices differ, and so do steps during a transition.
+
+    Args:
+        layers_per_step: what was asked for. `auto`: as many as keep the longest wait for a token under 1.25 steps.
+        step_s: duration of a decode step before; None if there was none.
+        rates: of the engine's switches.
+
+    Attributes:
+        behind_step: bytes of the switches that the next step is launched behind.
+    """
+
+    def __init__(self, layers_per_step: LayersPerStep, step_s: float | None, rates: SwitchRates, *, up: bool):
+        self._layers_per_step, self._step_s, self._rates, self._up = layers_per_step, step_s, rates, up
+        self._limit = 0.0 if step_s is None else rates.limit(up, step_s)
+        self._is_known = self._limit > 0
+        self.behind_step = 0
+
+    def num_layers(self, layer_bytes: int) -> int:
+        """Layers to switch before the next step, one of which moves that many bytes; at least one."""
+        if isinstance(self._layers_per_step, int):
+            return self._layers_per_step
+        if not layer_bytes:
+            return 1 << 30  # a matter of views
+        return max(1, int(self._limit / layer_bytes))
+
+    def switched(self, num_bytes: int) -> None:
+        """Take note of switches that were launched."""
+        self.behind_step = num_bytes
+        if not self._is_known:
+            self._limit = 2.0 * num_bytes
+
+    def step_taken(self, seconds: float, num_bytes: int) -> None:
+        """Take note of a decode step during the transition that was launched behind switches of that many bytes."""
+        if self._step_s is None or not num_bytes:
+            return
+        extra, bearable = seconds - self._step_s, _WAIT_SHARE * self._step_s
+        if extra <= bearable:
+            self._rates.bore(self._up, num_bytes, self._step_s)
+            return
+        self._is_known, self._limit = True, num_bytes * bearable / extra
+        self._rates.set_limit(self._up, self._limit, self._step_s)

@@ -1,0 +1,67 @@
+"""Sizes of a model's weights on a device, and which chunks instances of a degree release: known without a buffer."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from amoeba_jax.models.decoder import model_specs
+from amoeba_jax.models.dims import ModelDims
+from sharding.params import ParamSpec
+from sharding.release import ReleasedChunk, released_chunks
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements that a device stores against those of the model itself, for one kind of parameter."""
+
+    stored: int
+    model: int
+
+    @property
+    def ratio(self) -> float:
+        return self.stored / self.model
+
+
+class WeightLayout:
+    """The parameters of a model and their chunks.
+
+    Attributes:
+        specs: all parameters by name.
+    """
+
+    def __init__(self, dims: ModelDims):
+        self.dims = dims
+        self.specs = model_specs(dims)
+        by_layer: dict[int, list[ParamSpec]] = defaultdict(list)
+        for spec in self.specs.values():
+            if spec.layer is not None and spec.page_elems is not None:
+                by_layer[spec.layer].append(spec)
+        self._released = [released_chunks(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return jnp.dtype(self.dims.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks on one device."""
+        return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
+
+    def padding(self) -> dict[str, Padding]:
+        """Cost of zero padding and replicated heads, by kind of parameter (`attention.qkv`, `mlp.down`, ...)."""
+        totals: dict[str, list[int]] = {}
+        for spec in self.specs.values():
+            total = totals.setdefault(spec.kind, [0, 0])
+            total[0] += spec.num_elements
+            total[1] += spec.model_elements
+        return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
+
+    def released(self, layer: int, degree: int) -> tuple[ReleasedChunk, ...]:
+        """Chunks of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
+        return tuple(chunk for chunk in self._released[layer] if chunk.degree <= degree)
+
+    def extent_pages(self, degree: int) -> tuple[int, ...]:
+        """Pages of each extent that a layer gets where chunks are released for `degree`: the same for all layers."""
+        return tuple(chunk.num_pages for chunk in self.released(0, degree))

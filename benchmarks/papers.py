@@ -1,0 +1,382 @@
+"""Tables and figures of the papers beside what the simulator gives.
+
+    python benchmarks/papers.py [--seeds 5] [--duration 600] [--quick] [--json papers.json] [--plot region.png]
+
+Each row says how the twin's number comes about: *exact arithmetic* (sizes alone), *predicted* (the cost model with
+published device data; nothing was fitted to the paper), or *calibrated on this row* or on others of its table.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from serving.bench.workload import WorkloadConfig
+from serving.simulator.comparators import HostMemoryCost, UlyssesCost
+from serving.simulator.device_spec import find_device
+from serving.simulator.memory import MemoryPlan
+from serving.simulator.model_shape import ModelShape
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.setups import policy_names
+from serving.simulator.simulate import request_table, simulate
+from serving.simulator.slo import Slo
+from serving.simulator.step_cost import ModelStepCost, StepShape
+from serving.simulator.transformation_cost import InPlaceCost
+from sharding.page_table import MODELS, rows
+
+EXACT, PREDICTED, CALIBRATED = "exact arithmetic", "predicted", "calibrated on other rows"
+PAGE_BYTES = 2 * 2**20
+KILO = 1000
+RATES, OUTPUTS = (60, 240, 480), (64, 256, 1024)
+"""Short requests a minute, and tokens that all requests generate, of the sweeps."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of a paper, and the twin's. `twin` is None where there is none, and `how` says why."""
+
+    where: str
+    what: str
+    paper: float | None
+    twin: float | None
+    how: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Twin over paper."""
+        return None if self.paper in (None, 0) or self.twin is None else self.twin / self.paper
+
+
+def shape(name: str, **sizes: Any) -> ModelShape:
+    """A model by the sizes of its published `config.json`, bf16."""
+    return ModelShape.from_hf(name, {"max_position_embeddings": 131072, **sizes})
+
+
+QWEN = shape(
+    "Qwen2.5-32B", hidden_size=5120, intermediate_size=27648, num_attention_heads=40, num_key_value_heads=8,
+    num_hidden_layers=64, vocab_size=152064,
+)  # fmt: skip
+LLAMA_7B = shape(
+    "Llama2-7B", hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32,
+    vocab_size=32000,
+)  # fmt: skip
+LLAMA_8B = shape(
+    "Llama3-8B", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+    num_hidden_layers=32, vocab_size=128256,
+)  # fmt: skip
+LLAMA_70B = shape(
+    "Llama-3-70B", hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+    num_hidden_layers=80, vocab_size=128256,
+)  # fmt: skip
+CONTEXTS = {1: 3.75, 2: 41.25, 4: 120.5}
+THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
+
+
+def fit_context(known: dict[int, float], degree: int) -> float:
+    """Tokens at a degree from two others: `a * p - b`, as each device keeps what is not FFN, and the group the FFN
+    once."""
+    (p, one), (q, two) = known.items()
+    slope = (two - one) / (q - p)
+    return one + slope * (degree - p)
+
+
+def fit_throughput(known: dict[int, float], degree: int) -> float:
+    """Tokens per second at a degree from two others: a batch of one size that decodes 1K contexts, with the step times
+    of the cost model plus an overhead; size and overhead are fitted."""
+    cost = ModelStepCost(QWEN, find_device("H20"), overhead_s=0.0)
+    (p, one), (q, two) = known.items()
+
+    def step_s(tp: int, batch: float) -> float:
+        return cost.fixed_s(tp, StepShape(max(round(batch), 1))) + cost.context_s(tp) * batch * KILO
+
+    def overhead_s(batch: float) -> float:
+        return batch / one - step_s(p, batch)
+
+    batches = np.linspace(2, 64, 6200)
+    errors = [abs(batch / (step_s(q, batch) + overhead_s(batch)) - two) for batch in batches]
+    batch = float(batches[int(np.argmin(errors))])
+    return batch / (step_s(degree, batch) + overhead_s(batch))
+
+
+def table_1() -> Iterable[Row]:
+    """AMOEBA Table 1 (Gyges Table 1): each degree from the two others."""
+    for title, values, fit in (
+        ("context (K tokens)", CONTEXTS, fit_context),
+        ("tokens/s", THROUGHPUTS, fit_throughput),
+    ):
+        for degree, value in values.items():
+            known = {tp: other for tp, other in values.items() if tp != degree}
+            yield Row(
+                "AMOEBA Table 1", f"TP{degree} {title}, from the two others", value, fit(known, degree), CALIBRATED
+            )
+    plan = MemoryPlan(QWEN, find_device("H20"), 1.0, 14.3e9)
+    for degree, value in CONTEXTS.items():
+        yield Row(
+            "AMOEBA Table 1",
+            f"TP{degree} pool of the sizes that 2.3 states",
+            value,
+            plan.capacity_tokens(degree) / KILO,
+            EXACT,
+        )
+
+
+def tables_2_and_3() -> Iterable[Row]:
+    """Pages of FFN tensors, and weights."""
+    pages = {
+        "GPT-OSS-120B": (1012.5, 253.125),
+        "GPT-OSS-20B": (253.125, 63.281),
+        "Llama-3.1-70B": (224, 56),
+        "Qwen2.5-32B": (135, 33.75),
+    }
+    for model in MODELS:
+        row = next(r for r in rows(model, PAGE_BYTES) if r.tensor == "down")
+        # Llama's two published figures are of a tensor of half the published size.
+        for degree, paper, twin in ((1, pages[model.name][0], row.pages), (4, pages[model.name][1], row.shard_pages)):
+            yield Row("AMOEBA Table 2", f"{model.name} pages of `down`, TP{degree}", paper, twin, EXACT)
+    for model, gb in ((LLAMA_7B, 15.67), (LLAMA_8B, 16.66), (QWEN, 62.34)):
+        yield Row("AMOEBA Table 3", f"{model.name} weights (GB)", gb, model.weight_bytes / 1e9, EXACT)
+
+
+def figures_9_to_11() -> Iterable[Row]:
+    """Transformations of Qwen2.5-32B from four TP1 to TP4 with 90% of the cache in use."""
+    device = find_device("H20")
+    tokens = int(4 * 0.9 * MemoryPlan(QWEN, device, 1.0, 14.3e9).capacity_tokens(1))
+    change = InPlaceCost(QWEN, device).change(1, 4, tokens)
+    host = HostMemoryCost(QWEN, device).change(1, 4, tokens)
+    layer_ms = change.layer_s * 1e3
+    yield Row("AMOEBA Figure 9a", "KV of a layer, -i1 (61% below 4 ms)", 4 * 0.39, layer_ms, PREDICTED)
+    yield Row(
+        "Gyges 3.4", "whole KV transformation (ms), 78 SMs", 522, change.seconds(QWEN.num_layers) * 1e3, PREDICTED
+    )
+    yield Row(
+        "AMOEBA Figure 10a", "weights of a layer (ms)", 620, None, "620 ms x 64 layers would be 40 s: unit unclear"
+    )
+    seesaw_s, own_s = host.seconds(QWEN.num_layers), change.seconds(QWEN.num_layers)
+    yield Row("AMOEBA 2.4", "Seesaw's time over in place", 41, seesaw_s / own_s, PREDICTED)
+    yield Row(
+        "AMOEBA Figure 11",
+        "cost below Seesaw's, all layers in a step (%)",
+        97.2,
+        100 * (1 - own_s / seesaw_s),
+        PREDICTED,
+    )
+    base = ModelStepCost(QWEN, device)
+    step_s = base.fixed_s(4, StepShape(32)) + base.context_s(4) * tokens
+    yield Row(
+        "AMOEBA Figure 11",
+        "step longer by one layer's switch (%), at most 1",
+        1.0,
+        100 * change.layer_s / step_s,
+        PREDICTED,
+    )
+
+
+def flying() -> Iterable[Row]:
+    """Flying Serving: Llama-3-70B on 8 H200."""
+    device = find_device("H200")
+    budget = 264e3 * LLAMA_70B.kv_token_bytes() / 2 + LLAMA_70B.weight_bytes / 2
+    for degree, value, how in ((2, 264, "calibrated on this row"), (4, 959, CALIBRATED), (8, 2300, CALIBRATED)):
+        tokens = degree * (budget - LLAMA_70B.weight_bytes / degree) / LLAMA_70B.kv_token_bytes()
+        yield Row("Flying Table 2", f"static TP{degree} context (K tokens)", value, tokens / KILO, how)
+    kept = 8 * (budget - LLAMA_70B.weight_bytes / 2) / LLAMA_70B.kv_token_bytes()
+    yield Row("Flying Table 2", "merged to 8, TP2's weights kept (K tokens)", 1900, kept / KILO, CALIBRATED)
+    absent = "flying" not in policy_names()
+    why = "no policy `flying` here yet" if absent else "not modelled: pauses"
+    for where, what, value in (
+        ("Flying Table 2", "live switch (ms)", 15.0),
+        ("Flying Table 1", "mean TPOT of priority requests (ms)", 24.0),
+        ("Flying Figure 8", "mean TTFT in bursts, Llama-70B (s)", 4.38),
+        ("Flying Figure 9", "peak tokens/s, Llama-70B", 3059.0),
+        ("Flying Figure 10", "ITL within 5% of static TP", 1.05),
+    ):
+        yield Row(where, what, value, None, why)
+    cost = ModelStepCost(LLAMA_70B, device)
+    for name, degree, value in (("static TP", 8, 22.0), ("static DP", 2, 32.0)):
+        step_s = cost.fixed_s(degree, StepShape(32)) + cost.context_s(degree) * 32 * KILO
+        yield Row("Flying Table 1", f"{name} mean TPOT (ms): 32 sequences of 1K", value, step_s * 1e3, PREDICTED)
+
+
+def comparators() -> Iterable[Row]:
+    """One published number of each mechanism that nothing was fitted to."""
+    device = find_device("H200")
+    base = ModelStepCost(LLAMA_70B, device)
+    batch = StepShape(0, 8, 16384, 2048)
+    gain = base.fixed_s(8, batch) / UlyssesCost(base).fixed_s(8, batch)
+    yield Row(
+        "Shift Parallelism, abstract", "throughput of a batch over TP's, Llama-70B, 8 x H200", 1.5, gain, PREDICTED
+    )
+    h20 = find_device("H20")
+    tokens = int(4 * 0.9 * MemoryPlan(QWEN, h20, 1.0, 14.3e9).capacity_tokens(1))
+    host, own = HostMemoryCost(QWEN, h20).change(1, 4, tokens), InPlaceCost(QWEN, h20).change(1, 4, tokens)
+    saved = 100 * (1 - own.seconds(64) / host.seconds(64))
+    yield Row(
+        "Seesaw, as AMOEBA 4.2.3 measured it", "share of its time that in place saves (%)", 97.2, saved, PREDICTED
+    )
+    for name, lead in (("kunserve", "KunServe"), ("loongserve", "LoongServe")):
+        lost = 100 * (1 - _capacity(name) / _capacity("amoeba"))
+        yield Row(
+            f"{lead}, as Gyges 3.3 measured it", "throughput below merged TP (%), 'extra 43.5%'", 43.5, lost, PREDICTED
+        )
+
+
+def _capacity(policy: str) -> float:
+    """Tokens per second of a backlog of AMOEBA's mix."""
+    load = WorkloadConfig(
+        dataset_name="mix", num_prompts=600, short_per_minute=6000, long_per_minute=100, short_output_len=256,
+        long_output_len=256,
+    )  # fmt: skip
+    config = SimulationConfig(QWEN, load, device="H20", memory_utilization=1.0, activation_gb=30.0)
+    return simulate(config, policy).output_throughput
+
+
+@dataclass(frozen=True)
+class Point:
+    """Throughput of policies at a load, in tokens per second: means over seeds, and half of a 95% interval."""
+
+    short_per_minute: float
+    output_len: int
+    means: dict[str, float]
+    halves: dict[str, float]
+    slo_shares: dict[str, float]
+
+
+def sweep(
+    policies: tuple[str, ...], rates: Iterable[float], outputs: Iterable[int], seeds: int, duration_s: float
+) -> list[Point]:
+    """AMOEBA 4.2.4's mix on 8 H20 with Table 1's longest contexts as capacities, by rate and output length."""
+    points = []
+    for output in outputs:
+        for rate in rates:
+            values: dict[str, list[float]] = {name: [] for name in policies}
+            shares: dict[str, list[float]] = {name: [] for name in policies}
+            for seed in range(seeds):
+                load = WorkloadConfig(
+                    dataset_name="mix", duration_s=duration_s, short_per_minute=rate, short_output_len=output,
+                    long_output_len=output, seed=seed,
+                )  # fmt: skip
+                config = SimulationConfig(
+                    QWEN, load, device="H20", memory_utilization=1.0, activation_gb=26.0, until_s=duration_s,
+                    slo=Slo(10.0, 0.1),
+                )  # fmt: skip
+                requests = request_table(config)
+                for name in policies:
+                    result = simulate(config, name, requests, queue_limit=400)
+                    values[name].append(result.tally.generated_tokens / max(result.duration_s, 1.0))
+                    shares[name].append(result.kept_share)
+            points.append(
+                Point(
+                    rate,
+                    output,
+                    {name: float(np.mean(v)) for name, v in values.items()},
+                    {name: _half(v) for name, v in values.items()},
+                    {name: float(np.mean(v)) for name, v in shares.items()},
+                )
+            )
+    return points
+
+
+def _half(values: list[float]) -> float:
+    """Half of the 95% interval of the mean, by Student's t."""
+    factors = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
+    if len(values) < 2:
+        return math.nan
+    return factors.get(len(values), 2.0) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def print_rows(found: list[Row], console: Console) -> None:
+    """A table of all rows."""
+    table = Table("where", "what", "paper", "twin", "ratio", "how", title="papers and twin")
+    for row in found:
+        cells = ["" if v is None else f"{v:.4g}" for v in (row.paper, row.twin, row.ratio)]
+        table.add_row(row.where, row.what, *cells, row.how)
+    console.print(table)
+
+
+def print_points(points: list[Point], title: str, console: Console) -> None:
+    """A row for each load: tokens/s with intervals, share within the objectives, gain of the first policy."""
+    names = list(points[0].means)
+    table = Table("output", "short/min", *names, f"{names[0]} over the best other", title=title)
+    for point in points:
+        cells = [f"{point.means[n]:.0f} ± {point.halves[n]:.0f} ({point.slo_shares[n]:.0%})" for n in names]
+        best = max(point.means[n] for n in names[1:])
+        table.add_row(
+            str(point.output_len), f"{point.short_per_minute:g}", *cells, f"{point.means[names[0]] / best:.2f}"
+        )
+    console.print(table)
+
+
+def save_region(points: list[Point], path: Path) -> None:
+    """Gain of the first policy over the best other one, by load and output length."""
+    from matplotlib.figure import Figure
+
+    names = list(points[0].means)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for output in sorted({point.output_len for point in points}):
+        own = [point for point in points if point.output_len == output]
+        gains = [p.means[names[0]] / max(p.means[n] for n in names[1:]) for p in own]
+        axes.plot([p.short_per_minute for p in own], gains, marker="o", label=f"{output} tokens out")
+    axes.axhspan(1.261, 1.392, color="#2f9e6e", alpha=0.2, label="AMOEBA Figure 12")
+    axes.set(xscale="log", xlabel="short requests a minute", ylabel=f"{names[0]} over the best other")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+NOT_REPRODUCED = (
+    "Output lengths of the papers' workloads are not stated (AMOEBA 4.2.4, 4.3; Flying 6.1.3): the sweeps vary them.",
+    "Production traces are private: AMOEBA Figures 2 and 14.",
+    "AMOEBA Table 1: 3.75K tokens at TP1 against 73.8K that the sizes of 2.3 give; 448 tokens/s with a read of weights "
+    "of 15.6 ms needs 7 requests of 1K at least, so the longest sequence and the pool are two numbers.",
+    "50K tokens of prompt on four H20 take 8.3 s at all their FLOPS, and 12 s at the share that kernels reach: long "
+    "requests can hardly meet 10 s (AMOEBA 4.3).",
+    "AMOEBA Figure 10a gives 620-770 ms for each layer, Figure 11 under 1% of a step for it: one unit must be wrong.",
+    "Flying Table 2: 1.9M tokens on 8 devices are more than the 1.06M that TP2's weights leave if they are kept, as in "
+    "its section 4.1: weights must be released for them.",
+    "Seesaw, KunServe and LoongServe: their own papers' figures are of devices, models or traces that are not here; "
+    "they are checked on what AMOEBA and Gyges measured of them.",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals in the sweeps")
+    parser.add_argument("--quick", action="store_true", help="without the sweeps of Figures 12 to 14")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    console = Console(width=150)
+    found = [*table_1(), *tables_2_and_3(), *figures_9_to_11(), *flying(), *comparators()]
+    print_rows(found, console)
+    content: dict[str, Any] = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found]}
+    if not options.quick:
+        for title, policies, rates, outputs in (
+            (
+                "AMOEBA Figures 12, 13",
+                ("amoeba", "round_robin", "least_load_first"),
+                RATES,
+                OUTPUTS,
+            ),
+            ("AMOEBA Figure 14", ("amoeba", "kunserve", "loongserve"), RATES, OUTPUTS),
+        ):
+            points = sweep(policies, rates, outputs, options.seeds, options.duration)
+            print_points(points, f"{title}: tokens/s, 95% interval, share within TTFT 10 s and TPOT 0.1 s", console)
+            content[title] = [asdict(point) for point in points]
+            if options.plot:
+                save_region(points, options.plot.with_stem(f"{options.plot.stem}-{title.split()[2].strip('s,')}"))
+    console.print("Not reproduced:")
+    for line in NOT_REPRODUCED:
+        console.print(f"- {line}", soft_wrap=True)
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

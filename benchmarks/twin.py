@@ -1,0 +1,188 @@
+"""The digital twin beside our own engine: the same requests, policy and settings, at three loads.
+
+    python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--json twin.json]
+
+The engine is calibrated first (`amoeba simulate --calibrate`), then serves a mix of short requests and a few that only
+merged instances hold, with the scheduler in the loop. The simulation gets the calibration and the same requests. All
+virtual devices share this machine's cores, so other work on it shows in the figures.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import LLM, SamplingParams
+from serving.bench.workload import PlannedRequest, WorkloadConfig, plan_requests
+from serving.commands.calibrate import calibrate
+from serving.runtime.jax_executor import EngineScheduler
+from serving.scheduler import AmoebaConfig, make_policy
+from serving.simulator.calibration import Calibration
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of one run."""
+
+    tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    merges: int
+    splits: int
+
+
+async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], list[float], float]:
+    """Send requests at their times. Returns times to the first token, times per token, and the seconds of it all."""
+    start = time.perf_counter()
+    ttft, tpot = [], []
+
+    async def one(request: PlannedRequest) -> None:
+        await asyncio.sleep(max(start + request.arrival_s - time.perf_counter(), 0.0))
+        sent = time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        first = last = None
+        async for _ in llm.astream(request.prompt(0, llm._engine.dims.config.vocab_size), params):
+            last = time.perf_counter()
+            first = first or last
+        assert first is not None
+        assert last is not None
+        ttft.append(first - sent)
+        if request.output_len > 1:
+            tpot.append((last - first) / (request.output_len - 1))
+
+    await asyncio.gather(*(one(request) for request in requests))
+    return ttft, tpot, time.perf_counter() - start
+
+
+def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaConfig, layers_per_step: int) -> Row:
+    """One run of the engine with a policy."""
+    requests = plan_requests(workload, llm.max_model_len)
+    hook = llm.use_scheduler_hook(
+        lambda engine: EngineScheduler(engine, make_policy(policy, config=config), layers_per_step)
+    )
+    try:
+        ttft, tpot, seconds = asyncio.run(serve(llm, requests))
+    finally:
+        counters = hook.scheduler.counters
+        llm.remove_scheduler_hook()
+        while llm._engine.transformations.busy:
+            time.sleep(0.05)
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+    tokens = sum(request.output_len for request in requests)
+    return Row(
+        tokens / seconds, median(ttft), float(np.percentile(ttft, 99)), median(tpot), counters.scale_ups,
+        counters.scale_downs,
+    )  # fmt: skip
+
+
+def run_twin(config: SimulationConfig, policy: str) -> Row:
+    """The same in virtual time."""
+    report = simulate(config, policy).report()
+    return Row(
+        report["output_throughput"],
+        report["p50_ttft_ms"] / 1e3,
+        report["p99_ttft_ms"] / 1e3,
+        report["p50_tpot_ms"] / 1e3,
+        report["merges"],
+        report["splits"],
+    )
+
+
+def mean(one: Calibration, two: Calibration) -> Calibration:
+    """Times between those of two calibrations of one engine."""
+
+    def between(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {key: between(value, b[key]) for key, value in a.items() if key in b}
+        return (a + b) / 2
+
+    names = ("decode_s", "prompt_s", "context_s", "crowding", "up_layer_s", "down_layer_s")
+    return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in names})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--num-devices", type=int, default=4)
+    parser.add_argument("--kv-cache-tokens", type=int, default=512, help="of each device")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=128)
+    parser.add_argument("--layers-per-step", type=int, default=2)
+    parser.add_argument("--duration", type=float, default=30.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="short requests a second")
+    parser.add_argument("--long-per-minute", type=float, default=6.0)
+    parser.add_argument("--long-input-len", type=int, default=700)
+    parser.add_argument("--linger-s", type=float, default=2.0)
+    parser.add_argument("--policy", default="amoeba")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    policy_config = AmoebaConfig(linger_s=options.linger_s)
+    table = Table("short/s", "", "tokens/s", "TTFT p50 (s)", "p99 (s)", "TPOT p50 (s)", "merges", "splits")
+    found = []
+    with LLM(
+        options.model,
+        num_devices=options.num_devices,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_cache_tokens=options.kv_cache_tokens,
+        max_model_len=1024,
+        prefix_caching=False,
+        compile_beside=False,
+        progress=False,
+    ) as llm:
+        llm.warmup()
+        calibrate(llm, options.layers_per_step)
+        for turn, rate in enumerate((options.rates[-1], *options.rates)):
+            workload = WorkloadConfig(
+                dataset_name="mix",
+                duration_s=options.duration,
+                short_input_len=48,
+                short_output_len=32,
+                short_per_minute=60 * rate,
+                long_input_len=options.long_input_len,
+                long_output_len=32,
+                long_per_minute=options.long_per_minute,
+                seed=options.seed,
+            )
+            if not turn:  # what is compiled then is not counted
+                run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
+                continue
+            # Other work on this machine changes its speed: the twin gets the mean of what was before and after.
+            before = calibrate(llm, options.layers_per_step)
+            engine = run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
+            calibration = mean(before, calibrate(llm, options.layers_per_step))
+            config = SimulationConfig(
+                options.model,
+                workload,
+                num_devices=options.num_devices,
+                calibration=calibration,
+                policy_config=policy_config,
+            )
+            twin = run_twin(config, options.policy)
+            for name, row in (("engine", engine), ("twin", twin)):
+                times = [f"{v:.4f}" for v in (row.ttft_p50_s, row.ttft_p99_s, row.tpot_p50_s)]
+                table.add_row(f"{rate:g}", name, f"{row.tokens_per_s:.1f}", *times, str(row.merges), str(row.splits))
+            names = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s")
+            ratios = [getattr(twin, name) / getattr(engine, name) for name in names]
+            table.add_row("", "ratio", *(f"{ratio:.2f}" for ratio in ratios), "", "")
+            found.append({"rate": rate, "engine": vars(engine), "twin": vars(twin)})
+    Console(width=110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

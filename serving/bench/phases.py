@@ -1,0 +1,97 @@
+"""Figures of a run by phase of load, by priority, and during transitions of instances beside those outside them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from serving.bench.burst import HIGH, LOW
+from serving.bench.cluster_watch import Sample
+from serving.bench.load import Outcome, Record
+from serving.bench.metrics import MetricsConfig, compute_metrics, statistics
+
+_RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
+
+
+def by_phase(
+    records: Sequence[Record], duration_s: float, phase_s: float, config: MetricsConfig
+) -> dict[str, dict[str, Any]]:
+    """vLLM's figures of the requests that came in low and in high phases; rates are over the seconds of these phases
+    alone. Empty where the load has no phases."""
+    last_s = max((record.request.arrival_s for record in records), default=0.0)
+    found = {}
+    for index, phase in enumerate((LOW, HIGH)):
+        mine = [record for record in records if record.request.phase == phase]
+        if not mine:
+            continue
+        starts = [n * phase_s for n in range(int(last_s // phase_s) + 1) if n % 2 == index]
+        seconds = sum(min(phase_s, duration_s - start) for start in starts if start < duration_s)
+        figures = compute_metrics(mine, duration_s, config)
+        for rate in _RATES:
+            if figures[rate] is not None:
+                figures[rate] *= duration_s / seconds
+        found[phase] = figures | {"seconds": seconds}
+    return found
+
+
+def by_priority(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, dict[str, Any]]:
+    """vLLM's figures of the requests of each priority, the most urgent first; empty where all have the same."""
+    priorities = sorted({record.request.priority for record in records})
+    if len(priorities) < 2:
+        return {}
+    return {
+        str(priority): compute_metrics([r for r in records if r.request.priority == priority], duration_s, config)
+        for priority in priorities
+    }
+
+
+def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
+    """Spans of time in which instances changed: from the last look before a change until `settle_s` after the first
+    look that shows it. Spans that overlap are one."""
+    windows: list[tuple[float, float]] = []
+    for before, after in pairwise(samples):
+        if before.devices == after.devices:
+            continue
+        start_s, end_s = before.time_s, after.time_s + settle_s
+        if windows and start_s <= windows[-1][1]:
+            start_s = windows.pop()[0]
+        windows.append((start_s, end_s))
+    return windows
+
+
+def transitions(
+    records: Sequence[Record],
+    samples: Sequence[Sample],
+    changes: int,
+    watched_s: float,
+    settle_s: float,
+    config: MetricsConfig,
+) -> dict[str, Any]:
+    """TTFT and ITL of requests that completed, during transitions and outside them: an interval counts as during one if
+    it overlaps with any. `changes` are merges and splits; they are told by the hour of `watched_s`."""
+    windows = transition_windows(samples, settle_s)
+    done = [record for record in records if record.outcome is Outcome.COMPLETED]
+    split: dict[str, dict[str, list[float]]] = {place: {"ttft": [], "itl": []} for place in ("during", "outside")}
+
+    def add(name: str, start_s: float, end_s: float) -> None:
+        during = any(start_s < window_end and end_s > window_start for window_start, window_end in windows)
+        split["during" if during else "outside"][name].append(end_s - start_s)
+
+    for record in done:
+        if record.start_s is not None and record.chunk_times:
+            add("ttft", record.start_s, record.chunk_times[0])
+        for before, after in pairwise(record.chunk_times):
+            add("itl", before, after)
+    return {
+        "per_hour": changes * 3600 / watched_s if watched_s else None,
+        "seconds": sum(end - start for start, end in windows),
+        **{
+            place: {
+                key: value
+                for name, values in parts.items()
+                for key, value in (
+                    statistics(name, values, config.metric_percentiles) | {f"num_{name}": len(values)}
+                ).items()
+            }
+            for place, parts in split.items()
+        },
+    }

@@ -1,0 +1,18 @@
+"""Mean, median, standard deviation and percentiles, by vLLM's names."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def statistics(
+    name: str, values_s: Sequence[float] | np.ndarray, percentiles: Sequence[float]
+) -> dict[str, float | None]:
+    """`mean_<name>_ms`, `median_`, `std_` and `p<percentile>_` of values in seconds; None of no values."""
+    values_ms = np.array(values_s) * 1000
+    keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
+    keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]
+    if not len(values_ms):
+        return dict.fromkeys(keys)
+    figures = [values_ms.mean(), np.median(values_ms), values_ms.std(), *np.percentile(values_ms, percentiles)]
+    return {key: float(value) for key, value in zip(keys, figures, strict=True)}

@@ -1,0 +1,73 @@
+"""Requests drawn from the statistics of real traffic: rates over time, and how long requests are (ServeGen)."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from amoeba_jax.errors import ConfigError
+
+KEYS = ("window_s", "rate_rps", "input_tokens_value", "input_tokens_prob", "output_tokens_value", "output_tokens_prob")
+MAX_DRAWN = 20_000_000
+
+
+def draw_requests(
+    path: Path,
+    arrays: dict[str, np.ndarray],
+    random: np.random.Generator,
+    duration_s: float | None,
+    rate_scale: float,
+    most: int | None,
+) -> dict[str, np.ndarray]:
+    """Draw `arrival_s`, `input_tokens` and `output_tokens`.
+
+    In each window requests come as a gamma process with the window's rate, times `rate_scale`, and its coefficient of
+    variation (`cv_rate_weighted`, 1 where it is missing). Lengths of prompts and outputs are drawn independently.
+
+    Args:
+        duration_s: seconds from the first window's start to draw for; None: all windows.
+        most: the most requests.
+
+    Raises `ConfigError` for more than `MAX_DRAWN` requests, and for rates below 0.
+    """
+    starts, rates = arrays["window_s"].astype(float), arrays["rate_rps"].astype(float) * rate_scale
+    if (rates < 0).any() or not np.isfinite(rates).all():
+        raise ConfigError(f"rate_rps of the trace {path} has {rates.min():g}: rates must be finite and at least 0")
+    width = float(starts[1] - starts[0]) if len(starts) > 1 else 600.0
+    end = starts[-1] + width if duration_s is None else min(duration_s, starts[-1] + width)
+    lengths = np.clip(end - starts, 0, width)
+    expected = float((rates * lengths).sum())
+    if expected > MAX_DRAWN and (most is None or most > MAX_DRAWN):
+        raise ConfigError(
+            f"about {expected:.0f} requests of {path} would come, and the most is {MAX_DRAWN}: set num_prompts, or "
+            "lower trace_rate_scale or duration_s"
+        )
+    variations = arrays.get("cv_rate_weighted", np.ones(len(rates)))
+    times, count = [np.zeros(0)], 0
+    for start, rate, seconds, variation in zip(starts, rates, lengths, variations, strict=True):
+        if seconds <= 0 or rate <= 0:
+            continue
+        part = _gamma_times(random, rate, float(max(variation, 0.05)), seconds)
+        times.append(start + part)
+        count += len(part)
+        if most is not None and count >= most:
+            break
+    arrivals = np.concatenate(times)[:most]
+    return {
+        "arrival_s": arrivals,
+        "input_tokens": _draw(random, arrays, "input_tokens", len(arrivals)),
+        "output_tokens": _draw(random, arrays, "output_tokens", len(arrivals)),
+    }
+
+
+def _gamma_times(random: np.random.Generator, rate: float, variation: float, seconds: float) -> np.ndarray:
+    shape = 1 / variation**2
+    number = math.ceil(rate * seconds + 6 * variation * math.sqrt(rate * seconds) + 16)
+    times = np.cumsum(random.gamma(shape, 1 / (rate * shape), number))
+    return times[times < seconds]
+
+
+def _draw(random: np.random.Generator, arrays: dict[str, np.ndarray], name: str, count: int) -> np.ndarray:
+    totals = np.cumsum(arrays[f"{name}_prob"].astype(float))
+    places = np.searchsorted(totals, random.random(count) * totals[-1], side="right")
+    return arrays[f"{name}_value"][np.minimum(places, len(totals) - 1)].astype(np.int64)

@@ -1,0 +1,117 @@
+"""Traces of one's own: CSV or JSON lines with a time, prompt tokens and output tokens in each row."""
+
+import csv
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax.errors import ConfigError
+
+SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
+_SECONDS = ("arrival_s", "arrival", "time_s")
+_STAMPS = ("timestamp",)
+_INPUTS = ("input_tokens", "prompt_tokens", "input_length", "contexttokens", "num_prefill_tokens", "prompt", "input")
+_OUTPUTS = ("output_tokens", "completion_tokens", "output_length", "generatedtokens", "num_decode_tokens", "output")
+_BLOCKS = "hash_ids"
+
+
+def is_text_trace(path: Path) -> bool:
+    """Whether the name of a file says that it is CSV or JSON lines, perhaps compressed."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
+    """Columns `input_tokens`, `output_tokens` and possibly `arrival_s` (seconds) of a file, and the ids of the prefix
+    blocks of each row (`hash_ids`, as in Mooncake's traces) or None.
+
+    Times are seconds in a column `arrival_s`, `arrival` or `time_s`. A column `timestamp` has dates in ISO form (Azure)
+    or milliseconds (Mooncake). Raises `ConfigError` naming the column or the line.
+    """
+    rows = list(_rows(path))
+    if not rows:
+        raise ConfigError(f"the trace {path} has no rows")
+    names = list(rows[0][1])
+    by_name = {name.strip().lower(): name for name in names}
+    stamp = _find(by_name, _SECONDS) or _find(by_name, _STAMPS)
+    prompt, output = _find(by_name, _INPUTS), _find(by_name, _OUTPUTS)
+    for what, found, wanted in (("prompt tokens", prompt, _INPUTS), ("output tokens", output, _OUTPUTS)):
+        if found is None:
+            raise ConfigError(
+                f"the trace {path} has no column of {what}: name it {wanted[0]}; it has {', '.join(map(str, names))}"
+            )
+    assert prompt is not None, "checked above"
+    assert output is not None, "checked above"
+    columns: dict[str, np.ndarray] = {
+        "input_tokens": np.array([_length(path, line, row, prompt) for line, row in rows], np.int64),
+        "output_tokens": np.array([_length(path, line, row, output) for line, row in rows], np.int64),
+    }
+    if stamp is not None:
+        times = [_time_s(path, line, row, stamp) for line, row in rows]
+        columns["arrival_s"] = np.array(times, np.float64)
+    blocks = None
+    if _BLOCKS in rows[0][1]:
+        blocks = [tuple(int(block) for block in row.get(_BLOCKS) or ()) for _, row in rows]
+    return columns, blocks
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+    if ".csv" in path.name.lower():
+        yield from enumerate(csv.DictReader(io.StringIO(text)), 2)
+        return
+    for line, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content)
+        except ValueError as error:
+            raise ConfigError(f"the trace {path}, line {line}, is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"the trace {path}, line {line}: it must be an object, not {type(row).__name__}")
+        yield line, row
+
+
+def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
+    return next((by_name[name] for name in wanted if name in by_name), None)
+
+
+def _length(path: Path, line: int, row: dict[str, Any], name: str) -> int:
+    value = row.get(name)
+    try:
+        length = float(value)  # type: ignore[arg-type]
+        if length != int(length) or length < 0:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"the trace {path}, line {line}: {name}={value!r} must be a number of tokens, 0 or more"
+        ) from None
+    return int(length)
+
+
+def _time_s(path: Path, line: int, row: dict[str, Any], name: str) -> float:
+    value = row.get(name)
+    stamp = name.strip().lower() in _STAMPS
+    try:
+        seconds = float(value) / (1000 if stamp else 1)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        try:
+            seconds = datetime.fromisoformat(str(value).strip()[:26]).timestamp() if stamp else math.nan
+        except ValueError:
+            seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"the trace {path}, line {line}: {name}={value!r} must be "
+            + ("milliseconds, 0 or more, or a date in ISO form" if stamp else "seconds, 0 or more")
+        )
+    return seconds

@@ -1,0 +1,197 @@
+"""`amoeba simulate --calibrate`: a short run of our own engine, so that this machine can be simulated."""
+
+import platform
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.outputs import RequestOutput
+from serving.runtime.jax_executor import EngineScheduler
+from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, WaitingRequest
+from serving.simulator.calibration import Calibration
+
+_TOKENS = 40
+"""Generated for each request whose decode steps are timed."""
+_REPEATS = 3
+
+
+class _PinPolicy:
+    """Gives each request to the first `width` instances in turn, as far as they have room."""
+
+    name = "pin"
+
+    def __init__(self, width: int):
+        self._width, self._next = width, 0
+
+    def decide(self, view: ClusterView) -> list[Action]:
+        """See `Policy.decide`."""
+        actions: list[Action] = []
+        steady = [i for i in view.instances if i.transition_to is None][: self._width]
+        given = {i.id: 0 for i in steady}
+        for request in view.queue if steady else ():
+            instance = steady[self._next % len(steady)]
+            if given[instance.id] < instance.free_slots and _fits(instance, request):
+                given[instance.id] += 1
+                self._next += 1
+                actions.append(Dispatch(request.request_id, instance.id, "to be timed"))
+        return actions
+
+
+def _fits(instance: InstanceView, request: WaitingRequest) -> bool:
+    return request.max_total_tokens <= instance.capacity_tokens
+
+
+def run_calibration(
+    path: Path,
+    model: str,
+    num_devices: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_tokens: int | None,
+    max_model_len: int | None,
+    layers_per_step: int,
+) -> None:
+    """Load a model, time its steps and transformations, and write the calibration. Raises `ConfigError`."""
+    settings: dict[str, Any] = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": max_model_len}
+    with LLM(
+        model,
+        num_devices=num_devices,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=False,
+        **{name: value for name, value in settings.items() if value is not None},
+    ) as llm:
+        calibration = calibrate(llm, layers_per_step)
+    calibration.save(path)
+    print(f"saved {path}", file=sys.stderr)
+
+
+def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
+    """Time an idle engine at each of its degrees. It ends at the degree that it began with, without requests."""
+    engine = llm._engine
+    config, layers = engine.config, engine.dims.config.num_layers
+    degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
+    before = _degree(llm)
+    seqs = {tp: engine.cluster.buckets(tp).max_num_seqs for tp in degrees}
+    capacity = {tp: engine.capacity_tokens(tp) for tp in degrees}
+    decode_s: dict[int, dict[int, float]] = {}
+    prompt_s: dict[int, dict[int, float]] = {}
+    context_s: dict[int, float] = {}
+    crowding = 0.0
+    up, down = [], []
+    for tp in degrees:
+        if tp != _degree(llm):
+            llm.transform(tp)
+        timer = _Timer(llm, capacity[tp])
+        decode_s[tp] = timer.decodes([1 << power for power in range(seqs[tp].bit_length())])
+        prompt_s[tp] = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
+        context_s[tp] = timer.context_s(decode_s[tp][1])
+        if tp == degrees[0] and len(engine.instances) > 1:
+            crowding = timer.crowding(len(engine.instances), decode_s[tp])
+    for _ in range(_REPEATS if len(degrees) > 1 else 0):
+        down.append(_layer_s(llm, degrees[0], layers_per_step, layers))
+        up.append(_layer_s(llm, degrees[-1], layers_per_step, layers))
+    if _degree(llm) != before:
+        llm.transform(before)
+    return Calibration(
+        model=Path(config.model).name,
+        num_devices=config.num_devices,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        max_model_len=llm.max_model_len,
+        num_layers=layers,
+        layers_per_step=layers_per_step,
+        capacity_tokens=capacity,
+        max_requests=seqs,
+        decode_s=decode_s,
+        prompt_s=prompt_s,
+        context_s=context_s,
+        crowding=crowding,
+        up_layer_s=median(up) if up else 0.0,
+        down_layer_s=median(down) if down else 0.0,
+        machine={"platform": platform.platform(), "python": platform.python_version()},
+    )
+
+
+def _degree(llm: LLM) -> int:
+    """The degree of the first instance."""
+    return next(iter(llm.instances)).tensor_parallel_size
+
+
+def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
+    report = llm.transform(degree, layers_per_step=layers_per_step)
+    return max((group.seconds for group in report.groups), default=0.0) / layers
+
+
+class _Timer:
+    """Times requests on an engine's first instance."""
+
+    def __init__(self, llm: LLM, capacity: int):
+        self._llm, self._capacity = llm, capacity
+        self._random = np.random.default_rng(0)
+        self._vocab = llm._engine.dims.config.vocab_size
+
+    def _run(self, count: int, prompt: int, tokens: int, width: int = 1) -> list[RequestOutput]:
+        """Serve equal requests on the first `width` instances."""
+        llm = self._llm
+        prompts = self._random.integers(3, self._vocab, (count, prompt)).tolist()
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(width)))
+        try:
+            return llm.generate(prompts, params)
+        finally:
+            llm.remove_scheduler_hook()
+
+    def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
+        """Seconds of a decode step with `count` requests on each of `width` instances."""
+        found = []
+        for _ in range(_REPEATS):
+            outputs = self._run(count * width, prompt, _TOKENS, width)
+            found.append(median(_value(o.metrics, "tpot_s") for o in outputs))
+        return median(found)
+
+    def _ttft_s(self, prompt: int) -> float:
+        return median(_value(self._run(1, prompt, 1)[0].metrics, "ttft_s") for _ in range(2 * _REPEATS + 1))
+
+    def decodes(self, sizes: list[int]) -> dict[int, float]:
+        """Seconds of a step by rows, as far as the cache holds them."""
+        fitting = [size for size in sizes if size * (16 + _TOKENS + 16) <= self._capacity] or sizes[:1]
+        for size in fitting:
+            self._run(size, 16, 4)  # compiles
+        return {size: self._tpot_s(size, 16) for size in fitting}
+
+    def prompts(self, chunks: tuple[int, ...]) -> dict[int, float]:
+        """Seconds of a step with one chunk, by its tokens: those of the time to the first token."""
+        found = {}
+        for chunk in chunks:
+            length = min(chunk, self._capacity - 32)
+            self._run(1, length, 1)
+            found[chunk] = self._ttft_s(length)
+        return found
+
+    def context_s(self, short_s: float) -> float:
+        """Seconds that each token of context adds to a decode step."""
+        length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
+        if length < 128:
+            return 0.0
+        self._run(1, length, 2)
+        return max(self._tpot_s(1, length) - short_s, 0.0) / (length - 16)
+
+    def crowding(self, instances: int, decode_s: dict[int, float]) -> float:
+        """Share of a step's time that each further instance adds which is busy meanwhile: the median over rows."""
+        shares = []
+        for size, alone_s in decode_s.items():
+            together_s = self._tpot_s(size, 16, instances)
+            shares.append((together_s / alone_s - 1) / (instances - 1))
+        return max(median(shares), 0.0)
+
+
+def _value(metrics: Any, name: str) -> float:
+    value = getattr(metrics, name)
+    assert value is not None, f"a request that has ended has its {name}"
+    return value

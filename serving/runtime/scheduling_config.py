@@ -1,0 +1,93 @@
+"""Settings of the scheduler of a served model. Imports no JAX, as the command line needs them for its options."""
+
+import math
+from dataclasses import dataclass
+
+from amoeba_jax.errors import ConfigError
+from serving.scheduler import Admission, AmoebaConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """How requests are placed, and when instances change. Raises `ConfigError`. See docs/scheduling.md."""
+
+    policy: str = "amoeba"
+    """Policy that places requests and decides when instances merge and split: see docs/scheduling.md."""
+    linger_s: float = AmoebaConfig.linger_s
+    """Seconds that a merged instance is kept after its last long request."""
+    ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
+    """Seconds in which a request should have its first token: a long one that would wait longer has another instance
+    merged. Default: no such limit."""
+    tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
+    """Seconds a token that a request should take: short ones go where they are expected to. Default: no such limit."""
+    split_free_share: float = AmoebaConfig.split_free_share
+    """Share of a merged instance's KV cache that is free before it splits."""
+    partial_splits: bool = AmoebaConfig.partial_splits
+    """Whether an instance splits to a degree in between where that is enough."""
+    merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
+    """Seconds after which a long request that waits may have another instance merged. Default: never."""
+    merge_to: int = AmoebaConfig.merge_to
+    """Lowest degree that instances merge to: 1, 2 or 4."""
+    lookahead: int = AmoebaConfig.lookahead
+    """Requests that find no place and that a decision goes past, at most."""
+    reserve_memory_s: float = AmoebaConfig.reserve_memory_s
+    """Seconds for which room is kept for a long request as large as the largest that came."""
+    reserved_growth: float = AmoebaConfig.reserved_growth
+    """Share kept free of what running requests may still grow by, from 0 to 1."""
+    patience_s: float = QueueOrder.patience_s
+    """Seconds after its arrival at which a request is due, at the latest. The earliest due goes first."""
+    level_s: float = QueueOrder.level_s
+    """Seconds by which each level of priority moves the time at which a request is due."""
+    starving_s: float | None = QueueOrder.starving_s
+    """Seconds of waiting after which a request is overtaken by no other. Default: any request may be."""
+    layers_per_step: int | None = None
+    """Layers that a transformation changes between two steps. Default: as many as keep the longest wait for a token
+    under 1.25 steps."""
+
+    def __post_init__(self) -> None:
+        optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
+        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be seconds, finite and at least 0")
+        for name in ("split_free_share", "reserved_growth"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value!r} must be from 0 to 1")
+        if not isinstance(self.partial_splits, bool):
+            raise ConfigError(f"partial_splits={self.partial_splits!r} must be true or false")
+        for name in ("layers_per_step", "lookahead"):
+            value = getattr(self, name)
+            if name == "layers_per_step" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer")
+        if isinstance(self.merge_to, bool) or self.merge_to not in (1, 2, 4):
+            raise ConfigError(f"merge_to={self.merge_to!r} must be a degree: 1, 2 or 4")
+        try:
+            self.make_policy()
+        except UnknownPolicyError as error:
+            raise ConfigError(str(error)) from None
+
+    def make_policy(self, name: str | None = None) -> Policy:
+        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
+        config = AmoebaConfig(
+            split_free_share=self.split_free_share,
+            linger_s=self.linger_s,
+            partial_splits=self.partial_splits,
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
+            merge_again_after_s=self.merge_again_after_s,
+            merge_to=self.merge_to,
+            lookahead=self.lookahead,
+            reserve_memory_s=self.reserve_memory_s,
+            reserved_growth=self.reserved_growth,
+        )
+        order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
+        return make_policy(self.policy if name is None else name, Admission(order), config)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,42 @@
+"""What steps and transformations took on the devices, for the policies."""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.transform.report import TransformReport
+from serving.scheduler import Timing
+
+_NUM_TRANSFORMATIONS = 8
+
+
+class Timings:
+    """Remembers figures of degrees that no instance has any more. Used by the dispatcher thread only."""
+
+    def __init__(self) -> None:
+        self._steps_s: dict[int, float] = {}
+        self._prompt_tokens_per_s: dict[int, float] = {}
+        self._transformations_s: dict[tuple[int, int], deque[float]] = {}
+
+    def transformed(self, report: TransformReport) -> None:
+        """Take note of a transformation that has ended."""
+        for group in report.groups:
+            seconds = self._transformations_s.setdefault(
+                (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
+            )
+            seconds.append(group.seconds)
+
+    def take(self, instances: Iterable[Instance]) -> Timing:
+        """The figures with those of present instances: medians over the instances of a degree."""
+        steps: dict[int, list[float]] = {}
+        prompts: dict[int, list[float]] = {}
+        for instance in instances:
+            if (step_s := instance.pace.step_s) is not None:
+                steps.setdefault(instance.tp, []).append(step_s)
+            if (rate := instance.pace.prompt_tokens_per_s) is not None:
+                prompts.setdefault(instance.tp, []).append(rate)
+        self._steps_s |= {degree: median(values) for degree, values in steps.items()}
+        self._prompt_tokens_per_s |= {degree: median(values) for degree, values in prompts.items()}
+        transformations_s = {degrees: median(values) for degrees, values in self._transformations_s.items()}
+        return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s)

@@ -1,0 +1,160 @@
+"""AMOEBA's policy as its paper has it (3.3), with the details that only Gyges (5, Algorithms 1 and 2) gives.
+
+A yardstick for `amoeba`, which departs from it where docs/scheduling.md says so.
+"""
+
+from dataclasses import dataclass
+
+from serving.scheduler.actions import Action, Dispatch, ScaleUp
+from serving.scheduler.admission import Admission
+from serving.scheduler.reserve import Reserve
+from serving.scheduler.room import Room
+from serving.scheduler.split_rule import SplitConfig, SplitRule
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+_TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
+"""Of one full instance, by degree (Gyges, Table 1). Their ratios stand in for steps that were not measured yet."""
+
+
+@dataclass(frozen=True)
+class PaperConfig:
+    """What the paper leaves open."""
+
+    scale_up_under_load: bool = True
+    """A request for which no instance has room scales up, as the text says ("input length and current load"). False:
+    only one that no instance could hold were it empty."""
+    reserve_memory_s: float = 600.0
+    """Room is reserved for a long request as large as the largest that came within this time."""
+    reserved_growth: float = 0.0
+    """See `AmoebaConfig`."""
+
+
+class AmoebaPaperPolicy:
+    """See docs/scheduling.md. It remembers which devices scale up for which request, and the largest long request."""
+
+    name = "amoeba_paper"
+
+    def __init__(self, config: PaperConfig | None = None, admission: Admission | None = None):
+        self.config, self.admission = config or PaperConfig(), admission or Admission()
+        self._index = self.admission.index()
+        self._splits = SplitRule(SplitConfig(free_share=0.5, linger_s=0.0, partial=False))
+        self._scaling: dict[str, tuple[int, ...]] = {}
+        """Devices that become one instance for a waiting request, in steps of two."""
+        self._largest = (0.0, 0)
+
+    def decide(self, view: ClusterView) -> list[Action]:
+        """See `Policy.decide`."""
+        rejects, queue = self.admission.screen(view, self._index, f"a TP{view.longest.degree} instance")
+        waiting = {request.request_id for request in queue}
+        self._scaling = {name: devices for name, devices in self._scaling.items() if name in waiting}
+        between = {device for devices in self._scaling.values() for device in devices}
+        leaving = self._splits.leaving(view, view.instances, self._index.largest, pressed=False)
+        room = Room(view, self.config.reserved_growth)
+        actions: list[Action] = [*rejects]
+        actions += self._splits.split(view, room, [it for it in leaving if between.isdisjoint(it[0].devices)])
+        reserve = Reserve(view, room, self._largest_long(view))
+        for request in queue:
+            if (chosen := self._candidate(view, room, reserve, request)) is not None:
+                self._scaling.pop(request.request_id, None)
+                reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
+                room.give(chosen, request)
+                actions.append(Dispatch(request.request_id, chosen.id, reason))
+            elif self.config.scale_up_under_load or view.is_long(request.max_total_tokens):
+                actions += self._scale_up(view, room, request)
+            else:
+                room.keep_for(request)
+        return actions
+
+    def _largest_long(self, view: ClusterView) -> int:
+        """Tokens of the largest recent long request, whose transformation room is reserved for (Gyges 5)."""
+        running = [i.largest for i in view.instances if view.has_long(i)]
+        waiting = self._index.largest(view.longest.capacity_tokens)
+        size = max([waiting if view.is_long(waiting) else 0, *running])
+        seen_s, largest = self._largest
+        if size >= largest or view.now_s - seen_s > self.config.reserve_memory_s:
+            self._largest = (view.now_s, size)
+        return self._largest[1]
+
+    def _candidate(
+        self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest
+    ) -> InstanceView | None:
+        """The least-loaded available instance that can serve a request by its input length and the load. Short requests
+        skip reserved instances; long ones prefer those of a higher degree."""
+        options, long = room.with_room(request), view.is_long(request.max_total_tokens)
+        if not long:
+            kept = reserve.kept_from(room.need(request))
+            options = [i for i in options if view.has_long(i) or kept.isdisjoint(i.devices)]
+        return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
+
+    def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
+        """Begin or continue to double the degree of the group that is to serve a request. Its instances take nothing
+        else; it begins once the group, merged, has room for the request."""
+        devices = self._scaling.get(request.request_id)
+        if devices is None or (merged := self._members(view, devices)) is None:
+            self._scaling.pop(request.request_id, None)
+            if (devices := self._best_group(view, room, request)) is None:
+                return []
+            self._scaling[request.request_id] = devices
+            merged = view.instances_on(devices)
+        free = room.merged_free(merged, len(devices))
+        for instance in merged:
+            room.close(instance)
+        steady = [i for i in merged if i.transition_to is None]
+        if len(merged) == 1 or len(steady) < len(merged) or free < room.need(request):
+            return []
+        lowest = min(i.degree for i in merged)
+        gain = self._performance(view, merged, len(devices))
+        reason = (
+            f"no available instance can serve {request.request_id} with {request.prompt_tokens} tokens; {gain:.0%} of "
+            f"the group's tokens/s are expected at TP{len(devices)}"
+        )
+        pairs = [group for group in view.groups(2 * lowest) if set(group) <= set(devices)]
+        return [
+            ScaleUp(pair, 2 * lowest, reason)
+            for pair in pairs
+            if all(i.degree == lowest for i in view.instances_on(pair)) and (pair, 2 * lowest) not in view.refused
+        ]
+
+    @staticmethod
+    def _members(view: ClusterView, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
+        """Instances that make up a group; None where there is no such group any more."""
+        members = view.instances_on(devices)
+        whole = {d for i in members for d in i.devices} == set(devices) and not any(i.draining for i in members)
+        return members if whole else None
+
+    def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
+        """The group with the best expected performance after scaling up, then the least load, among available
+        instances: at the least degree that holds the request with what runs there, or, where none does now, would."""
+        taken = {device for devices in self._scaling.values() for device in devices}
+        fits: list[tuple[int, float, float, tuple[int, ...]]] = []
+        for limits in view.degrees:
+            if limits.degree <= view.base_degree or limits.capacity_tokens < request.max_total_tokens:
+                continue
+            for devices in view.groups(limits.degree):
+                members = self._members(view, devices)
+                if members is None or len(members) < 2 or not taken.isdisjoint(devices):
+                    continue
+                if not all(room.takes(i) for i in members) or any(
+                    (devices, 2 * i.degree) in view.refused for i in members
+                ):
+                    continue
+                lacks = max(room.need(request) - room.merged_free(members, limits.degree), 0)
+                load = sum(room.load(i) for i in members) / len(members)
+                fits.append((lacks, -self._performance(view, members, limits.degree), load, devices))
+            if fits and min(fits)[0] == 0:
+                break
+        return min(fits)[3] if fits else None
+
+    @staticmethod
+    def _performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
+        """Expected tokens/s of a group after scaling up, as a share of what it has now (Gyges 5): by measured decode
+        steps where both degrees have some, else by Gyges' Table 1."""
+        now_s = [view.timing.step_s(i.degree) for i in members]
+        then_s = view.timing.step_s(degree)
+        counts = [len(i.running) for i in members]
+        if not sum(counts):
+            return 1.0  # nothing runs that could become slower
+        if then_s and all(now_s):
+            now = sum(count / step_s for count, step_s in zip(counts, now_s, strict=True) if step_s)
+            return sum(counts) / then_s / now
+        return _TOKENS_PER_S.get(degree, 1.0) / sum(_TOKENS_PER_S.get(i.degree, 1.0) for i in members)

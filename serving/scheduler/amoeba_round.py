@@ -1,0 +1,263 @@
+"""One decision of the policy `amoeba`: which request goes where, by the room that is left."""
+
+from collections.abc import Iterator
+
+from serving.scheduler import estimates
+from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
+from serving.scheduler.amoeba_config import AmoebaConfig
+from serving.scheduler.preemption import preempt_for
+from serving.scheduler.queue_order import QueueOrder
+from serving.scheduler.reserve import Reserve
+from serving.scheduler.room import Room, fits_split
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+_MOST_PREEMPTING = 4
+"""Requests for which a decision looks for others to preempt: each goes through the instances."""
+
+
+class Round:
+    """One call of `decide`: the room that is left, and what waits for it."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        room: Room,
+        reserve: Reserve,
+        config: AmoebaConfig,
+        order: QueueOrder,
+        was_pressed: bool,
+    ):
+        self.view, self.room, self.reserve, self.config = view, room, reserve, config
+        self.order, self.was_pressed, self.pressed = order, was_pressed, False
+        self.num_unplaced = self.num_preempting = 0
+        self.in_vain: list[tuple[tuple[bool, int], int]] = []
+        """Rank and tokens of requests for which no others could be preempted."""
+        self.last_rank = max((i.last_rank for i in view.instances), default=(False, 0))
+        self.busy = set(room.unsteady)
+        """Instances that no merge may take: they split or merge, or make room for someone."""
+        self.special = {**room.merged, **room.unsteady}
+        """Instances that may hold long requests, now or when their transition has ended."""
+        self._sorted: dict[int, tuple[int, list[tuple[InstanceView, ...]]]] = {}
+        self._roomiest: list[InstanceView] | None = None
+        """Merged instances where no room is set aside yet for a long request that waits; most room first."""
+        self.to_come: list[int] = []
+        """Capacities of instances that merges of this round will make, or that a group was claimed for."""
+        self.taken_s: dict[int, float] = {}
+        """Of instances where room is set aside, seconds until the last request that waits for it has ended."""
+
+    def place(self, request: WaitingRequest) -> list[Action]:
+        """What becomes of a request: nothing, where it waits."""
+        long = self.view.is_long(request.max_total_tokens)
+        actions = self.place_long(request) if long else self.place_short(request)
+        self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
+        return actions
+
+    def place_short(self, request: WaitingRequest) -> list[Action]:
+        """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, and
+        where long requests run, whose prompts take most of each step."""
+        if count := self.room.num_with_room(request):
+            kept = self.reserve.kept_from(self.room.need(request))
+            if (instance := self._least_loaded(request, kept)) is not None:
+                other = kept and kept.isdisjoint(instance.devices)
+                why = f"least loaded of {count} with room" + ("; others keep it for a scale-up" if other else "")
+                return [self._dispatch(instance, request, why)]
+        self.pressed = True
+        preempts = self._preempt(request)
+        if not preempts:
+            self.room.keep_for(request)
+        return [*preempts]
+
+    def _least_loaded(self, request: WaitingRequest, kept: frozenset[int]) -> InstanceView | None:
+        """Of instances with room, in this order: such as keep none for a scale-up, run no long request, have steps
+        within the SLO, and have the smallest load."""
+        slo_s = self.config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
+        room, view, need, best = self.room, self.view, self.room.need(request), None
+        for instance in room.by_load():
+            if instance.capacity_tokens < request.max_total_tokens or room.free(instance) < need:
+                continue
+            is_slow = slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
+            rank = (not kept.isdisjoint(instance.devices), view.has_long(instance), is_slow)
+            if best is None or rank < best[0]:
+                best = rank, instance
+            if not any(rank) or (not kept and rank[1] and not is_slow):
+                break  # those that follow are no better
+        return None if best is None else best[1]
+
+    def place_long(self, request: WaitingRequest) -> list[Action]:
+        """On an instance of the highest degree that has room; else wait for one that will have; else merge."""
+        if options := self.room.with_room(request):
+            instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
+            return [self._dispatch(instance, request, "the highest degree with room for a long request")]
+        waits = any(capacity >= request.max_total_tokens for capacity in self._capacities())
+        if waits:
+            if preempts := self._preempt(request):
+                return [*preempts]
+            if (merge := self._merge_again(request)) is not None:
+                return [merge]
+            self._set_aside(request)
+            return []
+        if (merge := self._merge(request)) is not None:
+            return [merge]
+        if next(self._groups(request), None) is None and (split := self._release(request)) is not None:
+            return [split]
+        self._claim_group(request)
+        return []
+
+    def _merge_again(self, request: WaitingRequest) -> ScaleUp | None:
+        """Merge a second group for a request that a present instance will have room for, but too late."""
+        waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
+        if patience_s is not None and waited_s >= patience_s:
+            return self._merge(request)
+        slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+        if slo_s is None or self.was_pressed or self.pressed:
+            return None
+        wait_s = self._first_token_s(request)
+        if wait_s is None or waited_s + wait_s <= slo_s:
+            return None
+        degree = self._degree_for(request)
+        members = next(self._groups(request), None)
+        merge_s = None if members is None else estimates.merge_s(self.view, members, degree, request)
+        if merge_s is None or merge_s >= wait_s:
+            return None
+        return self._merge(
+            request, f"; its first token would come after {wait_s:.1f} s, and here after {merge_s:.1f} s"
+        )
+
+    def _first_token_s(self, request: WaitingRequest) -> float | None:
+        """Seconds until a request's first token on the present instance that has room for it first; None if that cannot
+        be told, or while an instance that could hold it is being made."""
+        limits, times = self.view.limits, []
+        if any(capacity >= request.max_total_tokens for capacity in self.to_come):
+            return None
+        for instance in self.special.values():
+            to = instance.transition_to
+            if to is not None and limits[to].capacity_tokens >= request.max_total_tokens:
+                return None
+            if to is not None or instance.draining or instance.capacity_tokens < request.max_total_tokens:
+                continue
+            wait_s = self.taken_s.get(instance.id)
+            if wait_s is None:
+                wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
+            prompt_s = self.view.timing.prompt_s(request.prompt_tokens, instance.degree)
+            if wait_s is None or prompt_s is None:
+                return None
+            times.append(wait_s + prompt_s)
+        return min(times, default=None)
+
+    def _release(self, request: WaitingRequest) -> ScaleDown | None:
+        """Split an instance that was merged without releasing weights, so that a merge can release them."""
+        view = self.view
+        options = [
+            i
+            for i in self.room.merged.values()
+            if i.id not in self.busy and i.capacity_tokens < request.max_total_tokens and view.keeps_weights(i)
+        ]
+        for instance in sorted(options, key=lambda i: (i.used_tokens, i.id)):
+            self.room.close(instance)
+            self.busy.add(instance.id)
+            if (
+                fits_split(view, instance, view.base_degree)
+                and (instance.devices, view.base_degree) not in view.refused
+            ):
+                reason = (
+                    f"it has not released its weights and holds {instance.capacity_tokens} tokens; "
+                    f"{request.request_id} may grow to {request.max_total_tokens}"
+                )
+                return ScaleDown(instance.devices, view.base_degree, reason)
+            return None  # it splits when what runs there has ended
+        return None
+
+    def _capacities(self) -> list[int]:
+        """Of instances that hold long requests: present ones, and those that transformations under way will make."""
+        capacities = list(self.to_come)
+        for instance in self.special.values():
+            if not instance.draining:
+                to = instance.transition_to
+                capacities.append(instance.capacity_tokens if to is None else self.view.limits[to].capacity_tokens)
+        return capacities
+
+    def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
+        load = self.room.load(instance)
+        self.room.give(instance, request)
+        reason = f"{why}: TP{instance.degree}, load {load:.2f}"
+        return Dispatch(request.request_id, instance.id, reason)
+
+    def _preempt(self, request: WaitingRequest) -> list[Preempt]:
+        """Make room for a request that fits nowhere now, if requests run that rank behind it."""
+        wanted = request.rank, self.room.need(request)
+        if request.rank >= self.last_rank or self.num_preempting >= _MOST_PREEMPTING:
+            return []
+        if any(rank <= wanted[0] and need <= wanted[1] for rank, need in self.in_vain):
+            return []  # one before it, for which less was to be found, found nothing
+        self.num_preempting += 1
+        if (found := preempt_for(request, self.view, self.room, self.order)) is None:
+            self.in_vain.append(wanted)
+            return []
+        instance, preempts = found
+        self.room.close(instance)
+        self.busy.add(instance.id)
+        return preempts
+
+    def _set_aside(self, request: WaitingRequest) -> None:
+        """Keep room for a long request that waits until those before it on a merged instance are done."""
+        room = self.room
+        if self._roomiest is None:
+            self._roomiest = sorted(room.merged.values(), key=lambda i: (-room.free(i) - room.freed_by_long(i), i.id))
+        options = (i for i in self._roomiest if room.takes(i) and i.capacity_tokens >= request.max_total_tokens)
+        if (instance := next(options, None)) is not None:
+            self._roomiest.remove(instance)
+            free = room.free(instance) + room.freed_by_long(instance)
+            wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
+            run_s = estimates.run_s(self.view, instance.degree, request)
+            if wait_s is not None and run_s is not None:
+                self.taken_s[instance.id] = wait_s + run_s
+            self.room.set_aside(instance, request, free - self.room.free(instance))
+
+    def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
+        """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
+        degree = self._degree_for(request)
+        made, groups = self._sorted.get(degree, (-1, []))
+        if made != self.room.num_given:
+            groups = self._sort_groups(degree)
+            self._sorted[degree] = self.room.num_given, groups
+        return (members for members in groups if self.busy.isdisjoint(i.id for i in members))
+
+    def _sort_groups(self, degree: int) -> list[tuple[InstanceView, ...]]:
+        view, room, candidates = self.view, self.room, []
+        for devices in view.groups(degree):
+            members = room.members(devices)
+            whole = len(members) > 1 and sum(i.degree for i in members) == degree
+            if whole and self.busy.isdisjoint(i.id for i in members) and (devices, degree) not in view.refused:
+                mixed = len({i.degree for i in members}) > 1
+                candidates.append((mixed, -room.merged_free(members, degree), devices, members))
+        return [members for _, _, _, members in sorted(candidates, key=lambda c: c[:3])]
+
+    def _merge(self, request: WaitingRequest, why: str = "") -> ScaleUp | None:
+        """Merge the least-loaded group, if the instance that it makes has room for the request at once."""
+        degree = self._degree_for(request)
+        capacity = self.view.limits[degree].capacity_tokens
+        for members in self._groups(request):
+            if (free := self.room.merged_free(members, degree)) >= self.room.need(request):
+                self._claim(members, capacity)
+                reason = (
+                    f"{request.request_id} may grow to {request.max_total_tokens} tokens, which fit at TP{degree} "
+                    f"first; of its {capacity} tokens {free} will be free{why}"
+                )
+                return ScaleUp(tuple(d for i in members for d in i.devices), degree, reason)
+        return None
+
+    def _claim_group(self, request: WaitingRequest) -> None:
+        """No group has room, even merged: keep others from the one that has most, until it has enough."""
+        if (members := next(self._groups(request), None)) is not None:
+            self._claim(members, self.view.limits[self._degree_for(request)].capacity_tokens)
+
+    def _claim(self, members: tuple[InstanceView, ...], capacity: int) -> None:
+        for instance in members:
+            self.room.close(instance)
+            self.busy.add(instance.id)
+        self.to_come.append(capacity)
+
+    def _degree_for(self, request: WaitingRequest) -> int:
+        degree = self.view.degree_for(request.max_total_tokens)
+        assert degree is not None, "requests that fit at no degree were turned away"
+        return degree

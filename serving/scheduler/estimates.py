@@ -1,0 +1,45 @@
+"""When a waiting request would have its first token, by what was measured. None where a measurement is missing."""
+
+from serving.scheduler.room import Room
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+
+def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
+    """Seconds until an instance has that many tokens free, if nothing else is given to it: its running requests end one
+    after the other, at the latest when they have generated all that they may."""
+    step_s = view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
+    prompts_s = view.timing.prompt_s(sum(r.uncomputed_tokens for r in instance.running), instance.degree)
+    free, until_s = room.free(instance), 0.0
+    if free >= need and room.has_slot(instance):
+        return 0.0
+    if step_s is None or prompts_s is None:
+        return None
+    slots = room.has_slot(instance)
+    for request in sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens):
+        free += room.freed_by(request)
+        slots = True
+        until_s = prompts_s + (request.max_total_tokens - request.num_tokens) * step_s
+        if free >= need and slots:
+            return until_s
+    return until_s  # more was promised to others than ends: not before all of it
+
+
+def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
+    """Seconds until a request's first token on the instance that `members` would merge into at once.
+
+    Where no merge from their lowest degree was measured, one to the same degree stands in for it.
+    """
+    timing, lowest = view.timing, min(i.degree for i in members)
+    others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
+    seconds = timing.transformation_s(lowest, degree) or max(others, default=None)
+    left = sum(r.uncomputed_tokens for i in members for r in i.running)
+    prompt_s = timing.prompt_s(left + request.prompt_tokens, degree)
+    return None if seconds is None or prompt_s is None else seconds + prompt_s
+
+
+def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
+    """Seconds that a request runs on an instance at most: its prompt, and all that it may generate."""
+    prompt_s, step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
+    if prompt_s is None or step_s is None:
+        return None
+    return prompt_s + (request.max_total_tokens - request.prompt_tokens) * step_s

@@ -1,0 +1,86 @@
+"""What a short run of our own engine measured: enough to simulate this machine."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serving.scheduler import DegreeLimits
+from serving.simulator.errors import SimulationError
+from serving.simulator.step_cost import TableStepCost
+from serving.simulator.transformation_cost import MeasuredTransformation
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Times and sizes of an engine, by degree. Written by `amoeba simulate --calibrate`."""
+
+    model: str
+    num_devices: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    max_model_len: int
+    num_layers: int
+    layers_per_step: int
+    capacity_tokens: dict[int, int]
+    """Tokens that an instance holds."""
+    max_requests: dict[int, int]
+    decode_s: dict[int, dict[int, float]]
+    """Degree -> rows -> seconds of a step of an instance that runs alone."""
+    prompt_s: dict[int, dict[int, float]]
+    """Degree -> chunk -> seconds of a step with it."""
+    context_s: dict[int, float]
+    """Degree -> seconds per token of context."""
+    crowding: float
+    """Share of a step's time that each further instance adds which is busy meanwhile, as devices of one CPU do."""
+    up_layer_s: float
+    down_layer_s: float
+    page_layer_s: float = 0.0
+    machine: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def step_cost(self) -> TableStepCost:
+        """The cost of steps."""
+        return TableStepCost(self.decode_s, self.prompt_s, self.context_s)
+
+    def transformation(self) -> MeasuredTransformation:
+        """The cost of transformations."""
+        return MeasuredTransformation(
+            self.num_layers, self.up_layer_s, self.down_layer_s, self.page_layer_s, self.page_size
+        )
+
+    def limits(self) -> tuple[DegreeLimits, ...]:
+        """Of all degrees that were measured."""
+        degrees = sorted(self.capacity_tokens)
+        return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON. Raises `SimulationError`."""
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SimulationError(f"the calibration {path} cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> "Calibration":
+        """Read what `save` wrote. Raises `SimulationError`."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls._from_json(data)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise SimulationError(f"the calibration {path} cannot be read: {error}") from error
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> "Calibration":
+        if data.get("version") != VERSION:
+            raise ValueError(f"version={data.get('version')!r} must be {VERSION}: calibrate again")
+        flat = ("capacity_tokens", "max_requests", "context_s")
+        values = dict(data)
+        for name in flat:
+            values[name] = {int(k): v for k, v in data[name].items()}
+        for name in ("decode_s", "prompt_s"):
+            values[name] = {int(d): {int(k): v for k, v in table.items()} for d, table in data[name].items()}
+        return cls(**values)

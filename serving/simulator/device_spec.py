@@ -1,0 +1,108 @@
+"""Accelerators as data: `devices/*.json`, each with the sources of its numbers."""
+
+import json
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from serving.simulator.errors import SimulationError
+
+_FOLDER = Path(__file__).parent / "devices"
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One accelerator and its links within a host. Peak rates are of dense bf16; efficiencies are shares of them."""
+
+    name: str
+    memory_bytes: float
+    flops: float
+    """Dense bf16 floating-point operations per second."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """Bytes per second that a device can send to its peers, one direction."""
+    host_bandwidth: float
+    """Bytes per second between a device and host memory."""
+    devices_per_host: int
+    """Devices that share a host and its links: instances never reach across hosts."""
+    flops_efficiency: float
+    """Share of `flops` that large matrix products reach."""
+    memory_efficiency: float
+    """Share of `memory_bandwidth` that weight reads reach."""
+    attention_efficiency: float
+    """Share of `memory_bandwidth` that reads of the KV cache by decodes reach."""
+    launch_s: float
+    """Seconds that the shortest operator takes."""
+    all_reduce_latency_s: dict[int, float] = field(default_factory=dict)
+    """By number of ranks: seconds of the smallest all-reduce."""
+    link_efficiency: float = 0.7
+    """Share of `link_bandwidth` that collectives reach."""
+    step_overhead_s: float = 0.004
+    """Seconds of host work of a step that the device waits for."""
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is float and not value >= 0:
+                raise SimulationError(f"device {self.name}: {item.name}={value!r} must be at least 0")
+        for name in ("memory_bytes", "flops", "memory_bandwidth", "link_bandwidth", "host_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise SimulationError(f"device {self.name}: {name}={getattr(self, name)!r} must be above 0")
+        for name in ("flops_efficiency", "memory_efficiency", "attention_efficiency", "link_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise SimulationError(f"device {self.name}: {name}={getattr(self, name)!r} must be in (0, 1]")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
+        """Raises `SimulationError` for a field that is missing or not known."""
+        known = {item.name for item in fields(cls)}
+        for name in data:
+            if name not in known:
+                raise SimulationError(f"{origin}: {name!r} is no field of a device: known are {', '.join(known)}")
+        values = dict(data)
+        values["all_reduce_latency_s"] = {int(k): float(v) for k, v in data.get("all_reduce_latency_s", {}).items()}
+        values["sources"] = tuple(data.get("sources", ()))
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise SimulationError(f"{origin}: the device is incomplete: {error}") from error
+
+    def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
+        """Seconds of an all-reduce of `num_bytes` on each of `ranks` devices: a latency, and a ring's traffic."""
+        if ranks == 1:
+            return 0.0
+        latency = self.all_reduce_latency_s.get(ranks) or max(self.all_reduce_latency_s.values(), default=2e-5)
+        traffic = 2 * (ranks - 1) / ranks * num_bytes
+        return latency + traffic / (self.link_bandwidth * self.link_efficiency)
+
+
+def device_names() -> tuple[str, ...]:
+    """Devices that come with the package."""
+    return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-").removesuffix("gb")
+
+
+@cache
+def find_device(name: str) -> DeviceSpec:
+    """A device by its name, such as `H100` or `A100-80`, or by the path of a JSON file. Raises `SimulationError`."""
+    by_key = {_key(known): known for known in device_names()}
+    if _key(name) in by_key:
+        path = _FOLDER / f"{by_key[_key(name)]}.json"
+    elif name.endswith(".json"):
+        path = Path(name)
+    else:
+        known = ", ".join(device_names())
+        raise SimulationError(f"--device {name[:100]!r} is not known: it must be one of {known}, or a .json file")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SimulationError(f"--device {name[:100]!r} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise SimulationError(f"--device {name[:100]!r}: the file must hold an object")
+    return DeviceSpec.from_json(data, f"--device {name[:100]!r}")

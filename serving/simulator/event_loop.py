@@ -1,0 +1,234 @@
+"""The virtual clock: hosts with a scheduler each, arrivals, and what happens next."""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serving.scheduler import (
+    AmoebaPolicy,
+    LeastLoadFirstPolicy,
+    Policy,
+    Preempt,
+    RoundRobinPolicy,
+    Scheduler,
+    StaticPolicy,
+)
+from serving.simulator.faults import Faults
+from serving.simulator.host_config import HostConfig, Waiting
+from serving.simulator.instance import SimInstance
+from serving.simulator.requests import RequestTable
+from serving.simulator.router import Router
+from serving.simulator.sim_executor import SimExecutor
+from serving.simulator.tally import Records, Tally
+
+TICK_S = 1.0
+"""Seconds between decisions where nothing happens, as of `EngineScheduler.interval_s`."""
+IDLE_TICK_S = 5.0
+"""The same for hosts where no request waits, in a cluster of several: that spares most of a large cluster's ticks, and
+merged instances split up to 4 s later for it."""
+_AGAIN_S = 1e-3
+_TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
+"""Policies that decide nothing while no request waits and all instances are as they started: no need to ask them."""
+_BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
+
+Progress = Callable[[float, float], None]
+"""Called now and then with the virtual seconds, and the share of all requests that have come."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How long a simulation goes on."""
+
+    until_s: float | None = None
+    """Virtual seconds to simulate. None: until all requests have ended."""
+    drain_s: float = 3600.0
+    """Where `until_s` is None: no longer than this after the last arrival."""
+    queue_limit: int | None = None
+    """Stop once that many requests wait at one host. None: never."""
+
+
+class Host:
+    """Devices under one scheduler."""
+
+    __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "scheduler")
+
+    def __init__(self, index: int, executor: SimExecutor, scheduler: Scheduler):
+        self.index, self.executor, self.scheduler = index, executor, scheduler
+        self.next_tick_s = math.inf
+        self.idle_ticks = not isinstance(scheduler.policy, _TIMELESS)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No decision can come of time alone."""
+        executor = self.executor
+        if executor.queue or self.idle_ticks:
+            return False
+        base = executor.config.base_degree
+        return all(i.degree <= base and i.change is None for i in executor.instances)
+
+
+class Cluster:
+    """Hosts that serve a table of requests. `run` does it all.
+
+    Attributes:
+        now_s: the virtual clock.
+    """
+
+    def __init__(
+        self,
+        config: HostConfig,
+        num_hosts: int,
+        make_policy: Callable[[], Policy],
+        requests: RequestTable,
+        router: Router,
+        faults: Faults | None = None,
+        bin_s: float = 1.0,
+        keep_log: bool = False,
+    ):
+        self.requests, self.router = requests, router
+        self.records, self.tally = Records(len(requests)), Tally(bin_s)
+        self.now_s = 0.0
+        self._events: list[tuple] = []
+        self._count = 0
+        self._ended = 0
+        self._next = 0
+        self.hosts = [self._host(index, config, make_policy(), keep_log) for index in range(num_hosts)]
+        per_host = config.num_devices
+        for fault in (faults or Faults()).devices:
+            host = self.hosts[fault.device // per_host]
+            self._push(fault.at_s, _FAULT, host, fault.device % per_host, fault.down_s)
+        for host in self.hosts:
+            host.executor.failing_transformations = (faults or Faults()).transformations
+
+    def _host(self, index: int, config: HostConfig, policy: Policy, keep_log: bool) -> Host:
+        def reschedule(instance: SimInstance, end_s: float) -> None:
+            self._push(end_s, _BLOCK, host, instance, instance.version)
+
+        executor = SimExecutor(config, self.records, self.tally, reschedule, keep_log)
+        executor.prefixes = self.requests.prefix_blocks
+        executor.on_end = self._on_end
+        host = Host(index, executor, Scheduler(policy, executor))
+        return host
+
+    def _push(self, at_s: float, kind: int, host: Host, *more: object) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at_s, self._count, kind, host, *more))
+
+    def _on_end(self, index: int) -> None:
+        self._ended += 1
+        self.router.ended(index, self.requests)
+
+    # The loop
+
+    def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
+        """Serve all requests, or go on until the time is over."""
+        config = config or LoopConfig()
+        arrivals, total = self.requests.arrival_s, len(self.requests)
+        last_s = float(arrivals[-1]) if total else 0.0
+        end_s = last_s + config.drain_s if config.until_s is None else config.until_s
+        events, dirty, since = self._events, {}, 0
+        for host in self.hosts:
+            if host.idle_ticks:
+                self._plan_tick(host, 0.0)
+        while True:
+            arrival_s = arrivals[self._next] if self._next < total else math.inf
+            event_s = events[0][0] if events else math.inf
+            now_s = min(arrival_s, event_s)
+            if now_s > end_s or (config.until_s is None and self._ended == total and self._next == total):
+                break
+            self.now_s = now_s = float(now_s)
+            while events and events[0][0] <= now_s:
+                event = heapq.heappop(events)
+                self.tally.events += 1
+                host = event[3]
+                host.executor.now_s = now_s
+                if self._handle(event, host):
+                    dirty[host.index] = host
+            while self._next < total and arrivals[self._next] <= now_s:
+                host = self._arrive(self._next, now_s)
+                dirty[host.index] = host
+                self._next += 1
+                self.tally.events += 1
+            for host in dirty.values():
+                self._tick(host, now_s)
+            if config.queue_limit is not None and any(
+                len(host.executor.queue) > config.queue_limit for host in dirty.values()
+            ):
+                break
+            dirty.clear()
+            if progress is not None and (since := since + 1) >= 2000:
+                since = 0
+                progress(now_s, self._next / total)
+        if config.until_s is not None and config.queue_limit is None:
+            self.now_s = end_s
+        self._close()
+
+    def _handle(self, event: tuple, host: Host) -> bool:
+        """Let an event happen. Returns whether the host's scheduler should decide."""
+        kind, executor = event[2], host.executor
+        if kind == _BLOCK:
+            instance, version = event[4], event[5]
+            if instance.version != version:
+                return False
+            if instance.block is None:
+                if instance in executor.instances:
+                    executor.begin(instance)
+                return bool(executor.queue)
+            return executor.end_block(instance) and not host.is_quiet
+        if kind == _TICK:
+            due = host.next_tick_s <= event[0]
+            if due:
+                host.next_tick_s = math.inf
+            return due
+        if kind == _DEADLINE:
+            return executor.expire(event[4]) and not host.is_quiet
+        if kind == _FAULT:
+            executor.fail_device(event[4], event[5])
+            if event[5]:
+                self._push(event[0] + event[5], _FAILED, host)
+            return True
+        executor.changes.end_failed()
+        return True
+
+    def _arrive(self, index: int, now_s: float) -> Host:
+        requests = self.requests
+        host = self.hosts[self.router.choose(index, requests)]
+        host.executor.now_s = now_s
+        request = requests.waiting(index)
+        host.executor.queue[request.request_id] = Waiting(request, index, int(requests.output_len[index]), now_s)
+        if request.deadline_s is not None:
+            self._push(request.deadline_s, _DEADLINE, host, request.request_id)
+        return host
+
+    def _tick(self, host: Host, now_s: float) -> None:
+        executor = host.executor
+        executor.now_s = now_s
+        failing = len(executor.changes.failing)
+        decisions = host.scheduler.tick()
+        for at_s, _ in executor.changes.failing[failing:]:
+            self._push(at_s, _FAILED, host)
+        if host.is_quiet:
+            host.next_tick_s = math.inf
+        elif any(isinstance(decision.action, Preempt) for decision in decisions):
+            self._plan_tick(host, now_s + _AGAIN_S)
+        else:
+            wait_s = TICK_S if executor.queue or len(self.hosts) == 1 else IDLE_TICK_S
+            if host.next_tick_s <= now_s or host.next_tick_s > now_s + wait_s:
+                self._plan_tick(host, now_s + wait_s)
+
+    def _plan_tick(self, host: Host, at_s: float) -> None:
+        host.next_tick_s = at_s
+        self._push(at_s, _TICK, host)
+
+    def _close(self) -> None:
+        """Take in what has happened by the end of steps that were still under way."""
+        for host in self.hosts:
+            executor = host.executor
+            for instance in executor.instances:
+                if instance.block is not None:
+                    block = instance.block
+                    block.steps = block.done(self.now_s)
+                    instance.end_block(block.end_s)
+            for waiting in executor.queue.values():
+                self.records.waited_s[waiting.index] += self.now_s - waiting.since_s

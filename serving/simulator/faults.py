@@ -1,0 +1,54 @@
+"""Failures to inject into a simulation."""
+
+from dataclasses import dataclass
+
+from serving.simulator.errors import SimulationError
+
+
+@dataclass(frozen=True)
+class DeviceFault:
+    """At `at_s` the instance on `device` loses its cache, and takes no requests for `down_s` seconds. Its requests wait
+    again and are computed from their tokens, as `amoeba_jax.engine.recovery` has it."""
+
+    device: int
+    at_s: float
+    down_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("device", "at_s", "down_s"):
+            if not getattr(self, name) >= 0:
+                raise SimulationError(f"fault: {name}={getattr(self, name)!r} must be at least 0")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong."""
+
+    transformations: int = 0
+    """That many transformations of each host end without effect."""
+    devices: tuple[DeviceFault, ...] = ()
+
+    @classmethod
+    def from_text(cls, texts: list[str]) -> "Faults":
+        """From `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s). Raises `SimulationError`."""
+        transformations, devices = 0, []
+        for text in texts:
+            kind, _, value = text.partition(":")
+            try:
+                if kind == "transformations":
+                    transformations += int(value)
+                    if int(value) < 0:
+                        raise ValueError
+                elif kind == "device":
+                    device, _, times = value.partition("@")
+                    at_s, _, down_s = times.partition("+")
+                    devices.append(DeviceFault(int(device), float(at_s), float(down_s or 0)))
+                else:
+                    raise ValueError
+            except SimulationError:
+                raise
+            except ValueError:
+                raise SimulationError(
+                    f"--fail {text!r} is not understood: it must be transformations:N or device:D@SECONDS+SECONDS"
+                ) from None
+        return cls(transformations, tuple(devices))

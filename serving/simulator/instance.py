@@ -1,0 +1,305 @@
+"""One simulated serving replica: its running requests, and the steps that they share."""
+
+import heapq
+from dataclasses import dataclass
+
+from serving.scheduler import DegreeLimits, InstanceView, ScaleDown, ScaleUp
+from serving.simulator.block import Block
+from serving.simulator.prefix_store import PrefixStore
+from serving.simulator.pricing import Pricing
+from serving.simulator.run import Run
+from serving.simulator.step_cost import StepShape, prompt_pairs
+from serving.simulator.tally import Records, Tally
+
+
+@dataclass(eq=False)
+class Change:
+    """A transformation under way.
+
+    Attributes:
+        left: layers that have not switched.
+        lower: the lower one of the two degrees.
+        fails: it ends without effect.
+    """
+
+    action: ScaleUp | ScaleDown
+    start_s: float
+    left: int
+    total: int
+    lower: int
+    layer_s: float
+    pause_s: float
+    layers_per_step: int
+    fails: bool = False
+    from_degree: int = 1
+
+
+class SimInstance:
+    """Runs steps of its requests. A step has one token of each request that decodes, and chunks of prompts.
+
+    Attributes:
+        steps: decode steps that have ended, counted since the instance was made.
+        context: tokens of all requests that decode.
+        version: changes whenever the end of its block does, so that events of earlier ends are known to be void.
+    """
+
+    __slots__ = (
+        "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining", "limits",
+        "num_decoding", "page_size", "prefixes", "pricing", "prompts", "records", "runs", "slowdown", "steps", "tally",
+        "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        devices: tuple[int, ...],
+        limits: DegreeLimits,
+        pricing: Pricing,
+        page_size: int,
+        records: Records,
+        tally: Tally,
+    ):
+        self.devices, self.degree, self.limits = devices, len(devices), limits
+        self.pricing, self.page_size, self.records, self.tally = pricing, page_size, records, tally
+        self.runs: dict[str, Run] = {}
+        self.joining: list[Run] = []
+        self.prompts: list[Run] = []
+        self.num_decoding = self.context = self.steps = self.version = 0
+        self._ends: list[tuple[int, int, Run]] = []
+        self.block: Block | None = None
+        self.change: Change | None = None
+        self.prefixes = PrefixStore()
+        self.down_until_s = -1.0
+        self.slowdown = 1.0
+        self._idle_view: InstanceView | None = None
+
+    # What it has
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.limits.capacity_tokens
+
+    def used_tokens(self, steps: int | None = None) -> int:
+        """Tokens of the pages in use, when it has decoded `steps` times (by default: now)."""
+        steps, size = self.steps if steps is None else steps, self.page_size
+        return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
+
+    def steps_at(self, now_s: float) -> int:
+        """Decode steps that have ended at that time."""
+        return self.steps if self.block is None or self.num_decoding == 0 else self.steps + self.block.done(now_s)
+
+    # Requests
+
+    def add(self, run: Run, prefix_blocks: tuple[int, ...] = ()) -> None:
+        """Take a request, from the next step on."""
+        self.runs[run.request.request_id] = run
+        self.joining.append(run)
+        if prefix_blocks:
+            found = self.prefixes.match(prefix_blocks, run.request.prompt_tokens)
+            run.prompt_left -= found
+            self.records.prefix_tokens[run.index] += found
+            self.tally.prefix_tokens += found
+            self.prefixes.add(prefix_blocks)
+
+    def take_over(self, runs: dict[str, Run], steps: int) -> None:
+        """Take requests with their pages from an instance that has decoded `steps` times."""
+        for name, run in runs.items():
+            self.runs[name] = run
+            if run.base:
+                run.output_left -= steps - run.joined
+                run.start_decoding(run.num_tokens(steps), self.steps)
+                self._decode(run)
+            elif run.prompt_left:
+                self.joining.append(run)
+
+    def remove(self, run: Run) -> None:
+        """Give up a request and its pages, between two steps."""
+        del self.runs[run.request.request_id]
+        if run.base:
+            self.num_decoding -= 1
+            self.context -= run.num_tokens(self.steps)
+            self._ends = [entry for entry in self._ends if entry[2] is not run]
+            heapq.heapify(self._ends)
+        else:
+            self.joining = [other for other in self.joining if other is not run]
+            self.prompts = [other for other in self.prompts if other is not run]
+
+    def last_in_order(self) -> Run:
+        """The request that is preempted next."""
+        return max(self.runs.values(), key=lambda run: run.order)
+
+    def _decode(self, run: Run) -> None:
+        self.num_decoding += 1
+        self.context += run.num_tokens(self.steps)
+        heapq.heappush(self._ends, (self.steps + run.output_left, run.index, run))
+
+    # Steps
+
+    def begin(self, now_s: float) -> Block | None:
+        """Plan the next steps, which start now: as many as have the same composition. None if there is nothing to do.
+
+        Requests have pages for them: see `pages_short`.
+        """
+        if self.joining:
+            self.prompts = sorted([*self.prompts, *self.joining], key=lambda run: run.order)
+            self.joining = []
+        if self.change is not None and not self.change.fails:
+            self.block = self._transition_step(now_s, self.change)
+        elif self.prompts:
+            self.block = self._mixed_step(now_s)
+        elif self.num_decoding:
+            self.block = self._decode_steps(now_s)
+        else:
+            self.block = None
+        self.version += 1
+        return self.block
+
+    def _mixed_step(self, now_s: float) -> Block:
+        pricing, degree, decodes = self.pricing, self.degree, self.num_decoding
+        left = [run.prompt_left for run in self.prompts[:16]]
+        chunks = pricing.batching.chunks(left, decodes)
+        shape = StepShape(decodes, len(chunks), sum(chunks), max(chunks))
+        pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
+        context_s = pricing.context_s(degree) * self.context
+        seconds = pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
+        block = Block(now_s, 1, seconds * self.slowdown)
+        block.chunks = list(zip(self.prompts, chunks, strict=False))
+        if decodes:
+            plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.slowdown
+            block.plain_s = plain_s
+            block.interference_s = max(block.first_s - plain_s, 0.0)
+        return block
+
+    def _decode_steps(self, now_s: float) -> Block:
+        pricing, degree, count = self.pricing, self.degree, self.num_decoding
+        context_s = pricing.context_s(degree)
+        steps = min(self._ends[0][0] - self.steps, self._steps_with_pages())
+        if pricing.crowding:
+            steps = 1  # others may begin or end a step at any time, and change its speed
+        first_s = pricing.fixed_s(degree, StepShape(count)) + context_s * self.context
+        return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
+
+    def _steps_with_pages(self) -> int:
+        """Decode steps for which there are pages in any case."""
+        count, size = self.num_decoding, self.page_size
+        most = self.context + count * size + sum(run.request.prompt_tokens + size for run in self.prompts)
+        if (room := self.capacity_tokens - most) >= 64 * count:
+            return room // count
+        free = self.capacity_tokens - self.used_tokens()
+        return max(free // (count * size) * size, 1)
+
+    def pages_short(self) -> bool:
+        """Whether the next step finds too few pages."""
+        count = self.num_decoding
+        if self.context + (count + len(self.runs)) * self.page_size <= self.capacity_tokens and not self.prompts:
+            return False
+        size = self.page_size
+        used = 0
+        for run in self.runs.values():
+            tokens = run.num_tokens(self.steps)
+            used += -(-min(tokens + (1 if run.base else 0), run.request.max_total_tokens) // size)
+        return used * size > self.capacity_tokens and len(self.runs) > 1
+
+    def _transition_step(self, now_s: float, change: Change) -> Block:
+        """A step between two layouts: layers that have switched run at the new degree, the others at the old one.
+        Prompts wait. Without decodes all layers switch at once."""
+        pricing, count = self.pricing, self.num_decoding
+        switches = change.left if not count else min(change.layers_per_step, change.left)
+        switch_s = switches * change.layer_s + (change.pause_s if change.left == change.total else 0.0)
+        step_s = 0.0
+        if count:
+            done = 1 - (change.left - switches / 2) / change.total
+            low_share = done if isinstance(change.action, ScaleDown) else 1 - done
+            members = self.degree // change.lower
+            low_s = pricing.fixed_s(change.lower, StepShape(-(-count // members)))
+            low_s += pricing.context_s(change.lower) * self.context / members
+            high_s = pricing.fixed_s(self.degree, StepShape(count)) + pricing.context_s(self.degree) * self.context
+            step_s = (low_share * low_s + (1 - low_share) * high_s) * self.slowdown
+        block = Block(now_s, 1, step_s + switch_s)
+        block.plain_s, block.switches, block.switch_s = step_s, switches, switch_s
+        return block
+
+    def end_block(self, now_s: float) -> list[Run]:
+        """Take in the steps of the block. Returns the requests that have generated all their tokens."""
+        block, self.block = self.block, None
+        if block is None or block.steps == 0:
+            return []
+        steps, count, tally, finished = block.steps, self.num_decoding, self.tally, []
+        tally.steps += steps
+        if count:
+            self.steps += steps
+            self.context += count * steps
+            tokens = count * steps
+            tally.add_tokens(block.start_s, now_s, tokens)
+            last_s = block.first_s + block.slope_s * (steps - 1)
+            if last_s > 1.02 * block.first_s:
+                half = steps // 2
+                tally.add_gaps(block.first_s + block.slope_s * half / 2, half * count)
+                tally.add_gaps(last_s - block.slope_s * (steps - half) / 2, (steps - half) * count)
+            else:
+                tally.add_gaps((block.first_s + last_s) / 2, tokens)
+            tally.decode_s += count * (block.time_s(steps) - block.interference_s - block.switch_s)
+            tally.interference_s += count * block.interference_s
+            tally.switch_s += count * block.switch_s
+            while self._ends and self._ends[0][0] <= self.steps:
+                run = heapq.heappop(self._ends)[2]
+                self.num_decoding -= 1
+                self.context -= run.num_tokens(self.steps)
+                finished.append(run)
+        for run, length in block.chunks:
+            if self.runs.get(run.request.request_id) is run:
+                self._computed(run, length, now_s, finished)
+        if self.change is not None:
+            self.change.left -= block.switches
+        for run in finished:
+            del self.runs[run.request.request_id]
+        return finished
+
+    def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
+        """A chunk of a prompt is done; with the last one comes a token."""
+        run.prompt_left -= length
+        self.tally.prompt_tokens += length
+        if run.prompt_left:
+            return
+        self.prompts.remove(run)
+        records, index = self.records, run.index
+        if run.last_token_s is not None:
+            self.tally.add_gaps(now_s - run.last_token_s, 1)
+        elif records.first_token_s[index] != records.first_token_s[index]:
+            records.first_token_s[index] = now_s
+        self.tally.add_tokens(now_s, now_s, 1)
+        run.output_left -= 1
+        run.start_decoding(run.request.prompt_tokens + 1, self.steps)
+        if run.output_left <= 0:
+            finished.append(run)
+        else:
+            self._decode(run)
+
+    def cut(self, now_s: float) -> bool:
+        """End the block with the step that runs now. Returns whether its end changed."""
+        if self.block is None or not self.block.cut(now_s):
+            return False
+        self.version += 1
+        return True
+
+
+def view_of(instance: SimInstance, now_s: float) -> InstanceView:
+    """What a policy sees of an instance."""
+    if not instance.runs and instance.change is None and instance.down_until_s < now_s:
+        if instance._idle_view is None:
+            capacity, slots = instance.limits.capacity_tokens, instance.limits.max_requests
+            instance._idle_view = InstanceView(instance.devices[0], instance.devices, capacity, capacity, slots)
+        return instance._idle_view
+    steps = instance.steps_at(now_s)
+    running = tuple(run.view(steps) for run in instance.runs.values())
+    size = instance.page_size
+    used = sum(-(-r.num_tokens // size) for r in running) * size
+    return InstanceView(
+        instance.devices[0],
+        instance.devices,
+        instance.capacity_tokens,
+        max(instance.capacity_tokens - used, 0),
+        max(instance.limits.max_requests - len(running), 0),
+        running,
+        instance.change.action.degree if instance.change is not None else None,
+        draining=now_s < instance.down_until_s,
+    )

@@ -1,0 +1,67 @@
+"""What an instance of each degree holds: the devices' memory less weights, activations and what else is reserved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serving.scheduler import DegreeLimits
+from serving.simulator.device_spec import DeviceSpec
+from serving.simulator.errors import SimulationError
+from serving.simulator.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the bytes of a device go."""
+
+    model: ModelShape
+    device: DeviceSpec
+    utilization: float = 0.9
+    """Share of the device's memory that is used."""
+    activation_bytes: float | None = None
+    """Temporaries of steps on each device. None: those of a step of 8,192 tokens, and logits of 256 rows."""
+    page_size: int = 16
+    changes_degree: bool = True
+    """Instances can be merged and split: each device keeps what is not FFN whole at every degree, and at degree `p`
+    a `p`-th of the FFN (AMOEBA 3.2). Otherwise all weights are divided."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise SimulationError(f"memory_utilization={self.utilization!r} must be in (0, 1]")
+
+    @property
+    def activations(self) -> float:
+        """Bytes of temporaries."""
+        if self.activation_bytes is not None:
+            return self.activation_bytes
+        model = self.model
+        tokens = 8192 * (4 * model.hidden_size + 3 * model.ffn_size * model.experts_per_token) * model.item_bytes
+        return tokens + 256 * model.vocab_size * 4
+
+    def weight_bytes(self, degree: int) -> float:
+        """Weights on each device of an instance that needs no others."""
+        if self.changes_degree:
+            return self.model.other_bytes + self.model.ffn_bytes / degree
+        return self.model.weight_bytes / degree
+
+    def capacity_tokens(self, degree: int) -> int:
+        """Tokens that an instance holds, in whole pages; 0 or less where the weights leave nothing."""
+        free = self.device.memory_bytes * self.utilization - self.weight_bytes(degree) - self.activations
+        return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
+
+    def limits(self, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
+        """Of the degrees at which the model fits; `max_num_seqs` requests for each device. Raises `SimulationError`
+        where it fits at none."""
+        fitting = tuple(
+            DegreeLimits(degree, capacity, max_num_seqs * degree)
+            for degree in degrees
+            if (capacity := self.capacity_tokens(degree)) >= self.page_size
+        )
+        if not fitting:
+            most = max(degrees)
+            needed = self.weight_bytes(most) + self.activations
+            raise SimulationError(
+                f"{self.model.name} fits nowhere: at TP{most} its weights and activations take {needed / 1e9:.1f} GB, "
+                f"of the {self.device.memory_bytes * self.utilization / 1e9:.1f} GB of an {self.device.name}: "
+                "use a device with more memory or a higher degree"
+            )
+        return fitting

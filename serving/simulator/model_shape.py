@@ -1,0 +1,139 @@
+"""Sizes of a decoder from its `config.json`: parameters, KV cache, and the matrices that a step multiplies."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.simulator.errors import SimulationError
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix of one layer. `split` says which side tensor parallelism divides."""
+
+    name: str
+    inputs: int
+    outputs: int
+    split: str
+    """`outputs` or `inputs`."""
+
+    def at(self, degree: int) -> tuple[int, int]:
+        """`(inputs, outputs)` of one rank's part."""
+        if self.split == "outputs":
+            return self.inputs, -(-self.outputs // degree)
+        return -(-self.inputs // degree), self.outputs
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the cost model needs to know of a decoder with gated FFNs, dense or of experts."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    """Inner features of the FFN, or of each expert."""
+    vocab_size: int
+    max_position: int
+    num_experts: int = 1
+    experts_per_token: int = 1
+    tied_embeddings: bool = False
+    item_bytes: int = 2
+
+    @classmethod
+    def from_hf(cls, name: str, config: dict[str, Any]) -> "ModelShape":
+        """Read a `config.json` in Hugging Face form. Raises `SimulationError` naming the field."""
+
+        def positive(*names: str, default: int | None = None) -> int:
+            value = next((config[n] for n in names if config.get(n) is not None), default)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SimulationError(f"{name}: {names[0]}={value!r} in config.json must be a positive integer")
+            return value
+
+        heads = positive("num_attention_heads")
+        hidden = positive("hidden_size")
+        experts = positive("num_local_experts", "num_experts", "n_routed_experts", default=1)
+        dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+        if dtype not in _ITEM_BYTES:
+            known = ", ".join(_ITEM_BYTES)
+            raise SimulationError(f"{name}: dtype={dtype!r} in config.json is not known: it must be one of {known}")
+        ffn = positive("moe_intermediate_size", "intermediate_size") if experts > 1 else positive("intermediate_size")
+        return cls(
+            name=name,
+            hidden_size=hidden,
+            num_layers=positive("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=positive("num_key_value_heads", default=heads),
+            head_dim=positive("head_dim", default=max(hidden // heads, 1)),
+            ffn_size=ffn,
+            vocab_size=positive("vocab_size"),
+            max_position=positive("max_position_embeddings", default=2**31 - 1),
+            num_experts=experts,
+            experts_per_token=positive("num_experts_per_tok", "experts_per_token", default=1),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            item_bytes=_ITEM_BYTES[dtype],
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> "ModelShape":
+        """From a `config.json` or the directory that has it. Raises `SimulationError`."""
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SimulationError(f"--model {path}: {file.name} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise SimulationError(f"--model {path}: {file.name} must hold an object, not {type(config).__name__}")
+        return cls.from_hf(file.resolve().parent.name, config)
+
+    @property
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """Of one layer: the fused query, key and value projection, and the output projection."""
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (
+            Matrix("qkv", self.hidden_size, rows, "outputs"),
+            Matrix("attention_out", self.num_heads * self.head_dim, self.hidden_size, "inputs"),
+        )
+
+    @property
+    def ffn_matrices(self) -> tuple[Matrix, ...]:
+        """Of one layer, or of one expert: gate and up as one matrix, and down."""
+        return (
+            Matrix("gate_up", self.hidden_size, 2 * self.ffn_size, "outputs"),
+            Matrix("down", self.ffn_size, self.hidden_size, "inputs"),
+        )
+
+    @property
+    def head_matrix(self) -> Matrix:
+        """The projection to logits."""
+        return Matrix("head", self.hidden_size, self.vocab_size, "outputs")
+
+    @property
+    def ffn_bytes(self) -> int:
+        """Bytes of all FFN weights."""
+        per_expert = sum(m.inputs * m.outputs for m in self.ffn_matrices)
+        return self.num_layers * self.num_experts * per_expert * self.item_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of all other weights: attention, embeddings and head."""
+        attention = self.num_layers * sum(m.inputs * m.outputs for m in self.attention_matrices)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return (attention + embeddings) * self.item_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.ffn_bytes + self.other_bytes
+
+    def kv_token_bytes(self, degree: int = 1) -> float:
+        """Bytes of one token's keys and values, all layers, on one rank. With fewer KV heads than ranks each is stored
+        several times."""
+        heads = max(self.num_kv_heads / degree, 1.0)
+        return self.num_layers * heads * 2 * self.head_dim * self.item_bytes

@@ -1,0 +1,78 @@
+"""Pictures of simulations: throughput, TTFT, and devices by degree."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serving.simulator.errors import SimulationError
+from serving.simulator.result import PolicyResult
+
+_COLORS = ("#5b8fd9", "#e8890c", "#2f9e6e", "#b04fb0", "#c03030", "#8c8c8c", "#7a5c3e", "#17a2b8")
+_DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
+
+
+def load_matplotlib() -> Any:
+    """matplotlib's `Figure`. Raises `SimulationError` where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SimulationError(f"plots need matplotlib ({error}): pip install 'amoeba-jax[plots]'") from error
+    return Figure
+
+
+def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
+    """Write the picture; the ending of `path` says in which format. Raises `SimulationError`."""
+    try:
+        draw(results).savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise SimulationError(f"--plot {path} cannot be written: {error}") from error
+
+
+def draw(results: Mapping[str, PolicyResult]) -> Any:
+    """Output tokens per second over time, the distribution of TTFT, and for each policy devices by degree over time.
+    Raises `SimulationError` without matplotlib."""
+    rows = 2 + len(results)
+    figure = load_matplotlib()(figsize=(10, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, 1)
+    for color, (name, result) in zip(_repeated(_COLORS, len(results)), results.items(), strict=True):
+        bins = np.array(result.tally.tokens_per_bin) / result.tally.bin_s
+        axes[0].plot((np.arange(len(bins)) + 0.5) * result.tally.bin_s, bins, color=color, label=name, linewidth=1)
+        ttft_s = np.sort(result.ttft_s[~np.isnan(result.ttft_s)])
+        if len(ttft_s):
+            axes[1].plot(ttft_s, np.arange(1, len(ttft_s) + 1) / len(result.ttft_s), color=color, label=name)
+    axes[0].set(xlabel="seconds", ylabel="output tokens / s", ylim=(0, None))
+    axes[1].set(xlabel="TTFT (s)", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
+    for panel in axes[:2]:
+        panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    for panel, (name, result) in zip(axes[2:], results.items(), strict=True):
+        times, counts = degree_steps(result)
+        colors = [_DEGREE_COLORS.get(degree, "#8c8c8c") for degree in counts]
+        panel.stackplot(times, *counts.values(), colors=colors, labels=[f"TP{d}" for d in counts], step="post")
+        panel.set(xlabel="seconds", ylabel=f"{name}: devices", xlim=(0, result.duration_s or 1))
+        panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
+    """Times in seconds, and for each degree the devices of its instances from each of these times on."""
+    degrees = sorted({degree for _, degree, _ in result.tally.degrees})
+    now = dict.fromkeys(degrees, 0)
+    times, counts = [], {degree: [] for degree in degrees}
+    events = sorted(result.tally.degrees, key=lambda event: event[0])
+    for place, (at_s, degree, change) in enumerate(events):
+        now[degree] += change
+        if place + 1 < len(events) and events[place + 1][0] == at_s:
+            continue
+        times.append(at_s)
+        for known in degrees:
+            counts[known].append(now[known])
+    times.append(max(result.duration_s, times[-1]))
+    for known in degrees:
+        counts[known].append(now[known])
+    return times, counts
+
+
+def _repeated(values: tuple[str, ...], count: int) -> list[str]:
+    return [values[index % len(values)] for index in range(count)]

@@ -1,0 +1,69 @@
+"""Requests as columns: a day of traffic in tens of megabytes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.scheduler import WaitingRequest
+from serving.simulator.errors import SimulationError
+
+
+@dataclass(frozen=True)
+class RequestTable:
+    """A row for each request, in the order of arrival."""
+
+    arrival_s: np.ndarray
+    input_len: np.ndarray
+    output_len: np.ndarray
+    """Tokens that will be generated."""
+    max_tokens: np.ndarray
+    """Tokens that the client allows: what a scheduler knows of the output."""
+    kinds: np.ndarray
+    """Index into `kind_names`."""
+    kind_names: tuple[str, ...] = ("all",)
+    priority: np.ndarray | None = None
+    deadline_s: np.ndarray | None = None
+    """Seconds after arrival; NaN for none."""
+    prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    names: Sequence[str] | None = None
+    """Ids of requests; by default `r` and the row."""
+
+    def __post_init__(self) -> None:
+        size = len(self.arrival_s)
+        for name in ("input_len", "output_len", "max_tokens", "kinds"):
+            if len(getattr(self, name)) != size:
+                raise SimulationError(f"{name} has {len(getattr(self, name))} rows, and arrival_s has {size}")
+        if size and (np.diff(self.arrival_s) < 0).any():
+            raise SimulationError("arrival_s must ascend")
+        if size and self.arrival_s[0] < 0:
+            raise SimulationError(f"arrival_s begins at {self.arrival_s[0]:g}: no request may come before 0")
+        if size and (self.input_len.min() < 1 or self.output_len.min() < 1):
+            raise SimulationError("lengths must be at least 1 token")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from 0 to the last arrival."""
+        return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    def name(self, index: int) -> str:
+        """Id of a request."""
+        return f"r{index}" if self.names is None else self.names[index]
+
+    def waiting(self, index: int) -> WaitingRequest:
+        """A request as it comes."""
+        prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
+        deadline_s = None
+        if self.deadline_s is not None and not np.isnan(self.deadline_s[index]):
+            deadline_s = arrival_s + float(self.deadline_s[index])
+        return WaitingRequest(
+            self.name(index),
+            prompt,
+            prompt + int(self.max_tokens[index]),
+            0 if self.priority is None else int(self.priority[index]),
+            arrival_s,
+            deadline_s,
+        )

@@ -1,0 +1,161 @@
+"""What came of a simulation: figures by the names of `amoeba bench`, and what they are made of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from serving.bench.statistics import statistics
+from serving.scheduler import SchedulerCounters
+from serving.simulator.event_loop import Cluster
+from serving.simulator.requests import RequestTable
+from serving.simulator.slo import Slo
+from serving.simulator.tally import Ending, Tally
+
+PERCENTILES = (50.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """One policy's run. Arrays have a row for each request, NaN where something did not happen."""
+
+    policy: str
+    duration_s: float
+    ttft_s: np.ndarray
+    tpot_s: np.ndarray
+    e2el_s: np.ndarray
+    queue_s: np.ndarray
+    """In the queue, after preemptions too."""
+    prefill_s: np.ndarray
+    """From the first dispatch to the first token."""
+    kept: np.ndarray
+    """Whether each request completed within the objectives."""
+    ending: np.ndarray
+    requests: RequestTable
+    tally: Tally
+    counters: dict[str, int]
+    """Of all schedulers together."""
+    num_devices: int
+    preempted: int
+
+    @property
+    def completed(self) -> np.ndarray:
+        """Whether each request completed."""
+        return self.ending == Ending.COMPLETED
+
+    @property
+    def output_throughput(self) -> float:
+        """Generated tokens per second, of requests that completed."""
+        return float(self.requests.output_len[self.completed].sum()) / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Share of all requests that completed within the objectives."""
+        return float(self.kept.mean()) if len(self.kept) else 1.0
+
+    def device_seconds(self) -> dict[int, float]:
+        """Degree -> devices x seconds that its instances had."""
+        seconds: dict[int, float] = {}
+        for at_s, degree, change in self.tally.degrees:
+            seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
+        return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
+
+    def report(self) -> dict[str, Any]:
+        """For JSON: the fields of `amoeba bench` that apply, and `explain`."""
+        return self._figures(np.ones(len(self.requests), bool)) | {
+            "policy": self.policy,
+            "duration": self.duration_s,
+            "classes": self._classes(),
+            "merges": self.counters["scale_ups"],
+            "splits": self.counters["scale_downs"],
+            "preemptions": self.preempted,
+            "transformations_failed": self.counters["transformations_failed"],
+            "prefix_tokens": self.tally.prefix_tokens,
+            "steps": self.tally.steps,
+            "device_seconds": {str(degree): seconds for degree, seconds in self.device_seconds().items()},
+            "explain": self.parts(),
+        }
+
+    def _classes(self) -> dict[str, dict[str, Any]]:
+        names = self.requests.kind_names
+        if len(names) < 2:
+            return {}
+        return {name: self._figures(self.requests.kinds == kind) for kind, name in enumerate(names)}
+
+    def _figures(self, rows: np.ndarray) -> dict[str, Any]:
+        done = self.completed & rows
+        inputs, outputs = self.requests.input_len[done].sum(), self.requests.output_len[done].sum()
+        duration_s = self.duration_s or 1.0
+        figures: dict[str, Any] = {
+            "requests": int(rows.sum()),
+            "completed": int(done.sum()),
+            "failed": int((rows & (self.ending > Ending.COMPLETED)).sum()),
+            "unfinished": int((rows & (self.ending == Ending.OPEN)).sum()),
+            "total_input_tokens": int(inputs),
+            "total_output_tokens": int(outputs),
+            "request_throughput": float(done.sum() / duration_s),
+            "request_goodput": float((self.kept & rows).sum() / duration_s),
+            "slo_share": float(self.kept[rows].mean()) if rows.any() else None,
+            "output_throughput": float(outputs / duration_s),
+            "total_token_throughput": float((inputs + outputs) / duration_s),
+        }
+        for ending in (Ending.NEVER_FITS, Ending.DEADLINE, Ending.QUEUE_FULL):
+            figures[f"rejected_{ending.name.lower()}"] = int((rows & (self.ending == ending)).sum())
+        for name, values in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2el", self.e2el_s)):
+            chosen = values[done]
+            figures |= statistics(name, chosen[~np.isnan(chosen)], PERCENTILES)
+        figures |= statistics("queue", self.queue_s[done], PERCENTILES)
+        if rows.all():
+            gaps = self.tally.gap_percentiles_s(PERCENTILES)
+            figures["mean_itl_ms"] = None if (mean := self.tally.mean_gap_s) is None else mean * 1e3
+            for percentile, gap in zip(PERCENTILES, gaps, strict=True):
+                figures[f"p{percentile:g}_itl_ms"] = None if gap is None else gap * 1e3
+        return figures
+
+    def parts(self) -> dict[str, float]:
+        """Where the time goes: means over completed requests and over generated tokens, in seconds."""
+        done = self.completed & ~np.isnan(self.ttft_s)
+        tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
+        return {
+            "ttft_queue_s": float(np.nanmean(self.ttft_s[done] - self.prefill_s[done])) if done.any() else 0.0,
+            "ttft_prefill_s": float(np.nanmean(self.prefill_s[done])) if done.any() else 0.0,
+            "token_decode_s": tally.decode_s / tokens,
+            "token_prompts_s": tally.interference_s / tokens,
+            "token_transformations_s": tally.switch_s / tokens,
+            "transformations": float(len(tally.changes)),
+            "transformation_s": float(sum(change[3] for change in tally.changes)),
+            "moved_kv_gb": tally.kv_bytes / 1e9,
+            "moved_weights_gb": tally.weight_bytes / 1e9,
+        }
+
+
+def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> PolicyResult:
+    """Read the figures of a cluster that has run."""
+    records, requests = cluster.records, cluster.requests
+    dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
+    ending = np.array(records.ending)
+    ttft_s = first - requests.arrival_s
+    e2el_s = end - requests.arrival_s
+    more = np.maximum(requests.output_len - 1, 1)
+    done = ending == Ending.COMPLETED
+    tpot_s = np.where(done & (requests.output_len > 1), (end - first) / more, np.nan)
+    kept = done & slo.kept(ttft_s, tpot_s, e2el_s)
+    last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
+    stopped = cluster.now_s < requests.span_s  # before all had come: it was overloaded
+    counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]
+    return PolicyResult(
+        policy=policy,
+        duration_s=cluster.now_s if stopped else max(last_s, requests.span_s),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        e2el_s=e2el_s,
+        queue_s=np.array(records.waited_s),
+        prefill_s=first - dispatch,
+        kept=kept,
+        ending=ending,
+        requests=requests,
+        tally=cluster.tally,
+        counters={name: sum(c[name] for c in counters) for name in counters[0]},
+        num_devices=num_devices,
+        preempted=sum(host.executor.num_preempted for host in cluster.hosts),
+    )

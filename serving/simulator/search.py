@@ -1,0 +1,146 @@
+"""Capacity questions: the highest rate, or the fewest devices, at which a policy keeps its objectives."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from serving.bench.burst import read_rates
+from serving.bench.workload import WorkloadConfig
+from serving.simulator.errors import SimulationError
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.simulate import simulate
+
+_CLOSE_ENOUGH = 1.05
+"""The search ends when the lowest rate that failed is no more than this times the highest that did not."""
+_LARGEST_FACTOR = 2.0**14
+_WAITING_PER_DEVICE = 50
+"""Requests that may wait for each device before a run counts as overloaded and is stopped."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search."""
+
+    value: float
+    """Requests per second, or devices."""
+    kept_share: float
+    """Share of requests within the objectives."""
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found. `value` is None where even the least load, or all devices, were too little."""
+
+    policy: str
+    value: float | None
+    trials: tuple[Trial, ...]
+    at_limit: bool = False
+    """The search ended at its limit: the answer may be better than `value`."""
+
+
+_RATES = ("low_rate", "high_rate")
+OnTrial = Callable[[Trial], None]
+
+
+def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
+    """The same kind of traffic with `factor` times as many requests a second. Raises `SimulationError` for a workload
+    whose requests all come at once."""
+    if workload.dataset_name == "mix":
+        return replace(
+            workload,
+            short_per_minute=workload.short_per_minute * factor,
+            long_per_minute=workload.long_per_minute * factor,
+        )
+    if workload.dataset_name == "burst":
+        rates = {name: read_rates(name, getattr(workload, name)) for name in _RATES}
+        return replace(workload, **{name: ":".join(str(r * factor) for r in both) for name, both in rates.items()})
+    if workload.request_rate is not None and math.isfinite(workload.request_rate):
+        return replace(workload, request_rate=workload.request_rate * factor)
+    if workload.dataset_name == "trace":
+        return replace(workload, trace_rate_scale=workload.trace_rate_scale * factor)
+    raise SimulationError(f"request_rate={workload.request_rate} cannot be scaled: give a finite one")
+
+
+def _check(config: SimulationConfig) -> None:
+    if not config.slo.limits_s:
+        raise SimulationError("a capacity question needs an objective: give --slo, such as ttft:10 tpot:0.1")
+
+
+def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
+    """The most requests per second at which `slo.share` of them keep the objectives, within 5%.
+
+    Factors of the workload's rate are doubled or halved until one is within and the next is not, then halved between.
+    Raises `SimulationError` without an objective.
+    """
+    _check(config)
+    trials: list[Trial] = []
+
+    def passes(factor: float) -> bool:
+        trials.append(_try(replace(config, workload=scale_workload(config.workload, factor)), policy))
+        on_trial(trials[-1])
+        return trials[-1].passed
+
+    low, high = (1.0, 2.0) if passes(1.0) else (0.5, 1.0)
+    if low == 1.0:
+        while high <= _LARGEST_FACTOR and passes(high):
+            low, high = high, high * 2
+        if high > _LARGEST_FACTOR:
+            return Answer(policy, _best(trials), tuple(trials), at_limit=True)
+    else:
+        while not passes(low):
+            low, high = low / 2, low
+            if low < 1 / 1024:
+                return Answer(policy, None, tuple(trials), at_limit=True)
+    while high / low > _CLOSE_ENOUGH:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return Answer(policy, _best(trials), tuple(trials))
+
+
+def _best(trials: list[Trial]) -> float | None:
+    return max((trial.value for trial in trials if trial.passed), default=None)
+
+
+def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
+    """The fewest devices, of at most `num_devices`, with which `slo.share` of the requests keep the objectives.
+
+    Sizes are powers of two within a host, and whole hosts above. A larger size is taken to serve what a smaller one
+    does. Raises `SimulationError` without an objective.
+    """
+    _check(config)
+    sizes = _sizes(config)
+    trials: list[Trial] = []
+
+    def passes(size: int) -> bool:
+        try:
+            smaller = replace(config, num_devices=size, devices_per_scheduler=min(config.host_devices(), size))
+            trial = _try(smaller, policy)
+        except SimulationError as error:
+            if "fits" not in str(error):
+                raise
+            trial = Trial(size, 0.0, False)
+        trials.append(replace(trial, value=float(size)))
+        on_trial(trials[-1])
+        return trials[-1].passed
+
+    if not passes(sizes[-1]):
+        return Answer(policy, None, tuple(trials), at_limit=True)
+    low, high = -1, len(sizes) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(sizes[middle]) else (middle, high)
+    return Answer(policy, float(sizes[high]), tuple(trials))
+
+
+def _sizes(config: SimulationConfig) -> list[int]:
+    per = config.host_devices()
+    sizes = [1 << power for power in range(per.bit_length()) if 1 << power < per]
+    return sizes + list(range(per, config.num_devices + 1, per))
+
+
+def _try(config: SimulationConfig, policy: str) -> Trial:
+    limit = _WAITING_PER_DEVICE * config.host_devices()
+    result = simulate(config, policy, queue_limit=limit)
+    rate = len(result.requests) / result.requests.span_s if result.requests.span_s else 0.0
+    return Trial(rate, result.kept_share, result.kept_share >= config.slo.share)

@@ -1,0 +1,130 @@
+"""What to simulate."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from serving.bench.workload import WorkloadConfig
+from serving.scheduler import AmoebaConfig
+from serving.simulator.batching import Batching, EngineBuckets, TokenBudget
+from serving.simulator.calibration import Calibration
+from serving.simulator.device_spec import DeviceSpec, find_device
+from serving.simulator.errors import SimulationError
+from serving.simulator.faults import Faults
+from serving.simulator.model_shape import ModelShape
+from serving.simulator.operator_profile import OperatorProfile
+from serving.simulator.router import ROUTERS
+from serving.simulator.slo import Slo
+
+DEGREES = (1, 2, 4)
+MAX_DEVICES = 100_000
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A cluster and its traffic. Raises `SimulationError` for what cannot be, naming the value and the limit."""
+
+    model: str | Path | ModelShape
+    """`config.json`, the directory that has it, or a shape."""
+    workload: WorkloadConfig
+    device: str | DeviceSpec = "H100"
+    """Name of a device that comes with the package, or a JSON file."""
+    num_devices: int = 8
+    devices_per_scheduler: int | None = None
+    """Devices that one scheduler decides about, as those of one `amoeba serve`. None: those of a host, 8 of most."""
+    policies: tuple[str, ...] = ("amoeba",)
+    slo: Slo = field(default_factory=Slo)
+    degrees: tuple[int, ...] = DEGREES
+    """Degrees that instances may have."""
+    max_num_seqs: int = 64
+    """Requests that an instance runs at once, for each of its devices."""
+    max_num_batched_tokens: int = 2048
+    """Prompt tokens of one step."""
+    memory_utilization: float = 0.9
+    activation_gb: float | None = None
+    """Temporaries of a device in GB. None: estimated."""
+    page_size: int = 16
+    max_model_len: int | None = None
+    """None: the model's own."""
+    layers_per_step: int = 1
+    max_tokens: int | None = None
+    """Output tokens that clients allow: what the scheduler knows. None: what each request will generate."""
+    deadline_s: float | None = None
+    """Seconds after arrival at which a request is given up."""
+    urgent_share: float = 0.0
+    """Share of requests with priority -1."""
+    policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
+    router: str = "two_choices"
+    """How requests are spread over schedulers."""
+    profiles: tuple[Path, ...] = ()
+    """Operator profiles of the device (`serving.simulator.operator_profile`)."""
+    calibration: Calibration | None = None
+    """Of an engine on this machine, instead of a device's cost model."""
+    faults: Faults = field(default_factory=Faults)
+    until_s: float | None = None
+    drain_s: float = 3600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_devices <= MAX_DEVICES:
+            raise SimulationError(f"num_devices={self.num_devices!r} must be from 1 to {MAX_DEVICES}")
+        per = self.devices_per_scheduler
+        if per is not None and (per < 1 or self.num_devices % per):
+            raise SimulationError(
+                f"devices_per_scheduler={per!r} must be at least 1 and divide num_devices={self.num_devices}"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "layers_per_step"):
+            if getattr(self, name) < 1:
+                raise SimulationError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise SimulationError(f"page_size={self.page_size!r} must be a power of two, at least 1")
+        for name in ("max_model_len", "max_tokens", "deadline_s", "until_s", "activation_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise SimulationError(f"{name}={value!r} must be above 0 and finite")
+        if not 0 <= self.drain_s < math.inf:
+            raise SimulationError(f"drain_s={self.drain_s!r} must be finite and at least 0")
+        if not 0 <= self.urgent_share <= 1:
+            raise SimulationError(f"urgent_share={self.urgent_share!r} must be from 0 to 1")
+        if not self.policies:
+            raise SimulationError("policies is empty: name at least one")
+        for degree in self.degrees:
+            if degree < 1 or degree & (degree - 1):
+                raise SimulationError(f"degrees has {degree!r}: each must be a power of two")
+        if self.router not in ROUTERS:
+            raise SimulationError(f"router={self.router!r} must be one of {', '.join(ROUTERS)}")
+        for fault in self.faults.devices:
+            if fault.device >= self.num_devices:
+                raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")
+
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return self.model if isinstance(self.model, ModelShape) else ModelShape.read(Path(self.model))
+
+    def device_spec(self) -> DeviceSpec:
+        """The device."""
+        return self.device if isinstance(self.device, DeviceSpec) else find_device(self.device)
+
+    def profile(self) -> OperatorProfile | None:
+        """Operator times, if there are files of them."""
+        return OperatorProfile.read(self.profiles) if self.profiles else None
+
+    def host_devices(self) -> int:
+        """Devices under one scheduler."""
+        if self.devices_per_scheduler is not None:
+            return self.devices_per_scheduler
+        if self.calibration is not None:
+            return self.num_devices
+        per_host = min(self.device_spec().devices_per_host, self.num_devices)
+        if self.num_devices % per_host:
+            raise SimulationError(
+                f"num_devices={self.num_devices} must be a multiple of the {per_host} devices of a host, or set "
+                "devices_per_scheduler"
+            )
+        return per_host
+
+    def batching(self) -> Batching:
+        """How steps take prompts."""
+        if self.calibration is not None:
+            return EngineBuckets(self.calibration.max_num_seqs, self.calibration.max_num_batched_tokens)
+        return TokenBudget(self.max_num_batched_tokens)

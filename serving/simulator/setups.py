@@ -1,0 +1,149 @@
+"""What a policy's name stands for in a simulation: the policy, the instances to start with, and the mechanism."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from serving.scheduler import POLICY_NAMES, AmoebaConfig, AmoebaPolicy, DegreeLimits, Policy, StaticPolicy, make_policy
+from serving.simulator.comparators import (
+    HostMemoryCost,
+    PipelineCost,
+    SequenceParallelCost,
+    ShiftCost,
+    drop_limits,
+    sequence_limits,
+    shift_limits,
+)
+from serving.simulator.errors import SimulationError
+from serving.simulator.host_config import HostConfig
+from serving.simulator.memory import MemoryPlan
+from serving.simulator.pricing import Pricing
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.step_cost import ModelStepCost, StepCost
+from serving.simulator.transformation_cost import FixedTransformation, InPlaceCost, TransformationCost
+
+STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
+MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to simulate one policy."""
+
+    name: str
+    host: HostConfig
+    make_policy: Callable[[], Policy]
+
+
+def policy_names() -> tuple[str, ...]:
+    """All names that a simulation knows."""
+    return (*POLICY_NAMES, *STATIC, *MECHANISMS)
+
+
+def check_policies(names: tuple[str, ...]) -> None:
+    """Raise `SimulationError` for a policy that is not known."""
+    for name in names:
+        if name not in policy_names():
+            raise SimulationError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(policy_names())}")
+
+
+def make_setup(config: SimulationConfig, name: str) -> Setup:
+    """The setup of a policy. Raises `SimulationError` for one that is not known or does not fit the cluster."""
+    check_policies((name,))
+    if config.calibration is not None:
+        return _calibrated(config, name)
+    devices = config.host_devices()
+    model, device = config.shape(), config.device_spec()
+    changes = name not in STATIC
+    memory = MemoryPlan(
+        model,
+        device,
+        config.memory_utilization,
+        None if config.activation_gb is None else config.activation_gb * 1e9,
+        config.page_size,
+        changes_degree=changes,
+    )
+    degrees = tuple(d for d in (config.degrees if changes else (1, 2, 4, 8)) if d <= devices)
+    if not degrees:
+        raise SimulationError(f"degrees={config.degrees} are all above the {devices} devices of a scheduler")
+    cost: StepCost = ModelStepCost(model, device, config.profile())
+    transformation: TransformationCost = InPlaceCost(model, device, page_size=config.page_size)
+    if name == "seesaw":
+        transformation = HostMemoryCost(model, device)
+    elif name == "kunserve":
+        cost = PipelineCost(ModelStepCost(model, device, config.profile()))
+    elif name in ("loongserve", "shift"):
+        base = ModelStepCost(model, device, config.profile())
+        cost = SequenceParallelCost(base) if name == "loongserve" else ShiftCost(base)
+        transformation = FixedTransformation(1e-3, model.num_layers)
+    if name == "loongserve":
+        limits = sequence_limits(memory, degrees, config.max_num_seqs)
+    elif name == "shift":
+        limits = shift_limits(memory, degrees, config.max_num_seqs)
+    elif name == "kunserve":
+        limits = drop_limits(memory, degrees, config.max_num_seqs)
+    else:
+        limits = memory.limits(degrees, config.max_num_seqs)
+    start = _degrees_at_start(name, devices, limits)
+    host = HostConfig(
+        num_devices=devices,
+        limits=limits,
+        pricing=Pricing(cost, config.batching()),
+        transformation=transformation,
+        degrees_at_start=start,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len or model.max_position,
+        layers_per_step=config.layers_per_step,
+    )
+    return Setup(name, host, _maker(name, config.policy_config))
+
+
+def _maker(name: str, config: AmoebaConfig) -> Callable[[], Policy]:
+    if name in POLICY_NAMES:
+        return lambda: make_policy(name, config=config)
+    if name in STATIC or name == "shift":
+        return lambda: StaticPolicy(reserved_growth=config.reserved_growth)
+    return lambda: AmoebaPolicy(config)
+
+
+def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...]) -> tuple[int, ...]:
+    fitting = [limit.degree for limit in limits]
+    if name == "static-mixed":
+        largest = max(d for d in fitting if d <= max(devices // 2, 1))
+        rest = devices - largest
+        return (largest,) + (fitting[0],) * (rest // fitting[0])
+    if name.startswith("static-tp"):
+        degree = int(name.removeprefix("static-tp"))
+        if degree not in fitting:
+            raise SimulationError(
+                f"policy {name!r} needs TP{degree}, and the model fits on {devices} devices at TP"
+                f"{', TP'.join(map(str, fitting))} alone"
+            )
+        return (degree,) * (devices // degree)
+    if name == "shift":
+        return (fitting[-1],) * (devices // fitting[-1])
+    return (fitting[0],) * (devices // fitting[0])
+
+
+def _calibrated(config: SimulationConfig, name: str) -> Setup:
+    calibration = config.calibration
+    assert calibration is not None, "asked for with a calibration"
+    if name in MECHANISMS:
+        raise SimulationError(f"policy {name!r} is no policy of the engine: a calibration has no figures for it")
+    devices = config.host_devices()
+    limits = tuple(limit for limit in calibration.limits() if limit.degree <= devices)
+    host = HostConfig(
+        num_devices=devices,
+        limits=limits,
+        pricing=Pricing(calibration.step_cost(), config.batching(), calibration.crowding),
+        transformation=calibration.transformation(),
+        degrees_at_start=_degrees_at_start(name, devices, limits),
+        page_size=calibration.page_size,
+        max_model_len=config.max_model_len or calibration.max_model_len,
+        layers_per_step=calibration.layers_per_step,
+    )
+    return Setup(name, host, _maker(name, config.policy_config))
+
+
+def with_log(setup: Setup) -> Setup:
+    """The same with a strict executor."""
+    return replace(setup, host=replace(setup.host, strict=True))

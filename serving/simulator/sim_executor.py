@@ -1,0 +1,274 @@
+"""One host in virtual time: instances and a queue behind the scheduler's `Executor` protocol."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from serving.scheduler import (
+    Action,
+    ClusterView,
+    Dispatch,
+    Outcome,
+    Preempt,
+    PreemptKind,
+    Reject,
+    RejectKind,
+    ScaleDown,
+    ScaleUp,
+)
+from serving.simulator.group_changes import GroupChanges
+from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
+from serving.simulator.instance import SimInstance, view_of
+from serving.simulator.run import Run
+from serving.simulator.tally import Ending, Records, Tally
+
+_ENDINGS = {
+    RejectKind.NEVER_FITS: Ending.NEVER_FITS,
+    RejectKind.DEADLINE: Ending.DEADLINE,
+    RejectKind.QUEUE_FULL: Ending.QUEUE_FULL,
+}
+
+
+Reschedule = Callable[[SimInstance, float], None]
+
+
+class SimExecutor:
+    """`Executor` over simulated instances. Its owner moves the clock: it sets `now_s`, and ends blocks of steps when
+    their time has come (`serving.simulator.event_loop`).
+
+    Args:
+        reschedule: called with an instance and the time at which its block ends, whenever that changes.
+
+    Attributes:
+        log: actions that were taken on, with their times, if `keep_log`.
+        failing_transformations: that many transformations will end without effect.
+        changes: transformations under way, and those to come.
+        prefixes: ids of the blocks of a request's prompt, by its row in the records.
+        on_end: called with the row of each request that ends.
+    """
+
+    def __init__(
+        self, config: HostConfig, records: Records, tally: Tally, reschedule: Reschedule, keep_log: bool = False
+    ):
+        self.config, self.records, self.tally = config, records, tally
+        self.now_s = 0.0
+        self.queue: dict[str, Waiting] = {}
+        self.failing_transformations = 0
+        self.changes = GroupChanges(self)
+        self.num_preempted = 0
+        self.log: list[tuple[float, Action]] = []
+        self.prefixes: Mapping[int, tuple[int, ...]] = {}
+        self.on_end: Callable[[int], None] | None = None
+        self.limits = {limits.degree: limits for limits in config.limits}
+        self._reschedule, self._keep_log = reschedule, keep_log
+        self._home: dict[str, SimInstance] = {}
+        self.instances: list[SimInstance] = []
+        first = 0
+        for degree in config.degrees_at_start:
+            self.instances.append(self.new_instance(tuple(range(first, first + degree))))
+            first += degree
+
+    def new_instance(self, devices: tuple[int, ...]) -> SimInstance:
+        """An empty instance, which is not yet one of `instances`."""
+        c = self.config
+        self.tally.degrees.append((self.now_s, len(devices), len(devices)))
+        return SimInstance(devices, self.limits[len(devices)], c.pricing, c.page_size, self.records, self.tally)
+
+    # Executor
+
+    def snapshot(self) -> ClusterView:
+        """The present state."""
+        c, now_s = self.config, self.now_s
+        return ClusterView(
+            now_s,
+            tuple([view_of(instance, now_s) for instance in self.instances]),
+            tuple([waiting.request for waiting in self.queue.values()]),
+            c.limits,
+            c.num_devices,
+            c.base_degree,
+            c.page_size,
+            c.max_model_len,
+        )
+
+    def apply(self, action: Action) -> Outcome:
+        """Take on an action, or refuse it with nothing changed."""
+        try:
+            match action:
+                case Dispatch(request_id, instance_id):
+                    self._dispatch(request_id, self._find(instance_id))
+                case Reject(request_id, kind):
+                    self._end_waiting(self._waiting(request_id), _ENDINGS[kind])
+                case Preempt(request_id, PreemptKind.SOFT):
+                    self._preempt_action(request_id)
+                case ScaleUp(devices, degree):
+                    self.changes.scale_up(action, devices, degree)
+                case ScaleDown(devices, degree):
+                    self.changes.scale_down(action, devices, degree)
+                case _:
+                    return Outcome(False, f"the simulation does not have {action}")
+        except Refusal as refusal:
+            if self.config.strict:
+                raise ForbiddenActionError(f"{refusal}: {action}") from None
+            return Outcome(False, str(refusal))
+        if self._keep_log:
+            self.log.append((self.now_s, action))
+        return Outcome(True)
+
+    def _find(self, instance_id: int) -> SimInstance:
+        for instance in self.instances:
+            if instance.devices[0] == instance_id:
+                return instance
+        raise Refusal(f"there is no instance {instance_id}")
+
+    def _waiting(self, request_id: str) -> Waiting:
+        if request_id not in self.queue:
+            raise Refusal(f"there is no such request {request_id!r}")
+        return self.queue[request_id]
+
+    def _dispatch(self, request_id: str, instance: SimInstance) -> None:
+        waiting = self._waiting(request_id)
+        request, name = waiting.request, instance.devices[0]
+        if instance.change is not None:
+            raise Refusal(f"instance {name} is being transformed")
+        if instance.capacity_tokens < request.max_total_tokens:
+            holds, needs = instance.capacity_tokens, request.max_total_tokens
+            raise Refusal(f"instance {name} holds {holds} tokens, and it needs {needs}")
+        size = self.config.page_size
+        if instance.used_tokens() + -(-request.prompt_tokens // size) * size > instance.capacity_tokens:
+            raise Refusal(f"instance {name} has no room for {request.prompt_tokens} tokens now")
+        if len(instance.runs) >= instance.limits.max_requests:
+            raise Refusal(f"instance {name} has no slot: it runs {len(instance.runs)} requests")
+        if self.now_s < instance.down_until_s:
+            raise Refusal(f"instance {name} is out of service")
+        del self.queue[request_id]
+        run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s)
+        self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
+        if math.isnan(self.records.dispatch_s[waiting.index]):
+            self.records.dispatch_s[waiting.index] = self.now_s
+        instance.add(run, self.prefixes.get(waiting.index, ()))
+        self._home[request_id] = instance
+        self.disturb(instance)
+
+    def disturb(self, instance: SimInstance) -> None:
+        """Something waits for the instance's next step: end its block with the step that runs now."""
+        if instance.block is None:
+            self.begin(instance)
+        elif instance.cut(self.now_s):
+            self._reschedule(instance, instance.block.end_s)
+
+    # Steps
+
+    def begin(self, instance: SimInstance) -> None:
+        """Let an instance go on: make room for its next step, and plan it."""
+        while instance.change is None and instance.pages_short():
+            self.preempt(instance, instance.last_in_order())
+        if crowding := instance.pricing.crowding:
+            busy = sum(other.block is not None for other in self.instances if other is not instance)
+            instance.slowdown = 1.0 + crowding * busy
+        block = instance.begin(self.now_s)
+        if block is not None:
+            self._reschedule(instance, block.end_s)
+
+    def end_block(self, instance: SimInstance) -> bool:
+        """A block of steps has ended, now. Returns whether the scheduler should decide again."""
+        finished = instance.end_block(self.now_s)
+        for run in finished:
+            self.finish(run, Ending.COMPLETED)
+        changed = bool(finished)
+        if instance.change is not None and instance.change.left <= 0:
+            self.changes.end(instance)
+            return True
+        if instance in self.instances:
+            self.begin(instance)
+        return changed
+
+    def finish(self, run: Run, ending: Ending) -> None:
+        """Take note of the end of a request that ran."""
+        records, index = self.records, run.index
+        records.end_s[index] = self.now_s
+        records.ending[index] = ending
+        self._home.pop(run.request.request_id, None)
+        if self.on_end is not None:
+            self.on_end(index)
+
+    def _end_waiting(self, waiting: Waiting, ending: Ending) -> None:
+        del self.queue[waiting.request.request_id]
+        self.records.end_s[waiting.index] = self.now_s
+        self.records.ending[waiting.index] = ending
+        self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
+        if self.on_end is not None:
+            self.on_end(waiting.index)
+
+    def expire(self, request_id: str) -> bool:
+        """End a running request whose deadline has passed. Returns whether it ran."""
+        instance = self._home.get(request_id)
+        if instance is None:
+            return False
+        self._between_steps(instance)
+        if (run := instance.runs.get(request_id)) is None:
+            return False  # it has just generated its last token
+        instance.remove(run)
+        self.finish(run, Ending.DEADLINE)
+        return True
+
+    # Preemption
+
+    def _preempt_action(self, request_id: str) -> None:
+        instance = self._home.get(request_id)
+        if instance is None:
+            raise Refusal(f"there is no such request {request_id!r}")
+        if instance.change is not None:
+            raise Refusal(f"instance {instance.devices[0]} is being transformed")
+        self._between_steps(instance)
+        if request_id in instance.runs:
+            self.preempt(instance, instance.runs[request_id])
+
+    def _between_steps(self, instance: SimInstance) -> None:
+        """Take in the steps that have ended, and give up the one that runs: requests are taken off between two steps.
+        The next step is planned after all actions of this moment."""
+        block = instance.block
+        if block is None:
+            return
+        block.steps = block.done(self.now_s)
+        if block.steps == 0:
+            block.chunks = []
+        finished = instance.end_block(self.now_s)
+        for run in finished:
+            self.finish(run, Ending.COMPLETED)
+        instance.version += 1
+        self._reschedule(instance, self.now_s)
+
+    def preempt(self, instance: SimInstance, run: Run) -> None:
+        """Take a request's pages, between two steps: it waits again."""
+        request = run.waiting_again(instance.steps)
+        instance.remove(run)
+        self._home.pop(run.request.request_id, None)
+        self.num_preempted += 1
+        self.records.preemptions[run.index] += 1
+        last_s = self.now_s if run.base else run.last_token_s
+        self.queue[request.request_id] = Waiting(
+            request, run.index, self._left(instance, run), self.now_s, last_token_s=last_s
+        )
+
+    def _left(self, instance: SimInstance, run: Run) -> int:
+        """Tokens that a run still generates."""
+        return run.output_left - (instance.steps - run.joined) if run.base else run.output_left
+
+    def fail_device(self, device: int, down_s: float) -> None:
+        """The instance on a device loses its cache: its requests wait again."""
+        instance = next(i for i in self.instances if device in i.devices)
+        if instance.change is not None and not instance.change.fails:
+            instance.change.left = instance.change.total  # the group starts its transformation over
+        self._between_steps(instance)
+        for run in list(instance.runs.values()):
+            self.preempt(instance, run)
+        instance.prefixes.shrink(0)
+        instance.down_until_s = self.now_s + down_s if down_s else -1.0
+
+    def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
+        """Put other instances on the same devices."""
+        self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
+        kept = [i for i in self.instances if i not in old]
+        self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
+        for instance in new:
+            for name in instance.runs:
+                self._home[name] = instance

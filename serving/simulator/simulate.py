@@ -1,0 +1,112 @@
+"""Run policies on a simulated cluster: the Python API.
+
+from serving.bench.workload import WorkloadConfig
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.simulate import simulate
+
+config = SimulationConfig("config.json", WorkloadConfig(dataset_name="mix", duration_s=600), device="H20")
+result = simulate(config, "amoeba")
+result.report()["p99_ttft_ms"]
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serving.bench.workload import plan_columns
+from serving.simulator.errors import SimulationError
+from serving.simulator.event_loop import Cluster, LoopConfig, Progress
+from serving.simulator.requests import RequestTable
+from serving.simulator.result import PolicyResult, collect
+from serving.simulator.router import make_router
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.setups import make_setup
+
+_URGENT_STREAM = 7
+
+
+def request_table(config: SimulationConfig) -> RequestTable:
+    """The requests of a configuration: the same for all policies. Raises `ConfigError`."""
+    calibration = config.calibration
+    context = config.max_model_len or (
+        config.shape().max_position if calibration is None else calibration.max_model_len
+    )
+    plan = plan_columns(config.workload, context)
+    outputs = np.maximum(plan.output_len, 1)
+    allowed = outputs if config.max_tokens is None else np.maximum(outputs, config.max_tokens)
+    inputs = np.maximum(plan.input_len, 1)
+    priority = None
+    if config.urgent_share:
+        random = np.random.default_rng((config.seed, _URGENT_STREAM))
+        priority = -(random.random(len(plan)) < config.urgent_share).astype(np.int64)
+    return RequestTable(
+        plan.arrival_s,
+        inputs,
+        outputs,
+        np.maximum(np.minimum(allowed, context - inputs), outputs),
+        plan.kinds,
+        plan.kind_names,
+        priority,
+        None if config.deadline_s is None else np.full(len(plan), config.deadline_s),
+        plan.prefix_blocks,
+    )
+
+
+def simulate(
+    config: SimulationConfig,
+    policy: str,
+    requests: RequestTable | None = None,
+    progress: Progress | None = None,
+    queue_limit: int | None = None,
+) -> PolicyResult:
+    """Serve a workload with one policy.
+
+    Args:
+        requests: those of `request_table`, if there already.
+        progress: called now and then.
+        queue_limit: stop early once that many requests wait at one scheduler; those that had not ended are unfinished.
+
+    Raises `SimulationError` for a policy that is not known, or a model that fits nowhere.
+    """
+    setup = make_setup(config, policy)
+    table = request_table(config) if requests is None else requests
+    num_hosts = config.num_devices // setup.host.num_devices
+    router = make_router(config.router, num_hosts, config.seed, len(table))
+    bin_s = max(table.span_s / 200, 0.5)
+    cluster = Cluster(setup.host, num_hosts, setup.make_policy, table, router, config.faults, bin_s)
+    cluster.run(LoopConfig(config.until_s, config.drain_s, queue_limit), progress)
+    return collect(policy, cluster, config.slo, config.num_devices)
+
+
+def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dict[str, Any]:
+    """All results and settings, for JSON. The same configuration gives the same report."""
+    settings = {}
+    for name, value in vars(config).items():
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        settings[name] = _plain(plain)
+    return {"settings": settings, "policies": {name: result.report() for name, result in results.items()}}
+
+
+def save_report(content: dict[str, Any], path: Path) -> None:
+    """Write it as JSON. Raises `SimulationError`."""
+    try:
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SimulationError(f"--json {path} cannot be written: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: infinity as text, of paths the last part."""
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,101 @@
+"""What happened, by request and over time."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+_BINS_PER_FACTOR = 100
+"""Bins of the gap histogram for each factor of e: each is 1% wide."""
+_SHORTEST_S = 1e-6
+
+
+class Ending(IntEnum):
+    """How a request ended."""
+
+    OPEN = 0
+    """It had not ended when the simulation did."""
+    COMPLETED = 1
+    NEVER_FITS = 2
+    DEADLINE = 3
+    QUEUE_FULL = 4
+
+
+class Records:
+    """A column for each figure and a row for each request. Times in seconds, NaN where nothing happened."""
+
+    def __init__(self, count: int):
+        self.dispatch_s = array("d", [math.nan]) * count
+        self.first_token_s = array("d", [math.nan]) * count
+        self.end_s = array("d", [math.nan]) * count
+        self.waited_s = array("d", [0.0]) * count
+        """In the queue, after preemptions too."""
+        self.produced = array("l", [0]) * count
+        self.prefix_tokens = array("l", [0]) * count
+        self.preemptions = array("i", [0]) * count
+        self.ending = array("b", [0]) * count
+
+
+class Tally:
+    """Sums over all tokens, and counts over time.
+
+    Attributes:
+        decode_s, interference_s, switch_s: over all generated tokens, seconds that each waited for its step: the
+            decode itself, what prompts in the same step added, and what transformations added.
+        gaps: times between two tokens of a request, as a histogram.
+    """
+
+    def __init__(self, bin_s: float):
+        self.bin_s = bin_s
+        self.tokens_per_bin: list[float] = []
+        self.decode_s = self.interference_s = self.switch_s = 0.0
+        self.generated_tokens = self.prompt_tokens = self.steps = self.events = 0
+        self.prefix_tokens = 0
+        self.kv_bytes = self.weight_bytes = 0.0
+        self.changes: list[tuple[float, int, int, float]] = []
+        """Of each transformation that ended: when, from and to which degree, and its seconds."""
+        self.degrees: list[tuple[float, int, int]] = []
+        """When instances changed: seconds, degree, and by how many devices there are more of it."""
+        self._gaps: dict[int, int] = {}
+
+    def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
+        """Spread generated tokens evenly over a time."""
+        self.generated_tokens += tokens
+        first, last = int(start_s / self.bin_s), int(end_s / self.bin_s)
+        bins = self.tokens_per_bin
+        while len(bins) <= last:
+            bins.append(0.0)
+        if first == last:
+            bins[first] += tokens
+            return
+        rate = tokens / (end_s - start_s)
+        bins[first] += rate * ((first + 1) * self.bin_s - start_s)
+        for place in range(first + 1, last):
+            bins[place] += rate * self.bin_s
+        bins[last] += rate * (end_s - last * self.bin_s)
+
+    def add_gaps(self, seconds: float, count: int) -> None:
+        """Take note of `count` gaps of that many seconds."""
+        place = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BINS_PER_FACTOR)
+        self._gaps[place] = self._gaps.get(place, 0) + count
+
+    def gap_percentiles_s(self, percentiles: Sequence[float]) -> list[float | None]:
+        """Percentiles of the gaps, each within 1%."""
+        places = sorted(self._gaps)
+        if not places:
+            return [None] * len(percentiles)
+        totals = np.cumsum([self._gaps[place] for place in places])
+        found = np.searchsorted(totals, np.asarray(percentiles) / 100 * totals[-1])
+        return [_gap_s(places[min(int(index), len(places) - 1)]) for index in found]
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """Mean of the gaps."""
+        count = sum(self._gaps.values())
+        return sum(_gap_s(place) * number for place, number in self._gaps.items()) / count if count else None
+
+
+def _gap_s(place: int) -> float:
+    return _SHORTEST_S * math.exp((place + 0.5) / _BINS_PER_FACTOR)

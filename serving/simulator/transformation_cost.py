@@ -1,0 +1,148 @@
+"""How long a change of degree takes: layers x (bytes / link + launches), bytes being the migration planner's."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvcache.allocator import BuddyAllocator
+from kvcache.geometry import PageGeometry
+from kvcache.migration import plan_phases
+from kvcache.relayout import moves, place_up
+from serving.simulator.device_spec import DeviceSpec
+from serving.simulator.model_shape import ModelShape
+
+PHASE_PIECES = 64
+"""Pieces that two ranks exchange in a phase."""
+_LARGEST_PLAN = 512
+"""Pages for which moves are planned piece by piece; more are in proportion."""
+
+
+class MoveCount(NamedTuple):
+    """What the planner says of a group's pages."""
+
+    share: float
+    """Of all pieces, those that change their device, on the device that sends most."""
+    phases_per_page: float
+
+
+class Change(NamedTuple):
+    """What a transformation of a group takes."""
+
+    layer_s: float
+    """Seconds for which each layer's switch keeps its devices from steps."""
+    pause_s: float
+    """Seconds before the first layer for which no step runs at all."""
+    kv_bytes: float
+    """Bytes of KV that the devices send, all together."""
+    weight_bytes: float
+    """Bytes of weights that they send or load, all together."""
+
+    def seconds(self, layers: int) -> float:
+        """Of a transformation during which no step runs."""
+        return self.pause_s + layers * self.layer_s
+
+
+class TransformationCost(Protocol):
+    """Prices changes of degree."""
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model: each switches once."""
+        ...
+
+    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+        """Of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in their cache."""
+        ...
+
+
+@lru_cache(maxsize=64)
+def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
+    """Plan the moves of `pages_each` pages on each of `higher / lower` instances that merge, with the engine's own
+    planner (`kvcache.relayout`, `kvcache.migration`). A split moves the same pieces back."""
+    geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
+    instances = higher // lower
+    tables = [np.tile(np.arange(pages_each, dtype=np.int32), (lower, 1)) for _ in range(instances)]
+    allocators = []
+    for _ in range(higher):
+        allocator = BuddyAllocator(higher)
+        allocator.add_extent(pages_each * 2)
+        allocators.append(allocator)
+    references = [np.ones(pages_each, np.int64)] * instances
+    source, target = moves(tables, place_up(tables, references, geometry, allocators))
+    phases = plan_phases(source, target, higher, PHASE_PIECES)
+    crossing = source[:, 0] != target[:, 0]
+    sent = np.bincount(source[crossing, 0], minlength=higher).max(initial=0)
+    pieces_each = pages_each * higher // lower
+    return MoveCount(float(sent) / pieces_each, len(phases) / pages_each)
+
+
+@dataclass(frozen=True)
+class InPlaceCost:
+    """The engine's `in_place_overlapped`: pages by all-to-all phases, weights released where they lie; a split reads
+    the FFN's missing parts from the peers that kept them (AMOEBA 3.1 and 3.2, docs/transformation.md)."""
+
+    model: ModelShape
+    device: DeviceSpec
+    launches_per_layer: int = 4
+    overlap: float = 0.0
+    """Share of the transfer that runs beside steps' own work."""
+    page_size: int = 16
+
+    @property
+    def layers(self) -> int:
+        return self.model.num_layers
+
+    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+        """See `TransformationCost.change`."""
+        lower, higher = sorted((from_degree, to_degree))
+        instances = higher // lower
+        pages_each = -(-tokens // self.page_size // instances)
+        share, phases = 0.0, 0.0
+        if pages_each:
+            count = count_moves(lower, higher, min(_two_digits(pages_each), _LARGEST_PLAN))
+            share, phases = count.share, count.phases_per_page * pages_each
+        kv_device = self.model.kv_token_bytes(lower) * pages_each * self.page_size * share
+        weights_device = 0.0
+        if to_degree < from_degree:
+            weights_device = self.model.ffn_bytes * (1 / to_degree - 1 / from_degree)
+        rate = self.device.link_bandwidth * self.device.link_efficiency
+        launches = self.launches_per_layer + phases
+        transfer_s = (kv_device + weights_device) / rate / self.layers
+        layer_s = transfer_s * (1 - self.overlap) + launches * self.device.launch_s
+        return Change(layer_s, 0.0, kv_device * higher, weights_device * higher)
+
+
+@dataclass(frozen=True)
+class FixedTransformation:
+    """A transformation that takes the same time whatever it moves."""
+
+    total_s: float = 1.0
+    layers: int = 10
+
+    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+        return Change(self.total_s / self.layers, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class MeasuredTransformation:
+    """What transformations of an engine took: seconds of each layer's switch by kind, and for each page."""
+
+    layers: int
+    up_layer_s: float
+    down_layer_s: float
+    page_layer_s: float = 0.0
+    page_size: int = 16
+    moved: dict[str, float] = field(default_factory=dict)
+
+    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+        """See `TransformationCost.change`."""
+        base = self.up_layer_s if to_degree > from_degree else self.down_layer_s
+        return Change(base + self.page_layer_s * -(-tokens // self.page_size), 0.0, 0.0, 0.0)
+
+
+def _two_digits(number: int) -> int:
+    """Rounded up to two significant digits, so that few plans are made."""
+    scale = 10 ** max(len(str(number)) - 2, 0)
+    return -(-number // scale) * scale

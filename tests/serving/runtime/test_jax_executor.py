@@ -1,0 +1,127 @@
+"""The executor over an engine: what it shows of sequences, and what it refuses. The engine is a stand-in."""
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.instances.deadlines import Deadlines
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.sampling.rows import SamplingRow
+from serving.runtime.jax_executor import JaxExecutor, _running_request
+from serving.runtime.waiting_view import waiting_request
+from serving.scheduler import BindGroup, MigrateLayers, Preempt, PreemptKind, Reject, ReleaseGroup, ScaleDown, ScaleUp
+
+
+def sequence(prompt: int, output: int = 0, computed: int = 0, in_flight: int = 0, **fields: Any) -> Sequence:
+    made = Sequence(
+        "a",
+        tuple(range(prompt)),
+        SamplingParams(max_tokens=64),
+        cast(SamplingRow, None),
+        lambda update: None,
+        output=[1] * output,
+        num_computed=computed,
+        num_in_flight=in_flight,
+    )
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        ({"prompt": 40}, 40),
+        ({"prompt": 40, "computed": 32}, 8),
+        ({"prompt": 40, "computed": 40, "in_flight": 1}, 0),
+        ({"prompt": 40, "output": 9, "computed": 48}, 0),
+        ({"prompt": 40, "output": 9, "computed": 49, "in_flight": 1}, 0),
+        # Preempted with 30 tokens of output, and started again.
+        ({"prompt": 40, "output": 30, "computed": 0}, 69),
+        ({"prompt": 40, "output": 30, "computed": 48}, 21),
+    ],
+)
+def test_tokens_that_are_computed_again_count_as_uncomputed(state: dict[str, int], left: int):
+    assert _running_request("a", sequence(**state)).uncomputed_tokens == left
+
+
+def test_only_waiting_counts_as_waiting():
+    """It waited for 5 s, ran for 300 s, was preempted, and has waited for 2 s since."""
+    now = time.monotonic()
+    preempted = sequence(8)
+    preempted.arrival = preempted.waiting_since = now - 307
+    preempted.queued_s = 5.0
+    preempted.wait_again()
+    view = waiting_request("a", preempted)
+    assert view.waited_s(now + 2) == pytest.approx(7, abs=0.1)
+    assert view.arrival_s == now - 307
+    preempted.start()
+    assert _running_request("a", preempted).queued_s == pytest.approx(5, abs=0.1)
+
+
+def executor(*degrees: int) -> JaxExecutor:
+    """Over instances of these degrees, of which nothing can be asked."""
+    instances, device = [], 0
+    for tp in degrees:
+        instances.append(SimpleNamespace(id=device, tp=tp, running=[]))
+        device += tp
+    sub_meshes = SimpleNamespace(degrees=lambda: [1, 2, 4])
+    engine = SimpleNamespace(
+        cluster=SimpleNamespace(sub_meshes=sub_meshes, buckets=lambda tp: SimpleNamespace(max_num_seqs=8)),
+        capacity_tokens=lambda tp: 100 * tp,
+        instances=instances,
+    )
+    return JaxExecutor(cast(Engine, engine), 1, lambda action, future: None)
+
+
+@pytest.mark.parametrize("action", [ScaleUp((0, 1, 2, 3), 4), ScaleDown((4, 5), 2)])
+def test_a_transformation_to_the_degree_that_is_there_is_refused(action: ScaleUp | ScaleDown):
+    outcome = executor(4, 2).apply(action)
+    assert not outcome.accepted
+    assert f"have degree {action.degree} already" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        BindGroup((0, 1), 2),
+        ReleaseGroup((0, 1)),
+        MigrateLayers(0, 0, 1, (1,)),
+        Preempt("a", PreemptKind.HARD),
+        Preempt("a", "gently"),  # type: ignore[arg-type]
+        Reject("a", "later", "why"),  # type: ignore[arg-type]
+        object(),
+        None,
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_and_ends_nothing(action):
+    outcome = executor(1, 1).apply(action)
+    assert not outcome.accepted
+    assert outcome.detail
+
+
+def test_deadlines_are_found_anywhere_in_the_queue_and_once():
+    deadlines, late = Deadlines(), [sequence(4, deadline=float(n)) for n in (9, 3, 5, 7)]
+    for one in [*late, sequence(4), late[1]]:  # one has no deadline, and one came twice
+        deadlines.add(one)
+    late[2].slot = 0  # it runs
+    assert deadlines.expired(3.0) == []
+    assert deadlines.expired(8.0) == [late[1], late[3]]
+    assert deadlines.expired(8.0) == []
+    late[2].slot = -1
+    deadlines.add(late[2])
+    late[0].finish("abort")
+    assert deadlines.expired(10.0) == [late[2]]
+
+
+def test_deadlines_let_go_of_requests_that_have_ended():
+    deadlines = Deadlines()
+    for _ in range(2_000):
+        one = sequence(1, deadline=1e9)
+        deadlines.add(one)
+        one.finish("length")
+    assert len(deadlines._heap) <= 512

@@ -1,0 +1,151 @@
+"""Decisions by what steps and transformations take: SLOs of requests, second merges, slow instances."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from cluster_views import DEGREES, TP4_LONG, cluster, filled, instance, running, waiting
+from simulated_cluster import simulate
+
+from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
+from serving.runtime.timings import Timings
+from serving.scheduler import (
+    Action,
+    AmoebaConfig,
+    AmoebaPolicy,
+    ClusterView,
+    Dispatch,
+    ScaleUp,
+    Timing,
+    WaitingRequest,
+    estimates,
+)
+from serving.scheduler.room import Room
+
+TIMING = Timing({1: 0.04, 2: 0.03, 4: 0.02}, {1: 4_000.0, 2: 7_000.0, 4: 10_000.0}, {(1, 4): 1.0})
+
+
+def behind_a_long_one(now_s: float = 1.0, timing: Timing = TIMING, **request: Any) -> ClusterView:
+    """A TP4 instance whose long request has 1,000 tokens to generate, 20 s, and another that waits since 1 s."""
+    long = running("long", TP4_LONG)
+    long = dataclasses.replace(long, num_tokens=TP4_LONG - 1_000)
+    queue = [waiting("next", TP4_LONG, arrival_s=1.0, **request)]
+    return cluster(instance(0, 4, long), queue=queue, now_s=now_s, timing=timing)
+
+
+def decide(view: ClusterView, **config: Any) -> list[Action]:
+    return AmoebaPolicy(AmoebaConfig(**config)).decide(view)
+
+
+def test_a_long_request_has_a_second_merge_when_its_wait_would_break_the_slo():
+    """It would wait for 20 s and have its first token 5 s later; merged, after 1 s and 5 s."""
+    (action,) = decide(behind_a_long_one())
+    assert isinstance(action, ScaleUp)
+    assert action.devices == (4, 5, 6, 7)
+    assert "its first token would come after 25.0 s, and here after 6.0 s" in action.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "request_fields"),
+    [({"ttft_slo_s": 30.0}, {}), ({"ttft_slo_s": None}, {}), ({}, {"ttft_slo_s": 30.0})],
+)
+def test_it_waits_where_the_slo_is_met(config: dict[str, Any], request_fields: dict[str, Any]):
+    assert decide(behind_a_long_one(**request_fields), **config) == []
+
+
+def test_a_request_may_have_an_slo_of_its_own():
+    assert len(decide(behind_a_long_one(ttft_slo_s=20.0), ttft_slo_s=None)) == 1
+
+
+def test_time_that_it_has_waited_counts():
+    assert decide(behind_a_long_one(now_s=4.0), ttft_slo_s=30.0) == []
+    assert len(decide(behind_a_long_one(now_s=7.0), ttft_slo_s=30.0)) == 1
+
+
+def test_it_waits_while_nothing_was_measured():
+    assert decide(behind_a_long_one(timing=Timing())) == []
+    no_merge = dataclasses.replace(TIMING, transformations_s={})
+    assert decide(behind_a_long_one(timing=no_merge)) == []
+
+
+def test_it_waits_where_a_merge_would_not_be_sooner():
+    slow = dataclasses.replace(TIMING, transformations_s={(1, 4): 21.0})
+    assert decide(behind_a_long_one(timing=slow)) == []
+
+
+def test_no_second_merge_while_short_requests_lack_room():
+    """It would take what they wait for."""
+    view = behind_a_long_one()
+    full = [instance(d, 1, free_slots=0) for d in range(4, 8)]
+    (merged,) = [i for i in view.instances if i.degree == 4]
+    merged = dataclasses.replace(merged, free_slots=0)
+    short = waiting("short", arrival_s=0.0)
+    pressed = cluster(merged, *full, queue=[short, *view.queue], now_s=1.0, timing=TIMING)
+    assert decide(pressed) == []
+
+
+def test_requests_behind_each_other_wait_for_each_other():
+    """The second of two that wait has its first token when the first is through: 20 s, 7 s, and its prompt."""
+    view = behind_a_long_one()
+    queue = (*view.queue, waiting("third", TP4_LONG, arrival_s=1.5))
+    both = dataclasses.replace(view, queue=queue, now_s=1.5)
+    actions = decide(both, ttft_slo_s=28.0)
+    assert len(actions) == 1
+    assert actions[0].reason.startswith("third")
+
+
+def test_wait_is_until_enough_has_ended():
+    """Of three requests that end after 2, 4 and 6 s the second leaves enough."""
+    ends = [dataclasses.replace(running(f"r{n}", 10_000), num_tokens=10_000 - 100 * n) for n in (1, 2, 3)]
+    view = cluster(instance(0, 2, *ends), timing=dataclasses.replace(TIMING, steps_s={2: 0.02}))
+    room, (busy, *_) = Room(view, 0.0), view.instances
+    assert estimates.wait_s(view, room, busy, 2_000) == 0.0
+    assert estimates.wait_s(view, room, busy, 12_000) == pytest.approx(2.0)
+    assert estimates.wait_s(view, room, busy, 20_000) == pytest.approx(4.0)
+    prompts = dataclasses.replace(busy, running=(dataclasses.replace(ends[0], uncomputed_tokens=7_000), *ends[1:]))
+    assert estimates.wait_s(view, room, prompts, 12_000) == pytest.approx(3.0)
+    assert estimates.wait_s(cluster(busy), room, busy, 12_000) is None
+
+
+def test_short_requests_keep_away_from_steps_that_are_too_long():
+    """Instance 0 has the smaller load, and decode steps of 0.2 s."""
+    slow, fast = instance(0, 1, step_s=0.2), instance(1, 1, running("r"), step_s=0.02)
+    view = cluster(slow, fast, queue=[waiting("a")], num_devices=2)
+    assert [a.instance_id for a in decide(view) if isinstance(a, Dispatch)] == [1]
+    patient = dataclasses.replace(view, queue=(waiting("a", tpot_slo_s=0.5),))
+    assert [a.instance_id for a in decide(patient) if isinstance(a, Dispatch)] == [0]
+    only_slow = cluster(slow, filled(1, 1.0), queue=[waiting("a")], num_devices=2)
+    assert [a.instance_id for a in decide(only_slow) if isinstance(a, Dispatch)] == [0]
+
+
+def test_second_merges_shorten_the_longest_waits_of_a_mix():
+    """AMOEBA's mix for 20 minutes of the virtual clock."""
+    rng, now_s = random.Random(2), 0.0
+    arrivals = [(WaitingRequest(f"short{n}", 1_000, 1_500, arrival_s=float(n)), 250) for n in range(1_200)]
+    while (now_s := now_s + rng.expovariate(1 / 60)) < 1_200:
+        arrivals.append((WaitingRequest(f"long{len(arrivals)}", 50_000, 50_800, arrival_s=now_s), 400))
+    worst_s, merges = {}, {}
+    for ttft_slo_s in (10.0, None):
+        policy = AmoebaPolicy(AmoebaConfig(ttft_slo_s=ttft_slo_s))
+        simulated, _ = simulate(policy, arrivals, 1_300, DEGREES, shows_timing=True)
+        ttft_s = [simulated.first_token_s[r.request_id] - r.arrival_s for r, _ in arrivals if "long" in r.request_id]
+        worst_s[ttft_slo_s], merges[ttft_slo_s] = max(ttft_s), simulated.count(ScaleUp)
+    print(f"\nworst TTFT of long requests by ttft_slo_s: {worst_s}; merges: {merges}")
+    assert worst_s[10.0] < worst_s[None] / 2
+
+
+def test_timings_are_medians_and_remembered():
+    timings = Timings()
+
+    def at(tp: int, step_s: float | None, rate: float | None) -> Any:
+        return SimpleNamespace(tp=tp, pace=SimpleNamespace(step_s=step_s, prompt_tokens_per_s=rate))
+
+    first = timings.take([at(1, 0.1, 50.0), at(1, 0.3, None), at(1, 0.2, 70.0), at(4, None, None)])
+    assert first == Timing({1: 0.2}, {1: 60.0}, {})
+    for seconds in (9.0, 2.0, 3.0):
+        group = GroupTransform((0, 1, 2, 3), 1, 4, seconds, (), 0, 0, 0, 0)
+        timings.transformed(TransformReport(TransformVariant.IN_PLACE_OVERLAPPED, 4, seconds, 0.0, (group,)))
+    merged = timings.take([cast(Any, at(4, 0.05, 90.0))])
+    assert merged == Timing({1: 0.2, 4: 0.05}, {1: 60.0, 4: 90.0}, {(1, 4): 3.0})

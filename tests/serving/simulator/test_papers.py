@@ -1,0 +1,44 @@
+"""What `benchmarks/papers.py` prints beside the papers' numbers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import papers
+
+
+def found(where: str, what: str) -> papers.Row:
+    """The one row of a place that begins so."""
+    sections = (papers.table_1, papers.tables_2_and_3, papers.figures_9_to_11, papers.flying)
+    (row,) = [r for section in sections for r in section() if r.where.startswith(where) and r.what.startswith(what)]
+    return row
+
+
+@pytest.mark.parametrize("what", ["TP4 context", "TP2 context", "TP4 tokens/s", "TP2 tokens/s"])
+def test_table_1_of_amoeba_from_two_degrees(what: str):
+    """The third within 10%. (TP1 from the two others is not: 3.75K is the difference of two large numbers.)"""
+    assert found("AMOEBA Table 1", what).ratio == pytest.approx(1, abs=0.10)
+
+
+def test_table_2_of_amoeba_is_exact():
+    pages = [row for row in papers.tables_2_and_3() if row.where == "AMOEBA Table 2"]
+    assert len(pages) == 8
+    assert all(row.ratio == pytest.approx(1, rel=1e-4) for row in pages)
+
+
+@pytest.mark.parametrize("degree", [4, 8])
+def test_contexts_of_flying_serving_from_those_at_tp2(degree: int):
+    assert found("Flying Table 2", f"static TP{degree}").ratio == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["static TP", "static DP"])
+def test_tpot_of_static_layouts_in_flying_serving(name: str):
+    assert found("Flying Table 1", f"{name} mean TPOT").ratio == pytest.approx(1, abs=0.15)
+
+
+def test_shift_parallelism_and_seesaw_within_15_percent_of_a_published_number():
+    rows = {row.where.split(",")[0]: row for row in papers.comparators()}
+    assert rows["Shift Parallelism"].ratio == pytest.approx(1, abs=0.15)
+    assert rows["Seesaw"].ratio == pytest.approx(1, abs=0.15)
