@@ -494,6 +494,8 @@ class Transformations:
 
     def _end_failed(self, active: Active, error: BaseException, how: str) -> None:
         drop_frames(error)
+        for site in (active.transition.high, *active.transition.members):
+            site.forget_weights()  # those that were replaced by then live as long as views of them
         self._reserve(active.devices, 0)
         active.job.fail(error, active.devices, how)
         active.job.active -= 1
