@@ -1,5 +1,6 @@
 """How a layer's pages and weights get to where the new layout has them: one mover for each variant."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -68,10 +69,12 @@ class Mover(Protocol):
         ...
 
 
-def make_mover(variant: TransformVariant, programs: TransitionPrograms, weights: WeightStore) -> Mover:
-    """The mover of a variant."""
+def make_mover(
+    variant: TransformVariant, programs: TransitionPrograms, weights: WeightStore, reserve: Callable[[int], None]
+) -> Mover:
+    """The mover of a variant. `reserve` sets aside bytes on every device, or raises `MemoryBudgetError`."""
     if variant is TransformVariant.BASIC:
-        return CopyMover(programs, weights)
+        return CopyMover(programs, weights, reserve)
     if variant is TransformVariant.HOST_MEMORY:
         return HostMover(programs, weights)
     return InPlaceMover(programs, weights)
@@ -112,10 +115,13 @@ class InPlaceMover:
 
 
 class CopyMover:
-    """Everything is copied: all pages into fresh extents, and every chunk of FFN weights into a fresh buffer."""
+    """Everything is copied: all pages into fresh extents, and every chunk of FFN weights into a fresh buffer.
 
-    def __init__(self, programs: TransitionPrograms, weights: WeightStore):
-        self._programs, self._weights = programs, weights
+    Where more pages come than it was prepared for, it takes larger programs.
+    """
+
+    def __init__(self, programs: TransitionPrograms, weights: WeightStore, reserve: Callable[[int], None]):
+        self._programs, self._weights, self._reserve = programs, weights, reserve
         self._max_pieces = 0
         self._phase: tuple[jax.Array, jax.Array] | None = None
 
@@ -141,6 +147,9 @@ class CopyMover:
         if not len(source):
             self._phase = None
             return Plan(0, 0)
+        between = np.bincount(source[:, 0] * programs.group.tp + target[:, 0])
+        if (needed := int(between.max())) > self._max_pieces:
+            self._reserve(self.prepare(needed))
         self._phase = _put_ids(programs, single_phase(source, target, programs.group.tp, self._max_pieces))
         return Plan(len(changed), 1)
 

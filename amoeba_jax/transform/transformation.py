@@ -203,10 +203,10 @@ class Transformations:
         scratch = Scratch.joined([cluster.scratch_of(instance) for instance in old])
         new = cluster.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
         high, pool = new.site, new.lane.pages
-        new.lanes, views = [], []
+        new.lanes, views, limit = [], [], self._lane_limit(parts, change.lower)
         for instance, part, table in zip(old, parts, tables, strict=True):
             low = instance.group.home, instance.lane.pages, part.table
-            lane, pages = self._joined_lane(part, low, (group.home, pool, table), programs)
+            lane, pages = self._joined_lane(part, low, (group.home, pool, table), limit)
             new.lanes.append(lane)
             views += [(new, lane, sequence, own) for sequence, own in pages]
         homes = [site.group.home for site in members]
@@ -236,13 +236,13 @@ class Transformations:
         programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), parts)
         tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
         settle_references(old_lane.pages, old_lane.cache.pages(), parts)
-        num_layers, members, lanes = programs.num_layers, [], []
+        num_layers, members, lanes, limit = programs.num_layers, [], [], self._lane_limit(parts, tp)
         for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
             member = programs.members[index]
             members.append(cluster.new_site(member, [[] for _ in range(num_layers)], after))
             pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
             high = group.home, old_lane.pages, part.table
-            lane, pages = self._joined_lane(part, (member.home, pool, table), high, programs)
+            lane, pages = self._joined_lane(part, (member.home, pool, table), high, limit)
             for sequence, own in pages:
                 sequence.pages = own
                 lane.running.append(sequence)
@@ -259,14 +259,14 @@ class Transformations:
     def _pace(self, job: Job, step_s: float | None, *, up: bool) -> SwitchPace:
         return SwitchPace(job.options.layers_per_step, step_s, self._rates, up=up)
 
-    def _joined_lane(self, part: LanePages, low: Any, high: Any, programs: TransitionPrograms):
-        return joined_lane(
-            part,
-            low,
-            high,
-            enabled=self._cluster.config.prefix_caching,
-            max_running=self._cluster.buckets(programs.lower).max_num_seqs,
-        )
+    def _joined_lane(self, part: LanePages, low: Any, high: Any, max_running: int):
+        enabled = self._cluster.config.prefix_caching
+        return joined_lane(part, low, high, enabled=enabled, max_running=max_running)
+
+    def _lane_limit(self, parts: list[LanePages], tp: int) -> int:
+        """Sequences that a lane may run: none where there are no pages, as then all layers switch at once, with nothing
+        to move."""
+        return self._cluster.buckets(tp).max_num_seqs if any(part.num_pages for part in parts) else 0
 
     def _prepare(
         self,
@@ -288,15 +288,16 @@ class Transformations:
         max_pieces = 0
         if rows:
             programs.prepare_steps(prompts=any(s.num_left > 1 for part in pages for s in part.sequences))
-        if rows or any(part.num_pages for part in pages):
+        if any(part.num_pages for part in pages):
             per_step = job.options.layers_per_step
             steps = num_layers if per_step == "auto" else -(-num_layers // per_step)
             new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
             max_pieces = max(part.num_pages for part in pages) + new_pages
-        mover = make_mover(job.options.variant, programs, cluster.weights)
+        devices = change.group.device_indices
+        mover = make_mover(job.options.variant, programs, cluster.weights, lambda more: self._reserve(devices, more))
         extra = mover.prepare(max_pieces)
         try:
-            self._reserve(change.group.device_indices, extra)
+            self._reserve(devices, extra)
         except MemoryBudgetError as error:
             raise RequestError(f"variant {job.options.variant}: {error}, or kv_cache_tokens") from error
         job.prepare_s += time.perf_counter() - start

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import total_live_bytes
-from serving_checks import TIMEOUT_S, check_idle
+from harness import engine_of, in_dispatcher, registry_of
+from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
 from tiny_models import tiny_model
 from transform_cases import SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
 
@@ -16,7 +17,9 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.transform import transformation
+from amoeba_jax.transform.job import TransformOptions
 from amoeba_jax.transform.movers import CopyMover, HostMover
+from amoeba_jax.transform.report import TransformVariant
 from amoeba_jax.weights import store
 from amoeba_jax.weights.store import WeightStore
 
@@ -266,3 +269,34 @@ def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.M
     assert [dict(ledger.reserved) for ledger in ledgers] == before
     assert all(instance.lane.cache.enabled for instance in idle._engine.instances)
     assert tokens(running.result()) == expected
+
+
+@pytest.mark.parametrize("variant", list(TransformVariant))
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_prompts_that_come_after_the_transition_has_begun(idle: LLM, variant: TransformVariant, busy: bool):
+    """However many pages they bring, also where there was none to move: each variant brings them to their places."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    random = np.random.default_rng(5)
+    prompts = [random.integers(3, 200, length).tolist() for length in (4, 90, 80, 70, 60)]
+    expected = tokens(idle.generate(prompts, params))
+    forget_prefixes(idle)
+    made = [registry_of(idle).make(p, params, lambda _: None, None, None) for p in prompts]
+    first, late = ([request.sequences[0] for request in part] for part in (made[:busy], made[busy:]))
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        engine.submit(first)
+        while not all(sequence.output for sequence in first):
+            engine.advance()
+            engine.drain()
+        done = engine.transform(TransformOptions(4, (0, 1, 2, 3), variant, layers_per_step=1))
+        engine.submit(late)
+        engine.end_transformations()
+        done.result()
+        while engine.has_requests:
+            engine.advance()
+            engine.drain()
+
+    in_dispatcher(idle, drive)
+    assert [[tuple(sequence.output)] for sequence in (*first, *late)] == expected
+    registry_of(idle).end(made)
