@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from rich.progress import ProgressColumn
 
@@ -31,7 +31,7 @@ from amoeba_jax.request_registry import RequestRegistry
 from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
 from amoeba_jax.weights.saving import save
@@ -106,6 +106,7 @@ class EngineHandle:
         release_weights: bool = True,
         layers_per_step: int | Literal["auto"] = "auto",
         wait_for_programs: bool = True,
+        running: RunningRequests = "migrate",
     ) -> TransformReport:
         """Merge or split instances while requests run; returns when it is done.
 
@@ -126,6 +127,12 @@ class EngineHandle:
                 once when nothing runs.
             wait_for_programs: whether to wait for a degree that `warmup(background=True)` has not come to yet. Requests
                 run as before until its programs are there.
+            running: what becomes of the requests that run on instances that merge. `"migrate"`: they go on in the
+                merged one. `"pause"`, with `release_weights=False`: they keep their pages and do not run; the merged
+                instance serves others from the free pages, at once, and transforming it back to the degree before lets
+                them go on where they were. Where others lack pages, those of cached prefixes are taken first, then
+                those of the paused request that is served last, of the same priority or a lower one, which is computed
+                again later. `"wait"`: the change begins when they have ended, and no others start there meanwhile.
 
         Raises:
             LayoutError: if such instances cannot be made of these devices.
@@ -141,10 +148,13 @@ class EngineHandle:
             known = ", ".join(TransformVariant)
             raise RequestError(f"variant={shorten(variant)} is not known: it must be one of {known}") from None
         is_count = isinstance(layers_per_step, int) and not isinstance(layers_per_step, bool) and layers_per_step > 0
+        if running not in get_args(RunningRequests):
+            known = ", ".join(get_args(RunningRequests))
+            raise RequestError(f"running={shorten(running)} is not known: it must be one of {known}")
         if layers_per_step != "auto" and not is_count:
             raise RequestError(f"layers_per_step={shorten(layers_per_step)} must be a positive integer, or 'auto'")
         chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
-        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step)
+        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step, running)
         return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:

@@ -47,6 +47,8 @@ class InstanceView:
     kv_total_pages: int
     num_cached_pages: int = 0
     """Pages that hold prompts of earlier requests for later ones, and are free for others when needed."""
+    paused: int = 0
+    """Requests on its devices that go on when it is transformed back to the degree that they had."""
 
 
 @dataclass(frozen=True)

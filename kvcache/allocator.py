@@ -224,6 +224,22 @@ class BuddyAllocator:
             self._references[piece] = references
         return units
 
+    def alias(self) -> "BuddyAllocator":
+        """Another name for the blocks that it has now, for it to `become` again."""
+        alias = BuddyAllocator(self.max_tp)
+        alias.become(self)
+        return alias
+
+    def become(self, other: "BuddyAllocator") -> None:
+        """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.
+
+        Whoever has this allocator goes on with it: a device has one for life.
+        """
+        if other.max_tp != self.max_tp:
+            raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")
+        self._extents, self._free = other._extents, other._free
+        self._orders, self._references = other._orders, other._references
+
     def references(self, unit: int) -> int:
         """References to the live block that starts at `unit`."""
         self._check_live(unit)

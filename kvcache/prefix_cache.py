@@ -6,7 +6,7 @@ A page is identified by a hash of all tokens up to its end, so that equal prefix
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int32
@@ -63,6 +63,18 @@ class PageKeys:
         del self._tail[:num_full]
 
 
+class PageLender(Protocol):
+    """Others have pages of a pool's allocators, and give some up when they are asked to."""
+
+    def num_free_pages(self) -> int:
+        """Pages that the pool would have free if they gave up all that they can."""
+        ...
+
+    def make_free(self, num_pages: int) -> None:
+        """Give up as few as needed for the pool to have that many pages free, or all that they can."""
+        ...
+
+
 class PrefixCache:
     """Shares computed pages of one pool between sequences, and keeps those that no sequence uses while there is room.
 
@@ -75,6 +87,9 @@ class PrefixCache:
     Args:
         pool: the pages; used by one thread, as this is.
         enabled: False caches nothing, and everything else works alike.
+
+    Attributes:
+        lender: gives up pages of its own before any that are cached here are evicted.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -84,6 +99,7 @@ class PrefixCache:
         self._keys: dict[int, bytes] = {}  # by the page's id on rank 0
         self._parents: dict[bytes, bytes | None] = {}
         self._evictable: OrderedDict[bytes, None] = OrderedDict()  # the next to go first
+        self.lender: PageLender | None = None
 
     @property
     def num_cached_pages(self) -> int:
@@ -97,7 +113,11 @@ class PrefixCache:
     @property
     def num_available_pages(self) -> int:
         """Pages that `reserve` can add right now, all at once: free or evictable."""
-        return self.pool.num_free_pages + len(self._evictable)
+        return self._num_free_pages + len(self._evictable)
+
+    @property
+    def _num_free_pages(self) -> int:
+        return self.pool.num_free_pages if self.lender is None else self.lender.num_free_pages()
 
     # Prefixes
 
@@ -243,12 +263,14 @@ class PrefixCache:
 
     def _make_room(self, num_pages: int) -> None:
         """Evicts until `num_pages` are free. Raises `OutOfPagesError`, with nothing evicted, where that cannot be."""
-        free = self.pool.num_free_pages
+        free = self._num_free_pages
         if num_pages > free + len(self._evictable):
             raise OutOfPagesError(
                 f"{num_pages} pages at TP{self.pool.tp} do not fit: {free} are free and {len(self._evictable)} of "
                 f"{len(self._columns)} cached ones can be evicted"
             )
+        if self.lender is not None and num_pages > self.pool.num_free_pages:
+            self.lender.make_free(min(num_pages, free))
         # Exact: an evicted page has no other reference, so it frees one page of this degree on every rank.
         self.evict(max(num_pages - free, 0))
 

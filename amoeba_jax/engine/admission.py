@@ -142,7 +142,6 @@ class Admission:
         found = self._room.victims(sequence)
         if found is None:
             return False
-        instance, victims = found
-        for victim in victims:
-            self._sequences.preempt(instance, victim)
+        for victim in found[1]:
+            self._sequences.preempt(self._room.home(victim), victim)
         return True

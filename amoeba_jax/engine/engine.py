@@ -25,7 +25,7 @@ from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.programs.catalogue import catalogue_by_degree
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transformation import Transformations
 from amoeba_jax.weights.loading import OpenWeights
@@ -130,15 +130,20 @@ class Engine:
         """Raise `RequestError`, saying what cannot be, while requests are waiting or running."""
         self.drain()
         if self.has_requests or self.transformations.busy:
-            running = sum(len(instance.running) for instance in self.instances)
+            running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
             raise RequestError(
-                f"{what} with {running} running and {len(self.waiting)} waiting requests: "
+                f"{what} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "
                 "wait for them to finish, or use transform()"
             )
 
     def capacity_tokens(self, tp: int) -> int:
         """Tokens that an empty instance of degree `tp` holds, with the weights released that its ranks do not need."""
         return self.cluster.capacity_tokens(tp, tp)
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that are paused."""
+        return sum(len(instance.paused_sequences) for instance in self.instances)
 
     @property
     def num_changes(self) -> int:
@@ -155,9 +160,9 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Requests are waiting or running. (Siblings wait for one that is, or are held for want of slots.)"""
+        """Requests are waiting, running or paused. (Siblings wait for one that is, or are held for want of slots.)"""
         waiting = len(self.waiting) > 0 or bool(self.sequences.siblings.held)
-        return waiting or any(instance.running for instance in self.instances)
+        return waiting or any(instance.running for instance in self.cluster.all_instances)
 
     # Requests
 
@@ -239,9 +244,9 @@ class Engine:
                 while len(instance.pending) < MAX_PENDING_STEPS and self._launching.launch(instance):
                     launched = True
                     self._admit()
-        pending = any(instance.pending for instance in self.instances)
-        if self.scheduler_hook is not None or self.cluster.lost:
-            return launched  # what waits may wait for its decision, or for devices that are out of service
+        pending = any(instance.pending for instance in self.cluster.all_instances)
+        if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:
+            return launched  # what waits may wait for its decision, for devices out of service, or for paused requests
         compiling = self.cluster.executables.background.num_left
         if not launched and not pending and not compiling and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
@@ -283,14 +288,14 @@ class Engine:
 
     def collect(self) -> None:
         """Take in the results that have arrived, in the order of their steps."""
-        for instance in self.instances:
+        for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.results.take(instance, instance.pending.popleft())
         self.transformations.collect()
 
     def drain(self) -> None:
         """Wait for all launched steps and take in their results."""
-        for instance in self.instances:
+        for instance in self.cluster.all_instances:
             self._drain(instance)
         self.transformations.collect()
 

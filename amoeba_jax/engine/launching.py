@@ -118,7 +118,11 @@ class Launching:
         self._sequences.reject(sequence, cause if isinstance(cause, Exception) else error)
 
     def failed(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
-        """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree."""
+        """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree.
+
+        Of a paused instance, whose cache another has, that one recovers.
+        """
+        instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None:
             self._transformations.lost(instance, error, rows)
         else:
@@ -144,6 +148,7 @@ class Launching:
         num_preempted = 0
         for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
             while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
-                self._sequences.preempt(instance, max(holders, key=lambda s: s.order))
+                holder = max(holders, key=lambda s: s.order)
+                self._sequences.preempt(self._sequences.home(holder), holder)
                 num_preempted += 1
         return num_preempted

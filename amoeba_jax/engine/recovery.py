@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from amoeba_jax.errors import RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.giving_up import give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StateLostError
@@ -75,14 +76,9 @@ class Recovery:
         logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
         drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
-        lost = [row.sequence for step in instance.pending for row in step.sampled]
-        for sequence in (*involved, *lost):
+        for sequence in involved:
             sequence.num_in_flight = 0  # its tokens will not come
-        instance.pending.clear()
-        instance.lane.cache.clear()
-        instance.lane.cache.enabled = False  # what it holds is lost: there is nothing to keep
-        for sequence in list(instance.running):
-            self._requeue(instance, sequence)
+        give_up(instance, self._requeue)
         self._replace(instance)
         for sequence in involved:
             if sequence.finished:

@@ -21,6 +21,7 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
             kv_used_pages=counts[instance].total - counts[instance].available,
             kv_total_pages=counts[instance].total,
             num_cached_pages=counts[instance].cached,
+            paused=len(instance.paused_sequences),
         )
         for instance in engine.instances
     )
@@ -52,6 +53,10 @@ def memory_report(engine: Engine) -> MemoryReport:
         for device in instance.group.device_indices:
             cached = counts[instance].cached * dims.pages.units_per_page(instance.tp)
             kept[device] = cached * unit_bytes
+        for member in instance.paused:
+            for device in member.group.device_indices:
+                cached = member.page_counts().cached * dims.pages.units_per_page(member.tp)
+                kept[device] += cached * unit_bytes
     used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding[Owner.KV_CACHE] = dims.heads.kv_padding

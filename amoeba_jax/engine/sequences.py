@@ -38,8 +38,8 @@ class Sequences:
 
     @property
     def running(self) -> list[Sequence]:
-        """Those of all instances."""
-        return [sequence for instance in self._cluster.instances for sequence in instance.running]
+        """Those of all instances, those that are paused as well."""
+        return [sequence for instance in self._cluster.all_instances for sequence in instance.running]
 
     def enqueue(self, sequence: Sequence) -> None:
         """Have a sequence wait."""
@@ -65,6 +65,10 @@ class Sequences:
         if mark_beyond_share(running, self.waiting, slots, tokens):
             self.waiting.sort()
             self.num_changes += 1
+
+    def home(self, sequence: Sequence) -> Instance:
+        """The instance that has a sequence, running or paused."""
+        return self._room.home(sequence)
 
     # The end
 
@@ -96,7 +100,7 @@ class Sequences:
         sequences += [sibling for sequence in sequences for sibling in sequence.siblings]
         self.waiting.clear()
         self.siblings.clear()
-        for instance in self._cluster.instances:
+        for instance in self._cluster.all_instances:
             for lane in instance.lanes:
                 lane.running.clear()
             instance.pending.clear()

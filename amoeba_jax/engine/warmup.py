@@ -16,7 +16,7 @@ from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
 from amoeba_jax.sampling.rows import NO_SLOT
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
 
 _MAX_JOBS = 8

@@ -167,6 +167,17 @@ class Cluster:
             allocator.add_extent(num_pages)
         return allocator
 
+    def allocators_of(self, group: SubMesh) -> list[BuddyAllocator]:
+        """The allocators of a group's devices."""
+        return [self.allocators[device] for device in group.device_indices]
+
+    def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
+        """Have a group's devices go on with what was planned on others. Returns their own, which stay."""
+        own = self.allocators_of(group)
+        for allocator, plan in zip(own, planned, strict=True):
+            allocator.become(plan)
+        return own
+
     def release_more(self, instance: Instance, degree: int) -> None:
         """Give an instance the weights as cache that are released at a higher degree than its present one."""
         instance.site.forget_weights()
@@ -226,9 +237,14 @@ class Cluster:
     def _new_scratch(self, group: SubMesh) -> "Scratch":
         shape = (self.dims.config.hidden_size, self.plan.hidden_tokens)
         return Scratch(
-            [jnp.zeros(self.plan.num_slots, jnp.int32, device=device) for device in group.devices],
+            self.new_last_tokens(group),
             [jnp.zeros(shape, self.dims.dtype, device=device) for device in group.devices],
         )
+
+    def new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
+        """Of each rank, before anything was sampled."""
+        zeros = np.zeros(self.plan.num_slots, np.int32)
+        return [jax.device_put(zeros, device) for device in group.devices]
 
     def scratch_of(self, instance: Instance) -> "Scratch":
         """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
@@ -239,33 +255,40 @@ class Cluster:
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """An instance with allocators and extents of its own, all new."""
-        for device in group.device_indices:
-            self.allocators[device] = self.new_allocator(released)
+        allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
         pages = self.plan.extent_pages(released)
         shapes = [(group.tp * num_pages, self.dims.pages.page_elems) for num_pages in pages]
         kv = [
             [jnp.zeros(shape, self.dims.dtype, device=group.sharded) for shape in shapes]
             for _ in range(self.dims.config.num_layers)
         ]
-        return self.new_instance(group, [self.allocators[i] for i in group.device_indices], kv, released)
+        return self.new_instance(group, allocators, kv, released)
 
     def rebuild(self, instance: Instance) -> None:
         """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
         buffers: these are made again."""
         instance.site.replace_lost()
         instance.sampler.state.replace_lost()
-        for device in instance.group.device_indices:
-            self.allocators[device] = self.new_allocator(instance.released)
-        allocators = [self.allocators[device] for device in instance.group.device_indices]
+        empty = [self.new_allocator(instance.released) for _ in instance.group.devices]
+        allocators = self.settle_allocators(instance.group, empty)
         parts = instance.group, allocators, instance.site.kv, instance.released
         self.replace([instance], [self.new_instance(*parts, self.scratch_of(instance))])
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
-        kept = [instance for instance in self.instances if instance not in old]
-        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
+        self.swap(old, new)
         for instance in old:
             instance.retire()
+
+    @property
+    def all_instances(self) -> list[Instance]:
+        """The present instances, and those whose requests are paused."""
+        return [each for instance in self.instances for each in (instance, *instance.paused)]
+
+    def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
+        """`replace`, with the old ones kept as they are."""
+        kept = [instance for instance in self.instances if instance not in old]
+        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
 
     # Groups whose instances are gone
 
@@ -362,8 +385,7 @@ class Cluster:
                 [assemble(group, list(self._base_extents(group))), *self.weights.release(group, layer, 1, tp)]
                 for layer in range(dims.config.num_layers)
             ]
-            allocators = [self.allocators[device] for device in group.device_indices]
-            instances.append(self.new_instance(group, allocators, kv, tp))
+            instances.append(self.new_instance(group, self.allocators_of(group), kv, tp))
         self.instances = tuple(instances)
 
     def _base_extents(self, group: SubMesh) -> Iterator[jax.Array]:

@@ -55,9 +55,13 @@ class HiddenStates:
             if device not in source.devices:
                 self._buffers[rank] = jax.device_put(origin, device)
 
-    def release(self) -> list[jax.Array]:
-        """Give all buffers away, in the order of ranks: the next instance on these devices has them."""
-        self.replace_lost()
+    def release(self, *, check: bool = True) -> list[jax.Array]:
+        """Give all buffers away, in the order of ranks: the next instance on these devices has them.
+
+        To `check` whether any is lost, which waits for the steps that were launched, can be left to the next instance.
+        """
+        if check:
+            self.replace_lost()
         self._take_apart()
         return [buffer for buffer in self._buffers if buffer is not None]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
+from amoeba_jax.instances.paused import PausedPages
 from amoeba_jax.instances.runner import Runner, StepInputs
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
@@ -86,6 +87,7 @@ class Instance:
         transition: what changes the placement of its layers.
         pace: of its steps whose results were taken.
         last_was_prompt: its latest step computed a prompt.
+        paused: instances over its devices whose requests are paused while it serves.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class Instance:
         self._known_at: object = None
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
         self._free_slots = list(range(sampler.num_slots))[::-1]
+        self.paused: tuple[Instance, ...] = ()
+        self._paused_pages: PausedPages | None = None
         # Waiting for the device happens here, in a thread that launches nothing.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{self.id}")
 
@@ -157,7 +161,7 @@ class Instance:
     @property
     def num_free_slots(self) -> int:
         """Sequences that it could run besides those that it runs."""
-        return max(self.max_running - len(self.running), 0)
+        return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
         """The lane that has a running sequence."""
@@ -189,15 +193,24 @@ class Instance:
         try:
             lane.cache.reserve(sequence.pages, num_tokens)
         except OutOfPagesError:
-            if len(self.lanes) == 1:
-                return lane.running
-            return self._reserve_beside(sequence, num_tokens, lane)
+            if len(self.lanes) > 1:
+                return self._reserve_beside(sequence, num_tokens, lane)
+            if self._paused_pages is not None:
+                in_the_way = self._paused_pages.in_the_way(self._num_lacking(sequence, num_tokens))
+                if yielding := [s for s in in_the_way if s.rank >= sequence.rank]:
+                    return yielding
+            return lane.running
         return ()
+
+    def _num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a sequence has yet to get for that many tokens."""
+        assert sequence.pages is not None
+        return sequence.pages.pool.geometry.pages_for(num_tokens) - sequence.pages.num_pages
 
     def _reserve_beside(self, sequence: Sequence, num_tokens: int, lane: Lane) -> Collection[Sequence]:
         """Cached prefixes of other lanes may have the pages that a lane lacks, of those that all lanes share."""
         assert sequence.pages is not None
-        needed = lane.pages.geometry.pages_for(num_tokens) - sequence.pages.num_pages
+        needed = self._num_lacking(sequence, num_tokens)
         lane.cache.evict(min(needed, lane.cache.num_evictable_pages))
         for other in sorted(self.lanes, key=lambda other: -other.cache.num_evictable_pages):
             if other is not lane and lane.pages.num_free_pages < needed:
@@ -224,8 +237,50 @@ class Instance:
         lane = self.lanes[0]
         ranks = lane.ranks[self.runner.placement.ends]
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
-        free = min(lane.pages.free_by_rank()[ranks])
+        if self._paused_pages is None:
+            free = min(lane.pages.free_by_rank()[ranks])
+        else:
+            free = self._paused_pages.num_free_pages()
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
+
+    # Paused instances
+
+    def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
+        """Serve, without a sequence yet, while the sequences of instances over the same devices are paused. They keep
+        their slots, of which those on this one's first device are not given to others, and their pages, of which those
+        of cached prefixes are given up where this one needs them."""
+        kept = {sequence.slot for sequence in members[0].running}
+        self._free_slots = [slot for slot in self._free_slots if slot not in kept]
+        self.lane.max_running = min(self.lane.max_running, len(self._free_slots) + len(self.running))
+        self.paused = members
+        self._paused_pages = PausedPages(self.lane.pages, [member.lane for member in members])
+        self.lane.cache.lender = self._paused_pages
+
+    def drop_paused(self) -> "tuple[Instance, ...]":
+        """Have no paused instances any more, and return those that there were."""
+        members, self.paused, self._paused_pages = self.paused, (), None
+        for lane in self.lanes:
+            lane.cache.lender = None
+        return members
+
+    @property
+    def paused_sequences(self) -> list[Sequence]:
+        """The sequences of paused instances."""
+        return [sequence for member in self.paused for sequence in member.running]
+
+    def paused_in_the_way(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
+        """The paused sequences, of this rank or behind it, that would have to go for that many pages to be available:
+        those that are served last first. None where that would not do."""
+        if self._paused_pages is None:
+            return []
+        going: list[Sequence] = []
+        needed = num_pages - self.lane.cache.num_evictable_pages
+        while in_the_way := self._paused_pages.in_the_way(needed, going):
+            yielding = [s for s in in_the_way if s.rank >= rank]
+            if not yielding:
+                return []
+            going.append(max(yielding, key=lambda s: s.order))
+        return going if self._paused_pages.num_free_pages(going) >= needed else []
 
     # Steps
 
@@ -374,7 +429,9 @@ class Instance:
         del self.sampler, self.runner
 
     def close(self) -> None:
-        """Stop the reader and drop all device buffers."""
+        """Stop the reader and drop all device buffers, those of paused instances as well."""
+        for member in self.drop_paused():
+            member.close()
         for site in self.runner.sites.values():
             site.kv.clear()
         self.retire()

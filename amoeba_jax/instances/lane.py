@@ -26,11 +26,13 @@ class Lane:
 
     Attributes:
         running: its sequences.
+        closed: no others start.
     """
 
     def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Home, slice], max_running: int):
         self.pages, self.cache, self.ranks, self.max_running = pages, cache, dict(ranks), max_running
         self.running: list[Sequence] = []
+        self.closed = False
 
     @property
     def capacity_tokens(self) -> int:
@@ -39,7 +41,7 @@ class Lane:
 
     @property
     def has_free_slot(self) -> bool:
-        return len(self.running) < self.max_running
+        return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int) -> bool:
         """Whether that many pages are not free on the ranks that no other lane has pages on."""

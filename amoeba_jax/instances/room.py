@@ -17,8 +17,8 @@ class Room:
         self._page_size = cluster.dims.page_size
 
     def home(self, sequence: Sequence) -> Instance:
-        """The instance that runs a sequence."""
-        return next(instance for instance in self._cluster.instances if sequence in instance.running)
+        """The instance that has a sequence, running or paused."""
+        return next(instance for instance in self._cluster.all_instances if sequence in instance.running)
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
         """Where a sibling can share the pages of its leader's prompt: one page more, a copy of the last, is enough."""
@@ -26,6 +26,8 @@ class Room:
         if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
             return None
         home = self.home(leader)
+        if home not in self._cluster.instances:
+            return None  # it is paused
         lane = home.lane_of(leader)
         return home if lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
@@ -72,12 +74,19 @@ class Room:
         """An instance, and sequences there that rank behind `sequence`, the last in order first, that would have
         to be preempted for it to start; None where no preemption would make enough room.
 
+        Before them those that are paused, unless they rank before `sequence`.
+
         Of several instances, the one whose victims are the last in order.
         """
         found: list[tuple[list[tuple[int, ...]], Instance, list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):
             lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
+            if instance.paused and lane.has_free_slot:
+                needed = self._cluster.dims.pages.pages_for(self._tokens_needed(lane, sequence))
+                if paused := instance.paused_in_the_way(needed, sequence.rank):
+                    found.append(([paused[-1].order, (-len(paused),)], instance, paused))
+                    continue
             for count in range(1, len(lower) + 1):
                 if self._fits_without(lane, sequence, lower[:count]):
                     # The most important of the victims decides, then how many they are.
@@ -106,7 +115,7 @@ class Room:
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
         """Whether a sequence could start if those left. Their pages are available then, but for shared ones."""
-        if len(lane.running) - len(leaving) >= lane.max_running:
+        if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         staying = {
             page for s in lane.running if s not in leaving and s.pages is not None for page in s.pages.table[0].tolist()

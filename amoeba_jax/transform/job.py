@@ -10,21 +10,11 @@ import jax.numpy as jnp
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.pausing import KeptPages
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
-from amoeba_jax.transform.switch_pace import LayersPerStep
 from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import BuddyAllocator
-
-
-@dataclass(frozen=True)
-class TransformOptions:
-    """See `LLM.transform`."""
-
-    tensor_parallel_size: int
-    devices: tuple[int, ...]
-    variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
-    release_weights: bool = True
-    layers_per_step: LayersPerStep = "auto"
 
 
 @dataclass(eq=False)
@@ -39,6 +29,8 @@ class Job:
     active: int = 0
     awaits_programs: bool = False
     """It cannot begin, or go on, before programs have come that are being compiled."""
+    awaits_requests: bool = False
+    """It begins when the requests of its instances have ended."""
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""
@@ -80,6 +72,10 @@ class Active:
     staging_bytes: int
     step_s: float | None
     """Of the instances before; see `GroupTransform`."""
+    kept: KeptPages | None = None
+    cached_before: int = 0
+    """Cached pages, and those that are kept."""
+    cached_after: int = 0
     start: float = field(default_factory=time.perf_counter)
     steps: int = 0
     tokens: int = 0
@@ -111,17 +107,25 @@ class Active:
             restored,
             self.recomputed,
             self.step_s,
+            prefix_pages_kept=self.cached_after,
+            prefix_pages_dropped=self.cached_before - self.cached_after,
         )
 
 
 def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Job]) -> None:
-    """Raise `LayoutError` for devices that make up no instances, `RequestError` while others change them."""
+    """Raise `LayoutError` for devices that make up no instances, `RequestError` while others change them, or for
+    options that exclude each other."""
     tp, devices = options.tensor_parallel_size, options.devices
     meshes = cluster.sub_meshes
     meshes.check_degree(tp)
     if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
         raise LayoutError(
             f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
+        )
+    if options.running == "pause" and options.release_weights and tp > 1:
+        raise RequestError(
+            "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
+            "weights would have to come back while they do"
         )
     for job in jobs:
         if not set(job.options.devices).isdisjoint(devices):

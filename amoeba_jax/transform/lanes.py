@@ -153,20 +153,17 @@ def joined_lane(
     return lane, pages
 
 
-def one_home(
-    lanes: Iterable[Lane], home: Home, pool: PagePool, *, enabled: bool, max_running: int
-) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """A lane of one layout with what several have there, still without their sequences; and these with their pages.
+def move_into(target: Lane, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+    """Give a lane of one home what several have there, but for their sequences: these are returned with their pages.
 
     Takes over the references that the lanes have to pages at that home.
     """
-    lane = Lane(pool, PrefixCache(pool, enabled), {home: slice(0, pool.tp)}, max_running)
     pages = []
     for old in lanes:
         rows = old.ranks[home]
-        pages += [(s, SequencePages(pool, s.pages.table[rows])) for s in old.running if s.pages is not None]
-        lane.cache.adopt(page._replace(column=page.column[rows]) for page in old.cache.pages())
-    return lane, pages
+        pages += [(s, SequencePages(target.pages, s.pages.table[rows])) for s in old.running if s.pages is not None]
+        target.cache.adopt(page._replace(column=page.column[rows]) for page in old.cache.pages())
+    return pages
 
 
 def _table(columns: list[tuple[int, ...]], tp: int) -> Int32[np.ndarray, "tp pages"]:

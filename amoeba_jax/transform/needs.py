@@ -8,11 +8,9 @@ from amoeba_jax.programs.catalogue import least_requests
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
-from amoeba_jax.transform.job import TransformOptions
-from amoeba_jax.transform.report import TransformVariant
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.report import IN_PLACE, TransformVariant
 from sharding.mesh import SubMesh
-
-_IN_PLACE = (TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED)
 
 
 def samplers(instances: list[Instance]) -> set[SamplerKind]:
@@ -51,6 +49,12 @@ class GroupChange:
         """The degree that comes after."""
         return self.group.tp if self.up else self.lower
 
+    def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
+        """Whether nothing moves: requests pause, or those that have paused go on in the place of an idle instance."""
+        if self.up:
+            return options.running == "pause"
+        return bool(old[0].paused) and not old[0].running
+
 
 def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramRequest]:
     """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
@@ -63,14 +67,15 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     group, buckets = change.group, cluster.buckets(change.lower)
     most = max(len(instance.running) for instance in old)
     rows = min(most, buckets.max_num_seqs)  # however they are dealt
-    programs = _compiled_for_steps(cluster, change, rows, kinds)
     needed: list[ProgramRequest] = []
-    if programs is None:
+    moves = not change.is_view_only(options, old)
+    programs = _compiled_for_steps(cluster, change, rows, kinds) if moves else None
+    if moves and programs is None:
         # The longest steps do for any number of sequences, also when more have come until they are there.
         programs = _programs(cluster, change, buckets.max_num_seqs)
         if options.variant is not TransformVariant.RESTART:
             needed += _step_requests(cluster, programs, kinds)
-    if options.variant in _IN_PLACE:
+    if programs is not None and options.variant in IN_PLACE:
         needed += programs.restore_requests()
         if most or any(instance.lane.cache.num_cached_pages for instance in old):
             needed += programs.exchange_requests()

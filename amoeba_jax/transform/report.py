@@ -1,5 +1,6 @@
 """What a transformation is asked to do, and what it did."""
 
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +25,9 @@ class TransformVariant(StrEnum):
     RESTART = "restart"
     """Weights are read again, the cache is recreated, and requests are computed again from their tokens. All instances
     wait while the weights are read."""
+
+
+IN_PLACE = (TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class GroupTransform:
         staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
         restored_bytes: of weights that came back from peers, on all ranks together.
         recomputed: how often a sequence lost its pages, to be computed again: at a restart, or where pages ran out.
+        paused: sequences that pause since.
+        resumed: sequences that had paused, and go on.
+        prefix_pages_kept: cached pages that can still be found.
+        prefix_pages_dropped: cached pages for which there was no room.
         step_s: duration of a decode step before it, of the slowest instance: the median of the latest 16. None if
             nothing had been decoded, or the variant is `restart`.
     """
@@ -73,6 +81,20 @@ class GroupTransform:
     restored_bytes: int
     recomputed: int = 0
     step_s: float | None = None
+    paused: int = 0
+    resumed: int = 0
+    prefix_pages_kept: int = 0
+    prefix_pages_dropped: int = 0
+
+    @classmethod
+    def without_moves(
+        cls, devices: tuple[int, ...], degrees: tuple[int, int], start: float, **counts: int
+    ) -> "GroupTransform":
+        """Of a group that went from one degree to another at once, which began at `start` by `time.perf_counter()`."""
+        seconds = time.perf_counter() - start
+        return cls(
+            devices, *degrees, seconds, layers=(), steps=0, tokens=0, staging_bytes=0, restored_bytes=0, **counts
+        )
 
     @property
     def step_overhead(self) -> float | None:
@@ -133,6 +155,8 @@ class TransformReport:
             "restored",
             "extra",
             "recomputed",
+            "paused",
+            "resumed",
         ):
             table.add_column(column, justify="right")
         for group in self.groups:
@@ -147,8 +171,10 @@ class TransformReport:
                 format_bytes(group.restored_bytes),
                 format_bytes(group.staging_bytes),
                 str(group.recomputed),
+                str(group.paused),
+                str(group.resumed),
             )
-        console = Console(width=110, no_color=True)
+        console = Console(width=120, no_color=True)
         with console.capture() as capture:
             console.print(table)
         return capture.get().rstrip()

@@ -84,18 +84,8 @@ def restart(
         drop_frames(error)  # with them goes what was read and made
         raise RestartError(f"{failed}: {error}", cluster.take_back(old)) from error
     cluster.replace(old, new)
-    return GroupTransform(
-        group.device_indices,
-        from_degree=old[0].tp,
-        to_degree=groups[0].tp,
-        seconds=time.perf_counter() - start,
-        layers=(),
-        steps=0,
-        tokens=0,
-        staging_bytes=0,
-        restored_bytes=0,
-        recomputed=recomputed,
-    )
+    degrees = old[0].tp, groups[0].tp
+    return GroupTransform.without_moves(group.device_indices, degrees, start, recomputed=recomputed)
 
 
 def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:

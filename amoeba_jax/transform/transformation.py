@@ -15,17 +15,21 @@ import jax
 
 from amoeba_jax.errors import MemoryBudgetError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster, Scratch, drop_frames
+from amoeba_jax.instances.giving_up import give_up
+from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind
-from amoeba_jax.transform.job import Active, Job, TransformOptions, check_options, next_groups
-from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, one_home, settle_references
+from amoeba_jax.transform.job import Active, Job, check_options, next_groups
+from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, move_into, settle_references
 from amoeba_jax.transform.movers import Mover, make_mover
 from amoeba_jax.transform.needs import GroupChange, needed_programs, samplers, transition_programs
-from amoeba_jax.transform.report import TransformReport, TransformVariant
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.pausing import KeptPages, check_paused, forget, pause, resume
+from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
 from amoeba_jax.transform.restart import RestartError, check_growth, restart
 from amoeba_jax.transform.switch_pace import SwitchPace, SwitchRates
 from amoeba_jax.transform.transition import Transition
@@ -110,6 +114,8 @@ class Transformations:
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
         check_options(options, self._cluster, self._jobs)
         self._cluster.check_in_service(options.devices)
+        named = [i for i in self._cluster.instances if i.id in options.devices]
+        check_paused(named, options)
         job = Job(options)
         self._jobs.append(job)
         self._proceed(job)
@@ -122,6 +128,8 @@ class Transformations:
         if job.error is None:
             try:
                 while not job.active and job.error is None and (groups := next_groups(job.options, self._cluster)):
+                    if self._await_requests(job, groups):
+                        return  # until `collect` finds that they have ended
                     job.awaits_programs = not self._request_programs(job.options, groups)
                     if job.awaits_programs:
                         return  # until `retry`
@@ -153,7 +161,10 @@ class Transformations:
 
     def retry(self) -> None:
         """Programs have come: go on with jobs that wait for some."""
-        for job in [job for job in self._jobs if job.awaits_programs]:
+        self._proceed_with([job for job in self._jobs if job.awaits_programs])
+
+    def _proceed_with(self, jobs: list[Job]) -> None:
+        for job in jobs:
             try:
                 self._proceed(job)
             except Exception as error:  # it cannot begin, and all is as it was
@@ -161,7 +172,16 @@ class Transformations:
 
     def _begin(self, job: Job, old: list[Instance]) -> None:
         for instance in old:
+            if instance.paused and not instance.paused_sequences:
+                forget(instance)
+        if job.options.running == "pause" and len(old) > 1:
+            self._pause(job, old)
+            return
+        for instance in old:
             self._drain(instance)
+        if old[0].paused and not old[0].running:
+            self._resume(job, old[0])
+            return
         if job.options.variant is TransformVariant.RESTART:
             self._restart(job, old)
             return
@@ -174,6 +194,42 @@ class Transformations:
         self._active[active.transition.instance] = active
         active.transition.instance.transition = active.transition
         job.active += 1
+
+    def _await_requests(self, job: Job, groups: list[list[Instance]]) -> bool:
+        """Whether requests run that are waited for. No others start beside them."""
+        instances = [instance for old in groups for instance in old]
+        job.awaits_requests = job.options.running == "wait" and any(instance.running for instance in instances)
+        for lane in [lane for instance in instances for lane in instance.lanes]:
+            lane.closed = job.awaits_requests
+        return job.awaits_requests
+
+    def _pause(self, job: Job, old: list[Instance]) -> None:
+        """Pause the requests of instances, and have one over their devices serve."""
+        start = time.perf_counter()
+        change, cluster = GroupChange.of(self._cluster, job.options, old), self._cluster
+        cluster.check_compiled(change.group, change.group.tp, change.released[1])
+        for instance in old:
+            if instance.released < change.released[0]:
+                self._drain(instance)
+                cluster.release_more(instance, change.released[0])
+        count = len(pause(cluster, old).paused_sequences)
+        degrees = old[0].tp, change.group.tp
+        job.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
+
+    def _resume(self, job: Job, instance: Instance) -> None:
+        """Have paused requests go on, in the place of an instance that has none."""
+        start = time.perf_counter()
+        dropped = instance.lane.cache.num_cached_pages
+        members = resume(self._cluster, instance)
+        job.groups.append(
+            GroupTransform.without_moves(
+                instance.group.device_indices,
+                (instance.tp, members[0].tp),
+                start,
+                resumed=sum(len(member.running) for member in members),
+                prefix_pages_dropped=dropped,
+            )
+        )
 
     def _restart(self, job: Job, old: list[Instance]) -> None:
         options = job.options
@@ -221,7 +277,8 @@ class Transformations:
         new.lane_buckets = cluster.buckets(change.lower)
         self._hand_over(old, views)
         cluster.replace(old, [new])
-        return Active(job, transition, allocators, old, extra, step_s)
+        cached = sum(len(part.cached) for part in parts)
+        return Active(job, transition, allocators, old, extra, step_s, None, cached, cached)
 
     def _begin_down(self, job: Job, instance: Instance) -> Active:
         cluster, geometry = self._cluster, self._cluster.dims.pages
@@ -229,14 +286,16 @@ class Transformations:
         group, tp, after = instance.group, change.target, change.released[1]
         check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
+        kept = KeptPages(instance, allocators)
         room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
         old_lane = instance.lane
-        parts = deal(old_lane, room, cluster.buckets(tp).max_num_seqs)
+        busy = max((len(member.running) for member in instance.paused), default=0)
+        parts = deal(old_lane, room, cluster.buckets(tp).max_num_seqs - busy)
         rows = max(len(part.sequences) for part in parts)
         programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), parts)
         tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
         settle_references(old_lane.pages, old_lane.cache.pages(), parts)
-        num_layers, members, lanes, limit = programs.num_layers, [], [], self._lane_limit(parts, tp)
+        num_layers, members, lanes, limit = programs.num_layers, [], [], self._lane_limit(parts, tp) - busy
         for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
             member = programs.members[index]
             members.append(cluster.new_site(member, [[] for _ in range(num_layers)], after))
@@ -254,7 +313,8 @@ class Transformations:
             instance, instance.site, members, programs, mover, cluster.weights,
             self._pace(job, instance.pace.step_s, up=False), overlapped=job.overlapped,
         )  # fmt: skip
-        return Active(job, transition, allocators, [instance], extra, instance.pace.step_s)
+        cached = old_lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
+        return Active(job, transition, allocators, [instance], extra, instance.pace.step_s, kept, *cached)
 
     def _pace(self, job: Job, step_s: float | None, *, up: bool) -> SwitchPace:
         return SwitchPace(job.options.layers_per_step, step_s, self._rates, up=up)
@@ -376,21 +436,10 @@ class Transformations:
         if active.steps and not instance.pending:  # no one else will tell when the last switch is over
             jax.block_until_ready([transition.high.kv, *(site.kv for site in transition.members)])
         if transition.up:
-            self._settle_high(instance, PagePool(cluster.dims.pages, active.allocators, group.tp))
+            allocators = cluster.settle_allocators(group, active.allocators)
+            self._settle_high(instance, PagePool(cluster.dims.pages, allocators, group.tp))
         else:
-            new, views, released = [], [], transition.programs.released[1]
-            tp = transition.programs.lower
-            scratch = cluster.scratch_of(instance).split(tp)
-            for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
-                allocators = active.allocators[index * tp : (index + 1) * tp]
-                new.append(cluster.new_instance(site.group, allocators, site.kv, released, scratch[index]))
-                own, pages = self._one_home([lane], new[-1])
-                new[-1].lanes = [own]
-                views += [(new[-1], own, sequence, mine) for sequence, mine in pages]
-            self._hand_over([instance], views)
-            cluster.replace([instance], new)
-        for device, allocator in zip(group.device_indices, active.allocators, strict=True):
-            cluster.allocators[device] = allocator
+            self._settle_low(active)
         del self._active[instance]
         if transition.up and instance.pending:
             self._settling.append((active, instance.pending[-1].result))
@@ -403,23 +452,42 @@ class Transformations:
 
     def _settle_high(self, instance: Instance, pool: PagePool) -> None:
         """Have an instance of the higher degree be as in steady state, with the pages that its lanes have there."""
-        lane, pages = self._one_home(instance.lanes, instance, pool)
-        for sequence, own in pages:
+        home = instance.group.home
+        lane = self._cluster.new_lane(pool, instance.group)
+        for sequence, own in move_into(lane, instance.lanes, home):
             sequence.pages = own
             lane.running.append(sequence)
-        home = instance.group.home
         instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
         instance.runner.sites = {home: instance.site}
         instance.runner.place(Placement.uniform(home, self._cluster.dims.config.num_layers))
+        if instance.paused:
+            instance.take_the_place_of(instance.paused)
 
-    def _one_home(self, lanes: list[Lane], instance: Instance, pool: PagePool | None = None):
-        return one_home(
-            lanes,
-            instance.group.home,
-            pool or instance.lane.pages,
-            enabled=self._cluster.config.prefix_caching,
-            max_running=instance.max_running,
-        )
+    def _settle_low(self, active: Active) -> None:
+        """Have instances of the lower degree, those that were paused if there are, take over what they have there."""
+        cluster, transition, instance = self._cluster, active.transition, active.transition.instance
+        tp, released = transition.programs.lower, transition.programs.released[1]
+        scratch = cluster.scratch_of(instance).split(tp)
+        before = [allocator.alias() for allocator in cluster.allocators_of(instance.group)]
+        if active.kept is not None:
+            active.kept.settle()
+        allocators = cluster.settle_allocators(instance.group, active.allocators)
+        try:
+            new, views = list(instance.paused), []
+            for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
+                ranks = slice(index * tp, (index + 1) * tp)
+                if not instance.paused:
+                    new.append(cluster.new_instance(site.group, allocators[ranks], site.kv, released, scratch[index]))
+                home = new[index]
+                views += [(home, home.lane, *own) for own in move_into(home.lane, [lane], site.group.home)]
+            self._hand_over([instance], views)
+        except BaseException:
+            cluster.settle_allocators(instance.group, before)
+            raise
+        for member, site, part in zip(instance.drop_paused(), transition.members, scratch, strict=False):
+            member.site.kv[:] = site.kv
+            member.runner.hidden = HiddenStates(member.group, part.hidden)
+        cluster.replace([instance], new)
 
     def wait(self) -> None:
         """Wait for transitions that have switched all layers, and end them."""
@@ -428,7 +496,8 @@ class Transformations:
         self.collect()
 
     def collect(self) -> None:
-        """End the transitions whose last step has run."""
+        """End the transitions whose last step has run, and begin those whose requests have ended."""
+        self._proceed_with([job for job in self._jobs if job.awaits_requests])
         arrived = [settling for settling in self._settling if settling[1].done()]
         self._settling = [settling for settling in self._settling if settling not in arrived]
         for active, result in arrived:
@@ -473,7 +542,7 @@ class Transformations:
         if not active.transition.up:
             instances = [i for i in self._cluster.instances if i.id in active.devices]
             for instance in instances:
-                self._give_up(instance)
+                give_up(instance, self._requeue)
             # What was restored counts as released again, and is loaded.
             programs, weights = active.transition.programs, self._cluster.weights
             for layer in range(programs.num_layers):
@@ -481,17 +550,6 @@ class Transformations:
             self._cluster.take_back(instances)
             how = f"its weights are loaded again, and {how}"
         self._end_failed(active, error, how)
-
-    def _give_up(self, instance: Instance) -> None:
-        """Have the sequences of an instance whose cache is lost computed again."""
-        for row in (row for step in instance.pending for row in step.sampled):
-            row.sequence.num_in_flight = 0  # its token never comes; also if it was preempted a moment ago
-        instance.pending.clear()
-        for lane in instance.lanes:
-            lane.cache.clear()
-            lane.cache.enabled = False
-        for sequence in list(instance.running):
-            self._requeue(instance, sequence)
 
     def _end_failed(self, active: Active, error: BaseException, how: str) -> None:
         drop_frames(error)
@@ -518,7 +576,7 @@ class Transformations:
         instance = transition.instance
         del self._active[instance]
         if not transition.up:
-            allocators = [cluster.allocators[device] for device in instance.group.device_indices]
+            allocators = cluster.allocators_of(instance.group)
             self._settle_high(instance, PagePool(cluster.dims.pages, allocators, instance.tp))
             return
         instance.transition = None
@@ -526,11 +584,9 @@ class Transformations:
         scratch = cluster.scratch_of(instance).split(transition.programs.lower)
         old, views = [], []
         for index, (before, site, lane) in enumerate(zip(active.old, transition.members, instance.lanes, strict=True)):
-            allocators = [cluster.allocators[device] for device in site.group.device_indices]
+            allocators = cluster.allocators_of(site.group)
             old.append(cluster.new_instance(site.group, allocators, site.kv, before.released, scratch[index]))
-            own, pages = self._one_home([lane], old[-1])
-            old[-1].lanes = [own]
-            views += [(old[-1], own, sequence, mine) for sequence, mine in pages]
+            views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], site.group.home)]
         for lane in instance.lanes:
             lane.running = []
         for new, lane, sequence, pages in views:
@@ -543,12 +599,11 @@ class Transformations:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
         del self._active[instance]
-        self._give_up(instance)
+        give_up(instance, self._requeue)
         instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)
-        allocators = [cluster.new_allocator(released) for _ in instance.group.devices]
-        for device, allocator in zip(instance.group.device_indices, allocators, strict=True):
-            cluster.allocators[device] = allocator
+        empty = [cluster.new_allocator(released) for _ in instance.group.devices]
+        allocators = cluster.settle_allocators(instance.group, empty)
         new = cluster.new_instance(instance.group, allocators, kv, released, cluster.scratch_of(instance))
         cluster.replace([instance], [new])

@@ -31,7 +31,7 @@ from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.relocation import PortableProgram
 from amoeba_jax.request import Delivery, Request
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformVariant
 
 MAX_ROUNDS = 600

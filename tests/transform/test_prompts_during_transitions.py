@@ -11,7 +11,7 @@ from transform_cases import SETTINGS, SHARED, Background, after_each_switch, mak
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

@@ -25,7 +25,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.transform.job import Job, TransformOptions, check_options
+from amoeba_jax.transform.job import Job, check_options
+from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

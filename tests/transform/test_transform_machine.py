@@ -23,7 +23,7 @@ from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator
 from sharding.placement import Home

@@ -15,7 +15,7 @@ from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
-from amoeba_jax.transform.job import TransformOptions
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from amoeba_jax.transform.job import Job, TransformOptions
+from amoeba_jax.transform.job import Job
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transformation import Transformations
 
 

@@ -17,8 +17,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.transform import transformation
-from amoeba_jax.transform.job import TransformOptions
 from amoeba_jax.transform.movers import CopyMover, HostMover
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformVariant
 from amoeba_jax.weights import store
 from amoeba_jax.weights.store import WeightStore

@@ -1,0 +1,22 @@
+"""What a transformation is asked to do."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from amoeba_jax.transform.report import TransformVariant
+from amoeba_jax.transform.switch_pace import LayersPerStep
+
+RunningRequests = Literal["migrate", "pause", "wait"]
+"""What becomes of running requests: see `LLM.transform`."""
+
+
+@dataclass(frozen=True)
+class TransformOptions:
+    """See `LLM.transform`."""
+
+    tensor_parallel_size: int
+    devices: tuple[int, ...]
+    variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED
+    release_weights: bool = True
+    layers_per_step: LayersPerStep = "auto"
+    running: RunningRequests = "migrate"

@@ -1,0 +1,126 @@
+"""Instances whose requests pause while one over all of their devices serves, and that go on afterwards.
+
+Nothing is moved, restored or computed again: a page's bytes are those of its sub-pages at the higher degree, so the
+extents are viewed as the larger instance's, and back. Paused sequences keep their pages, slots and what sampling
+remembers of them; the larger instance has the pages and slots that are free. Steps that were launched before go on, and
+their results are taken in.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.cluster import Cluster, Scratch
+from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.report import IN_PLACE
+from kvcache.allocator import BuddyAllocator
+from kvcache.pages import PagePool
+from sharding.mesh import SubMesh, assemble, disassemble
+
+
+def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
+    """Raise `RequestError` where instances have paused requests that would be lost: they go on at their own degree,
+    and only changes in place leave their pages where they are."""
+    for instance in [instance for instance in instances if instance.paused_sequences]:
+        count, degree = len(instance.paused_sequences), instance.paused[0].tp
+        what = f"{count} requests are paused on devices {list(instance.group.device_indices)}"
+        if degree != options.tensor_parallel_size:
+            raise RequestError(f"{what}: transform them to TP{degree} first, which lets them go on")
+        if instance.running and options.variant not in IN_PLACE:
+            raise RequestError(f"{what}, and variant {options.variant} would lose their pages: use in_place")
+
+
+def pause(cluster: Cluster, members: list[Instance]) -> Instance:
+    """Put an instance over the devices of several, which have released the same weights, in their place."""
+    group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
+    kv = [_viewed_together(group, members, layer) for layer in range(cluster.dims.config.num_layers)]
+    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
+    scratch = Scratch(cluster.new_last_tokens(group), hidden)
+    instance = cluster.new_instance(group, cluster.allocators_of(group), kv, members[0].released, scratch)
+    for member in members:
+        member.site.kv[:] = [[] for _ in kv]
+    instance.take_the_place_of(tuple(members))
+    cluster.swap(members, [instance])
+    return instance
+
+
+def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
+    """Put paused instances back in the place of the one over their devices, which has nothing launched, and no
+    sequence. Its cached prefixes are dropped."""
+    instance.lane.cache.clear()
+    members = instance.drop_paused()
+    tp = members[0].tp
+    for layer, extents in enumerate(instance.site.kv):
+        buffers = [disassemble(instance.group, extent) for extent in extents]
+        for index, member in enumerate(members):
+            ranks = slice(index * tp, (index + 1) * tp)
+            member.site.kv[layer] = [assemble(member.group, ranks_of[ranks]) for ranks_of in buffers]
+    hand_back(cluster, instance, members)
+    return members
+
+
+def forget(instance: Instance) -> None:
+    """Drop paused instances that have no sequences, with their cached prefixes."""
+    for member in instance.drop_paused():
+        member.lane.cache.clear()
+        member.pending.clear()
+        member.retire()
+
+
+class KeptPages:
+    """Pages of paused instances in allocators on which a change of their devices is planned: no one else gets them.
+
+    Args:
+        instance: over the paused ones.
+        allocators: empty, of the extents to come, one a device of the instance.
+    """
+
+    def __init__(self, instance: Instance, allocators: list[BuddyAllocator]):
+        self._lanes = [member.lane for member in instance.paused]
+        self._pools: list[PagePool] = []
+        self._claimed = [_references(lane) for lane in self._lanes]
+        for index, (lane, claimed) in enumerate(zip(self._lanes, self._claimed, strict=True)):
+            geometry, tp = lane.pages.geometry, lane.pages.tp
+            ranks = allocators[index * tp : (index + 1) * tp]
+            for column, count in claimed.items():
+                for allocator, page in zip(ranks, column, strict=True):
+                    unit = page * geometry.units_per_page(tp)
+                    allocator.claim(unit, geometry.order(tp))
+                    for _ in range(count - 1):
+                        allocator.share(unit)
+            self._pools.append(PagePool(geometry, ranks, tp))
+
+    def settle(self) -> None:
+        """Give up there what has been given up since: a paused sequence may have ended."""
+        for lane, pool, claimed in zip(self._lanes, self._pools, self._claimed, strict=True):
+            gone = list((claimed - _references(lane)).elements())
+            pool.free(np.array(gone, np.int32).reshape(len(gone), pool.tp).T)
+
+
+def _references(lane: Lane) -> Counter[tuple[int, ...]]:
+    """How many references a lane's sequences and cache have to each page, by its column of a table."""
+    tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
+    return Counter(tuple(column) for table in tables for column in table.T.tolist())
+
+
+def hand_back(cluster: Cluster, instance: Instance, members: tuple[Instance, ...]) -> None:
+    """Have members whose caches are theirs again serve in the place of an instance."""
+    tp, hidden = members[0].tp, instance.runner.hidden.release(check=False)
+    for index, member in enumerate(members):
+        member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
+    instance.site.kv.clear()
+    cluster.replace([instance], list(members))
+
+
+def _viewed_together(group: SubMesh, members: list[Instance], layer: int) -> list[jax.Array]:
+    extents = zip(*(member.site.kv[layer] for member in members), strict=True)
+    return [
+        assemble(group, [b for m, extent in zip(members, same, strict=True) for b in disassemble(m.group, extent)])
+        for same in extents
+    ]
