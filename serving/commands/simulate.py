@@ -17,7 +17,7 @@ def simulate(
         int | None, typer.Option(help="Devices that one scheduler decides about.", show_default="those of a host")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="With commas between: amoeba, round_robin, static-tp1, static-mixed, seesaw, ...")
+        str, typer.Option(help="With commas between: amoeba, flying, static-tp1, static-mixed, seesaw, ...")
     ] = "amoeba,least_load_first,static-tp1",
     dataset_name: Annotated[str, typer.Option(help="random, mix (short and long requests), burst or trace.")] = "mix",
     trace: Annotated[Path | None, typer.Option(help=".npz, .csv or .jsonl file of times and lengths.")] = None,
@@ -59,6 +59,8 @@ def simulate(
     merge_again_after_s: Annotated[
         float | None, typer.Option(help="amoeba: a long request that waited this long may cause another merge.")
     ] = None,
+    preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
+    max_pause_s: Annotated[float, typer.Option(help="flying: seconds for which requests pause at most.")] = 10.0,
     reserved_growth: Annotated[float, typer.Option(help="Share kept free of what requests may still grow by.")] = 0.0,
     deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which a request ends.")] = None,
     urgent_share: Annotated[float, typer.Option(help="Share of requests of higher priority.")] = 0.0,

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.workload import WorkloadConfig
-from serving.scheduler import AmoebaConfig
+from serving.scheduler import AmoebaConfig, FlyingConfig
+from serving.scheduler.flying_config import PREEMPTIONS
 from serving.simulator.calibration import Calibration
 from serving.simulator.explain import explain
 from serving.simulator.faults import Faults
@@ -57,6 +58,9 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
     if flags["trace"] is not None and flags["dataset_name"] == "mix":
         workload["dataset_name"] = "trace"
     policy = {item.name: flags[item.name] for item in fields(AmoebaConfig) if item.name in flags}
+    if flags["preemption"] not in PREEMPTIONS:
+        raise ConfigError(f"--preemption {flags['preemption']!r} must be one of {', '.join(PREEMPTIONS)}")
+    flying = {item.name: flags[item.name] for item in fields(FlyingConfig) if item.name in flags}
     policies = tuple(name.strip() for name in flags["policies"].split(",") if name.strip())
     check_policies(policies)
     calibration = None if flags["calibration"] is None else Calibration.load(flags["calibration"])
@@ -69,6 +73,7 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
         "policies": policies,
         "slo": Slo.from_text([*slo, *more], flags["slo_share"]),
         "policy_config": AmoebaConfig(**policy),
+        "flying_config": FlyingConfig(**flying),
         "profiles": tuple(flags["profile"] or ()),
         "calibration": calibration,
         "faults": Faults.from_text(flags["fail"] or []),

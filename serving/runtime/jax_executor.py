@@ -67,8 +67,14 @@ class JaxExecutor:
         """Transformations that were asked for and whose programs are being compiled."""
         self._timings = Timings()
         cluster = engine.cluster
+        base = engine.config.tensor_parallel_size
         self._degrees = tuple(
-            DegreeLimits(tp, engine.capacity_tokens(tp), cluster.buckets(tp).max_num_seqs)
+            DegreeLimits(
+                tp,
+                engine.capacity_tokens(tp),
+                cluster.buckets(tp).max_num_seqs,
+                kept_tokens=cluster.capacity_tokens(tp, min(tp, base)),
+            )
             for tp in cluster.sub_meshes.degrees()
         )
 
@@ -81,7 +87,7 @@ class JaxExecutor:
             for key, options in self._preparing.items()
             if not engine.transformations.request_programs(options)
         }
-        self._running = _by_name(s for instance in engine.instances for s in instance.running if not s.finished)
+        self._running = _by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
         degrees = tuple(replace(limits, ready=engine.readiness.is_ready(limits.degree)) for limits in self._degrees)
@@ -101,15 +107,18 @@ class JaxExecutor:
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
+        paused = tuple(_requests(member, names) for member in instance.paused) if instance.paused_sequences else ()
         return InstanceView(
             id=instance.id,
             devices=instance.group.device_indices,
             capacity_tokens=instance.capacity_tokens,
             free_tokens=instance.page_counts().available * self._engine.dims.page_size,
             free_slots=instance.num_free_slots,
-            running=tuple(_running_request(names[id(s)], s) for s in instance.running if not s.finished),
+            running=_requests(instance, names),
             transition_to=target,
             step_s=instance.pace.step_s,
+            paused=paused,
+            paused_degree=instance.paused[0].tp if paused else None,
         )
 
     def apply(self, action: Action) -> Outcome:
@@ -136,7 +145,7 @@ class JaxExecutor:
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
                 if all(i.tp == degree for i in engine.instances if i.id in devices):
                     raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
-                options = TransformOptions(degree, devices, layers_per_step=self._layers_per_step)
+                options = self._options(action)
                 if not engine.transformations.request_programs(options):
                     self._preparing[devices, degree] = options
                     raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
@@ -149,13 +158,27 @@ class JaxExecutor:
             case _:
                 raise RequestError(f"this executor cannot carry out {type(action).__name__}")
 
+    def _options(self, action: ScaleUp | ScaleDown) -> TransformOptions:
+        """Raises `RequestError` for what the engine would carry out in several steps."""
+        options = TransformOptions(action.degree, action.devices, layers_per_step=self._layers_per_step)
+        if isinstance(action, ScaleDown):
+            return options
+        members = {i.tp for i in self._engine.instances if i.id in action.devices}
+        if action.running == "pause" and len(members) > 1:
+            raise RequestError(
+                f"the instances on devices {list(action.devices)} have degrees {sorted(members)}: running='pause' "
+                "needs one degree"
+            )
+        return replace(options, release_weights=action.release_weights, running=action.running)
+
     def _waits(self, name: str) -> Sequence:
         if (sequence := self.waiting.get(name)) is None:
             raise RequestError(f"there is no such request {name!r}")
         return sequence
 
     def _transformed(self, action: ScaleUp | ScaleDown, done: "Future[TransformReport]") -> None:
-        if done.exception() is None:
+        pauses = isinstance(action, ScaleUp) and action.running == "pause"
+        if done.exception() is None and not pauses:
             self._timings.transformed(done.result())
         self._on_transformed(action, done)
 
@@ -237,6 +260,10 @@ def _known(sequences: dict[str, Sequence], name: str) -> Sequence:
     if name not in sequences:
         raise RequestError(f"there is no such request {name!r}")
     return sequences[name]
+
+
+def _requests(instance: Instance, names: dict[int, str]) -> tuple[RunningRequest, ...]:
+    return tuple(_running_request(names[id(s)], s) for s in instance.running if not s.finished)
 
 
 def _running_request(name: str, sequence: Sequence) -> RunningRequest:

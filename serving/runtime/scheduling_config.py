@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from amoeba_jax.errors import ConfigError
-from serving.scheduler import Admission, AmoebaConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
+from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
+from serving.scheduler.flying_config import PREEMPTIONS
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,21 @@ class SchedulingConfig:
     """Seconds for which room is kept for a long request as large as the largest that came."""
     reserved_growth: float = AmoebaConfig.reserved_growth
     """Share kept free of what running requests may still grow by, from 0 to 1."""
+    preemption: str = FlyingConfig.preemption
+    """flying: what becomes of requests whose devices an urgent one takes: hard (they pause), soft (they go on, and move
+    to its group) or sequential (they are waited for)."""
+    max_pause_s: float = FlyingConfig.max_pause_s
+    """flying: seconds for which requests pause at most; then they run for as long as they had paused."""
+    calm_requests: float = FlyingConfig.calm_requests
+    """flying: requests a device up to which groups serve at the highest degree."""
+    burst_requests: float = FlyingConfig.burst_requests
+    """flying: requests a device from which on groups split to the base degree; at least twice `calm_requests`."""
+    load_window_s: float = FlyingConfig.load_window_s
+    """flying: seconds over which requests a device are averaged."""
+    dwell_s: float = FlyingConfig.dwell_s
+    """flying: least seconds between two changes for load."""
+    burst_wait_s: float = FlyingConfig.burst_wait_s
+    """flying: seconds without room of a short request after which groups split at once."""
     patience_s: float = QueueOrder.patience_s
     """Seconds after its arrival at which a request is due, at the latest. The earliest due goes first."""
     level_s: float = QueueOrder.level_s
@@ -46,12 +62,21 @@ class SchedulingConfig:
 
     def __post_init__(self) -> None:
         optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
-        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *optional):
+        flying = ("max_pause_s", "calm_requests", "burst_requests", "load_window_s", "dwell_s", "burst_wait_s")
+        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *flying, *optional):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
             if not _is_number(value) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be seconds, finite and at least 0")
+                what = "requests" if name in ("calm_requests", "burst_requests") else "seconds"
+                raise ConfigError(f"{name}={value!r} must be {what}, finite and at least 0")
+        if self.preemption not in PREEMPTIONS:
+            raise ConfigError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
+        if not self.burst_requests >= 2 * self.calm_requests > 0 or not self.load_window_s:
+            raise ConfigError(
+                f"burst_requests={self.burst_requests!r} must be at least twice calm_requests={self.calm_requests!r}, "
+                f"and both and load_window_s={self.load_window_s!r} above 0"
+            )
         for name in ("split_free_share", "reserved_growth"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
@@ -85,8 +110,19 @@ class SchedulingConfig:
             reserve_memory_s=self.reserve_memory_s,
             reserved_growth=self.reserved_growth,
         )
+        flying = FlyingConfig(
+            preemption=self.preemption,  # pyright: ignore[reportArgumentType]
+            max_pause_s=self.max_pause_s,
+            calm_requests=self.calm_requests,
+            burst_requests=self.burst_requests,
+            load_window_s=self.load_window_s,
+            dwell_s=self.dwell_s,
+            burst_wait_s=self.burst_wait_s,
+            lookahead=self.lookahead,
+            reserved_growth=self.reserved_growth,
+        )
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
-        return make_policy(self.policy if name is None else name, Admission(order), config)
+        return make_policy(self.policy if name is None else name, Admission(order), config, flying)
 
 
 def _is_number(value: object) -> bool:

@@ -21,7 +21,7 @@ class Timings:
 
     def transformed(self, report: TransformReport) -> None:
         """Take note of a transformation that has ended."""
-        for group in report.groups:
+        for group in (group for group in report.groups if not (group.paused or group.resumed)):  # they move nothing
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
             )

@@ -4,15 +4,14 @@ devices and a simulation. docs/scheduling.md explains them."""
 from serving.scheduler import estimates
 from serving.scheduler.actions import (
     Action,
-    BindGroup,
     Dispatch,
     MigrateLayers,
     Preempt,
     PreemptKind,
     Reject,
     RejectKind,
-    ReleaseGroup,
     ReplicateLayers,
+    RunningRequests,
     ScaleDown,
     ScaleUp,
     unknown,
@@ -23,6 +22,8 @@ from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.backoff import BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
+from serving.scheduler.flying import FlyingPolicy
+from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
 from serving.scheduler.policy import Policy
@@ -44,12 +45,13 @@ __all__ = [
     "AmoebaPaperPolicy",
     "AmoebaPolicy",
     "BackoffConfig",
-    "BindGroup",
     "ClusterView",
     "Decision",
     "DegreeLimits",
     "Dispatch",
     "Executor",
+    "FlyingConfig",
+    "FlyingPolicy",
     "InstanceView",
     "LeastLoadFirstPolicy",
     "MigrateLayers",
@@ -63,10 +65,10 @@ __all__ = [
     "QueueSnapshot",
     "Reject",
     "RejectKind",
-    "ReleaseGroup",
     "ReplicateLayers",
     "RoundRobinPolicy",
     "RunningRequest",
+    "RunningRequests",
     "ScaleDown",
     "ScaleUp",
     "Scheduler",

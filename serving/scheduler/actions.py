@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import get_args
+from typing import Literal, get_args
+
+RunningRequests = Literal["migrate", "pause", "wait"]
+"""What becomes of the requests on instances that merge: see `ScaleUp.running`."""
 
 
 class PreemptKind(StrEnum):
@@ -36,16 +39,24 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class ScaleUp:
-    """Merge all instances on `devices`, an aligned group, into one of `degree`. Running requests go on."""
+    """Merge all instances on `devices`, an aligned group, into one of `degree`."""
 
     devices: tuple[int, ...]
     degree: int
     reason: str = ""
+    release_weights: bool = True
+    """Weights that its ranks do not need become KV cache. Without it the instance holds what its members hold together:
+    `ClusterView.kept_tokens`."""
+    running: RunningRequests = "migrate"
+    """Requests that run there go on in the merged instance ("migrate"); keep their pages and pause until a `ScaleDown`
+    to the degree of the members ("pause": at once, of instances of one degree, with weights kept); or are waited for
+    before the merge begins ("wait")."""
 
 
 @dataclass(frozen=True)
 class ScaleDown:
-    """Split the instance on `devices` into instances of `degree`. Running requests go on."""
+    """Split the instance on `devices` into instances of `degree`. Running requests go on, and so do paused ones: while
+    there are any, `degree` must be theirs."""
 
     devices: tuple[int, ...]
     degree: int
@@ -54,7 +65,8 @@ class ScaleDown:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Take a running request off its instance. It waits again, with the arrival time and priority that it had."""
+    """Take a running or paused request off its instance. It waits again, with the arrival time and priority that it
+    had."""
 
     request_id: str
     kind: PreemptKind = PreemptKind.SOFT
@@ -68,24 +80,6 @@ class Reject:
     request_id: str
     kind: RejectKind
     reason: str
-
-
-@dataclass(frozen=True)
-class BindGroup:
-    """Run `devices` as one instance of `degree` with all weights kept, so that the change moves no page that is not in
-    use and can be taken back at once (Flying Serving). No policy asks for it yet."""
-
-    devices: tuple[int, ...]
-    degree: int
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ReleaseGroup:
-    """Take back a `BindGroup`. No policy asks for it yet."""
-
-    devices: tuple[int, ...]
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class MigrateLayers:
 
 
 Transformation = ScaleUp | ScaleDown
-Action = Dispatch | Transformation | Preempt | Reject | BindGroup | ReleaseGroup | ReplicateLayers | MigrateLayers
+Action = Dispatch | Transformation | Preempt | Reject | ReplicateLayers | MigrateLayers
 
 
 def unknown(action: object) -> str | None:
@@ -124,6 +118,8 @@ def unknown(action: object) -> str | None:
         return f"kind={action.kind!r} is no RejectKind"
     if isinstance(action, Preempt) and not isinstance(action.kind, PreemptKind):
         return f"kind={action.kind!r} is no PreemptKind"
+    if isinstance(action, ScaleUp) and action.running not in get_args(RunningRequests):
+        return f"running={action.running!r} must be one of {', '.join(get_args(RunningRequests))}"
     devices = getattr(action, "devices", ())
     if not isinstance(devices, tuple):
         return f"devices={devices!r} must be a tuple"

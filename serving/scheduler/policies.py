@@ -6,6 +6,8 @@ from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
+from serving.scheduler.flying import FlyingPolicy
+from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policy import Policy
 from serving.scheduler.round_robin import RoundRobinPolicy
@@ -16,25 +18,34 @@ class UnknownPolicyError(ValueError):
     """There is no policy of this name."""
 
 
-_MAKERS: dict[str, Callable[[Admission, AmoebaConfig], Policy]] = {
-    AmoebaPolicy.name: lambda admission, config: AmoebaPolicy(config, admission),
-    AmoebaPaperPolicy.name: lambda admission, config: AmoebaPaperPolicy(
+_MAKERS: dict[str, Callable[[Admission, AmoebaConfig, FlyingConfig], Policy]] = {
+    AmoebaPolicy.name: lambda admission, config, _: AmoebaPolicy(config, admission),
+    AmoebaPaperPolicy.name: lambda admission, config, _: AmoebaPaperPolicy(
         PaperConfig(reserve_memory_s=config.reserve_memory_s, reserved_growth=config.reserved_growth), admission
     ),
-    RoundRobinPolicy.name: lambda admission, config: RoundRobinPolicy(admission, config.reserved_growth, config.splits),
-    LeastLoadFirstPolicy.name: lambda admission, config: LeastLoadFirstPolicy(
+    FlyingPolicy.name: lambda admission, _, config: FlyingPolicy(config, admission),
+    RoundRobinPolicy.name: lambda admission, config, _: RoundRobinPolicy(
         admission, config.reserved_growth, config.splits
     ),
-    StaticPolicy.name: lambda admission, config: StaticPolicy(admission, config.reserved_growth),
+    LeastLoadFirstPolicy.name: lambda admission, config, _: LeastLoadFirstPolicy(
+        admission, config.reserved_growth, config.splits
+    ),
+    StaticPolicy.name: lambda admission, config, _: StaticPolicy(admission, config.reserved_growth),
 }
 POLICY_NAMES = tuple(_MAKERS)
 
 
-def make_policy(name: str, admission: Admission | None = None, config: AmoebaConfig | None = None) -> Policy:
+def make_policy(
+    name: str,
+    admission: Admission | None = None,
+    config: AmoebaConfig | None = None,
+    flying: FlyingConfig | None = None,
+) -> Policy:
     """A policy by its name. Raises `UnknownPolicyError`.
 
-    Of `config` the baselines use `reserved_growth` and what is about splits, `amoeba_paper` and `static` less.
+    Of `config` the baselines use `reserved_growth` and what is about splits, `amoeba_paper` and `static` less; `flying`
+    is for the policy of this name.
     """
     if name not in _MAKERS:
         raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
-    return _MAKERS[name](admission or Admission(), config or AmoebaConfig())
+    return _MAKERS[name](admission or Admission(), config or AmoebaConfig(), flying or FlyingConfig())

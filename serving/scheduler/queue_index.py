@@ -27,6 +27,8 @@ class QueueIndex:
         self._by_since: list[tuple[float, float, str]] = []
         """Of requests within their client's share: those that have waited longest first."""
         self._by_size: list[tuple[int, str]] = []
+        self._urgent: list[tuple[Any, ...]] = []
+        """Of requests with a priority below 0."""
         self._deadlines: list[tuple[float, str]] = []
         self._seen: tuple[object, int] = (None, -1)
 
@@ -58,6 +60,8 @@ class QueueIndex:
             (self._by_due, self.order.due_key(request)),
             (self._by_size, (request.max_total_tokens, name)),
         ]
+        if request.priority < 0:
+            entries.append((self._urgent, self.order.due_key(request)))
         if not request.beyond_share:
             entries.append((self._by_since, (request.since_s, request.arrival_s, name)))
         return tuple(entries)
@@ -77,7 +81,7 @@ class QueueIndex:
             if request.deadline_s is not None:
                 heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         if len(requests) >= _FEW:
-            for entries in (self._by_due, self._by_since, self._by_size):
+            for entries in (self._by_due, self._by_since, self._by_size, self._urgent):
                 entries.sort()
 
     def ordered(self, now_s: float) -> Iterator[WaitingRequest]:
@@ -92,6 +96,10 @@ class QueueIndex:
             request = self._requests[name]
             if not starving or not self.order.starves(request, now_s):
                 yield request
+
+    def urgent(self, most: int) -> list[WaitingRequest]:
+        """The first requests with a priority below 0, by when they are due; at most that many."""
+        return [self._requests[name] for *_, name in self._urgent[:most]]
 
     def expired(self, now_s: float) -> list[WaitingRequest]:
         """Requests whose deadline has passed. They are told again until they are gone."""

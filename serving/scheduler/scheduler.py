@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, unknown
 from serving.scheduler.backoff import Backoff, BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
+from serving.scheduler.pausing import resumptions, without_paused
 from serving.scheduler.policy import Policy
 
 logger = logging.getLogger("amoeba.scheduler")
@@ -49,6 +50,9 @@ class Decision:
 class Scheduler:
     """Asks a policy what to do, and has an executor do it. All methods are called from one thread.
 
+    Policies that pause requests have `pauses` set. Of all others, which an operator may choose at any time, paused
+    requests go on as soon as they can, and their devices get no others before.
+
     Attributes:
         policy: may be replaced between two ticks.
     """
@@ -73,8 +77,12 @@ class Scheduler:
         refused = view.refused | self._backoff.refused_transformations(view.now_s)
         if refused != view.refused:
             view = dataclasses.replace(view, refused=refused)
+        actions: list[Action] = []
+        if not getattr(self.policy, "pauses", False):
+            actions += resumptions(view)
+            view = without_paused(view)
         decisions = []
-        for action in self.policy.decide(view):
+        for action in [*actions, *self.policy.decide(view)]:
             if (problem := unknown(action)) is not None:
                 self.counters.refused += 1
                 logger.error("policy=%s asked for what no executor knows: %s", self.policy.name, problem)

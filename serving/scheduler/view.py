@@ -100,6 +100,11 @@ class InstanceView:
     """An operator keeps new requests away from it."""
     step_s: float | None = None
     """Seconds that its recent decode steps took; None before the first."""
+    paused: tuple[tuple[RunningRequest, ...], ...] = ()
+    """Requests that keep their pages on its devices and do not run, of each of the instances that it took the place of,
+    in the order of devices. Empty where there are none. `free_tokens` and `free_slots` are what they leave."""
+    paused_degree: int | None = None
+    """Degree of the instances of `paused`: a split to it lets them go on. None where no request is paused."""
 
     @property
     def degree(self) -> int:
@@ -134,6 +139,9 @@ class DegreeLimits:
     capacity_tokens: int
     max_requests: int
     """Requests that it would run at once."""
+    kept_tokens: int | None = None
+    """Tokens that it would hold if it were merged from instances of the base degree with their weights kept. None: as
+    many as those hold together."""
     ready: bool = True
     """Its programs are there. An instance is not made of a degree that is not ready: `ClusterView.refused` has all of
     its groups."""
@@ -177,6 +185,11 @@ class ClusterView:
     def is_long(self, max_total_tokens: int) -> bool:
         """A request that an instance of the base degree could not hold, were it empty."""
         return max_total_tokens > self.limits[self.base_degree].capacity_tokens
+
+    def kept_tokens(self, degree: int) -> int:
+        """Tokens that an instance of a degree holds that keeps the weights of the base degree."""
+        known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
+        return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
         """It holds less than its degree can: it was merged without releasing weights. Split and merged again, it would

@@ -23,7 +23,7 @@ class HostMemoryCost:
     def layers(self) -> int:
         return self.model.num_layers
 
-    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
         """See `TransformationCost.change`. Devices transfer side by side."""
         devices = max(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / devices

@@ -204,13 +204,13 @@ class Cluster:
     def _tick(self, host: Host, now_s: float) -> None:
         executor = host.executor
         executor.now_s = now_s
-        failing = len(executor.changes.failing)
+        failing, regroups = len(executor.changes.failing), len(self.tally.regroups)
         decisions = host.scheduler.tick()
         for at_s, _ in executor.changes.failing[failing:]:
             self._push(at_s, _FAILED, host)
         if host.is_quiet:
             host.next_tick_s = math.inf
-        elif any(isinstance(decision.action, Preempt) for decision in decisions):
+        elif len(self.tally.regroups) > regroups or any(isinstance(d.action, Preempt) for d in decisions):
             self._plan_tick(host, now_s + _AGAIN_S)
         else:
             wait_s = TICK_S if executor.queue or len(self.hosts) == 1 else IDLE_TICK_S

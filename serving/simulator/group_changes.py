@@ -1,44 +1,12 @@
 """Transformations of a simulated host: groups of devices that change their degree while requests run."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from serving.scheduler import DegreeLimits, ScaleDown, ScaleUp
-from serving.simulator.host_config import HostConfig, Refusal
+from serving.scheduler import ScaleDown, ScaleUp
+from serving.simulator.host import Host, drained_s, take_in
+from serving.simulator.host_config import Refusal
 from serving.simulator.instance import Change, SimInstance
-from serving.simulator.run import Run
-from serving.simulator.tally import Ending, Tally
-
-
-class Host(Protocol):
-    """What changes need of the executor that they are made for: see `SimExecutor`."""
-
-    config: HostConfig
-    limits: dict[int, DegreeLimits]
-    instances: list[SimInstance]
-    tally: Tally
-    now_s: float
-    failing_transformations: int
-
-    def new_instance(self, devices: tuple[int, ...]) -> SimInstance:
-        """Make an instance without requests."""
-        ...
-
-    def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Put instances in the place of others."""
-        ...
-
-    def begin(self, instance: SimInstance) -> None:
-        """Begin an instance's next steps."""
-        ...
-
-    def finish(self, run: Run, ending: Ending) -> None:
-        """Take note that a request has ended."""
-        ...
-
-    def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Have a request wait again."""
-        ...
+from serving.simulator.pauses import deal, pause, put_back, resume
 
 
 class GroupChanges:
@@ -46,11 +14,13 @@ class GroupChanges:
 
     Attributes:
         failing: transformations under way that will end without effect: when they end, and their instances.
+        waiting: merges that begin when the requests of their members have ended.
     """
 
     def __init__(self, executor: Host):
         self._executor = executor
         self.failing: list[tuple[float, list[SimInstance]]] = []
+        self.waiting: list[tuple[ScaleUp, list[SimInstance]]] = []
 
     def _check_group(self, devices: Sequence[int], degree: int) -> list[SimInstance]:
         if degree not in self._executor.limits:
@@ -58,56 +28,86 @@ class GroupChanges:
         members = [i for i in self._executor.instances if not set(devices).isdisjoint(i.devices)]
         if sorted(d for i in members for d in i.devices) != sorted(devices):
             raise Refusal(f"devices {list(devices)} cut an instance in two, or are not all there")
-        if any(i.change is not None for i in members):
+        if any(i.change is not None or i.waits_for is not None for i in members):
             raise Refusal(f"devices {list(devices)} are being transformed")
+        for member in members:
+            if member.has_paused and member.paused[0].degree != degree:
+                lower = member.paused[0].degree
+                raise Refusal(f"requests are paused on devices {list(member.devices)}: transform them to TP{lower}")
         return members
 
-    def scale_up(self, action: ScaleUp, devices: tuple[int, ...], degree: int) -> None:
+    def scale_up(self, action: ScaleUp) -> None:
+        """Begin a merge. Raises `Refusal`."""
+        devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
         if devices != aligned or devices[0] % degree:
             raise Refusal(f"devices {list(devices)} are no aligned group of {degree}")
         members = self._check_group(devices, degree)
         if len(members) < 2:
             raise Refusal(f"devices {list(devices)} are one instance already")
-        lower = min(i.degree for i in members)
-        if self._executor.failing_transformations > 0:
-            self._executor.failing_transformations -= 1
-            self._fail_change(action, members, lower)
-            return
+        if action.running == "pause" and action.release_weights:
+            raise Refusal("running='pause' needs release_weights=False: pages of paused requests stay where they are")
+        if action.running == "pause" and len({i.degree for i in members}) > 1:
+            raise Refusal(f"the instances on devices {list(devices)} have several degrees: pauses need one")
+        if host.failing_transformations > 0:
+            host.failing_transformations -= 1
+            self._fail_change(action, members, min(i.degree for i in members))
+        elif action.running == "pause":
+            pause(host, members, devices)
+        elif action.running == "wait" and any(member.runs for member in members):
+            self.waiting.append((action, members))
+            for member in members:
+                member.waits_for = action
+        else:
+            self._merge(action, members)
+
+    def proceed(self) -> bool:
+        """Begin merges whose members have no requests any more. Returns whether there was one."""
+        due = [entry for entry in self.waiting if not any(member.runs for member in entry[1])]
+        for entry in due:
+            self.waiting.remove(entry)
+            for member in entry[1]:
+                member.waits_for = None
+            self._merge(*entry)
+        return bool(due)
+
+    def _merge(self, action: ScaleUp, members: list[SimInstance]) -> None:
+        host, lower = self._executor, min(i.degree for i in members)
         tokens = sum(i.used_tokens() for i in members)
-        ready_s = max(self._drained_s(i) for i in members)
-        merged = self._executor.new_instance(devices)
+        ready_s = max(drained_s(host, i) for i in members)
+        kept = None if action.release_weights else sum(i.capacity_tokens for i in members)
+        merged = host.new_instance(action.devices, kept)
         for member in members:
-            if member.block is not None:
-                finished = member.end_block(member.block.end_s)
-                member.version += 1
-                for run in finished:
-                    self._executor.finish(run, Ending.COMPLETED)
+            take_in(host, member)
             member.joining, member.prompts = [], []
             merged.take_over(member.runs, member.steps)
             merged.prefixes.merge(member.prefixes)
-        self._executor.replace(members, [merged])
-        self._begin_change(merged, action, lower, lower, degree, tokens, ready_s)
+        host.replace(members, [merged])
+        self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
-    def _drained_s(self, instance: SimInstance) -> float:
-        """End the instance's block with the step that runs, and say when that is."""
-        instance.cut(self._executor.now_s)
-        return self._executor.now_s if instance.block is None else max(instance.block.end_s, self._executor.now_s)
-
-    def scale_down(self, action: ScaleDown, devices: tuple[int, ...], degree: int) -> None:
+    def scale_down(self, action: ScaleDown) -> None:
+        """Begin a split, or have paused requests go on. Raises `Refusal`."""
+        devices, degree, host = action.devices, action.degree, self._executor
         members = self._check_group(devices, degree)
         if len(members) != 1 or members[0].degree <= degree or members[0].degree % degree:
             raise Refusal(f"devices {list(devices)} are no instance of a degree above {degree}")
         (instance,) = members
-        if self._executor.failing_transformations > 0:
-            self._executor.failing_transformations -= 1
+        if not instance.has_paused:
+            instance.paused = ()
+            instance.count_room()
+        elif instance.runs:
+            dealt = deal(list(instance.runs.values()), instance.steps, list(instance.paused), host.config.page_size)
+            if any(part is None for _, part in dealt):
+                raise Refusal(f"the requests on devices {list(devices)} do not fit beside those that are paused there")
+        if host.failing_transformations > 0:
+            host.failing_transformations -= 1
             self._fail_change(action, members, degree)
             return
-        ready_s = self._drained_s(instance)
-        if instance.block is not None:
-            finished = instance.end_block(instance.block.end_s)
-            for run in finished:
-                self._executor.finish(run, Ending.COMPLETED)
+        if instance.paused and not instance.runs:
+            resume(host, instance)
+            return
+        ready_s = drained_s(host, instance)
+        take_in(host, instance)
         # Prompts wait until the split is over.
         self._begin_change(instance, action, degree, instance.degree, degree, instance.used_tokens(), ready_s)
 
@@ -122,7 +122,8 @@ class GroupChanges:
         ready_s: float,
     ) -> None:
         cost = self._executor.config.transformation
-        price = cost.change(from_degree, to_degree, tokens)
+        kept = instance.capacity_tokens <= instance.degree // lower * self._executor.limits[lower].capacity_tokens
+        price = cost.change(from_degree, to_degree, tokens, kept)
         self._executor.tally.kv_bytes += price.kv_bytes
         self._executor.tally.weight_bytes += price.weight_bytes
         instance.change = Change(
@@ -170,20 +171,17 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Deal the requests to instances of a lower degree, longest first, each to where most is free."""
-        starts = range(instance.devices[0], instance.devices[0] + instance.degree, degree)
-        parts = [self._executor.new_instance(tuple(range(start, start + degree))) for start in starts]
-        free = [part.capacity_tokens for part in parts]
-        size = self._executor.config.page_size
-        for run in sorted(instance.runs.values(), key=lambda r: (-r.num_tokens(instance.steps), r.order)):
-            place = max(range(len(parts)), key=lambda index: (free[index], -index))
-            part, tokens = parts[place], run.num_tokens(instance.steps)
-            needed = -(-(tokens + 1) // size) * size
-            full = free[place] < needed or len(part.runs) >= part.limits.max_requests
-            if full or run.request.max_total_tokens > part.capacity_tokens:
-                self._executor.preempt(instance, run)
-                continue
-            free[place] -= needed
-            part.take_over({run.request.request_id: run}, instance.steps)
-        self._executor.replace([instance], parts)
+        """Deal the requests to instances of a lower degree: those that were paused, if there are such."""
+        host = self._executor
+        if instance.paused:
+            parts = put_back(host, instance)
+        else:
+            starts = range(instance.devices[0], instance.devices[0] + instance.degree, degree)
+            parts = [host.new_instance(tuple(range(start, start + degree))) for start in starts]
+        for run, part in deal(list(instance.runs.values()), instance.steps, parts, host.config.page_size):
+            if part is None:
+                host.preempt(instance, run)
+            else:
+                part.take_over({run.request.request_id: run}, instance.steps)
+        host.replace([instance], parts)
         return parts

@@ -28,8 +28,17 @@ class HostConfig:
     page_size: int = 16
     max_model_len: int | None = None
     layers_per_step: int = 1
+    regroup_s: float = 0.0
+    """Seconds for which no step runs when requests pause, or go on: only views of buffers change."""
+    shows_timing: bool = False
+    """Snapshots tell what steps and transformations took, as those of an engine do."""
     strict: bool = False
     """Raise `ForbiddenActionError` for what a policy must never ask for, instead of refusing it."""
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that the devices of one instance may have, paused ones included."""
+        return max(limits.max_requests for limits in self.limits)
 
     @property
     def base_degree(self) -> int:

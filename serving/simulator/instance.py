@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass
 
-from serving.scheduler import DegreeLimits, InstanceView, ScaleDown, ScaleUp
+from serving.scheduler import DegreeLimits, InstanceView, RunningRequest, ScaleDown, ScaleUp
 from serving.simulator.block import Block
 from serving.simulator.prefix_store import PrefixStore
 from serving.simulator.pricing import Pricing
@@ -33,6 +33,25 @@ class Change:
     fails: bool = False
     from_degree: int = 1
 
+    def step(self, instance: "SimInstance", now_s: float) -> Block:
+        """A step between two layouts: layers that have switched run at the new degree, the others at the old one.
+        Prompts wait. Without decodes all layers switch at once."""
+        pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
+        switches = self.left if not count else min(self.layers_per_step, self.left)
+        switch_s = switches * self.layer_s + (self.pause_s if self.left == self.total else 0.0)
+        step_s = 0.0
+        if count:
+            done = 1 - (self.left - switches / 2) / self.total
+            low_share = done if isinstance(self.action, ScaleDown) else 1 - done
+            members = degree // self.lower
+            low_s = pricing.fixed_s(self.lower, StepShape(-(-count // members)))
+            low_s += pricing.context_s(self.lower) * instance.context / members
+            high_s = pricing.fixed_s(degree, StepShape(count)) + pricing.context_s(degree) * instance.context
+            step_s = (low_share * low_s + (1 - low_share) * high_s) * instance.slowdown
+        block = Block(now_s, 1, step_s + switch_s)
+        block.plain_s, block.switches, block.switch_s = step_s, switches, switch_s
+        return block
+
 
 class SimInstance:
     """Runs steps of its requests. A step has one token of each request that decodes, and chunks of prompts.
@@ -40,13 +59,21 @@ class SimInstance:
     Attributes:
         steps: decode steps that have ended, counted since the instance was made.
         context: tokens of all requests that decode.
+        paused: instances that it has taken the place of, whose requests keep their pages and make no progress.
+        room_tokens, max_requests: tokens and requests that it may have beside paused ones.
+        ready_s: no step begins before this time.
+        paused_s: when its requests paused last.
+        step_s: seconds of its latest decode step without a prompt; None before the first.
+        prompt_tokens_per_s: rate of its latest step with prompts.
+        waits_for: the merge that begins when the requests of its devices have ended.
         version: changes whenever the end of its block does, so that events of earlier ends are known to be void.
     """
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining", "limits",
-        "num_decoding", "page_size", "prefixes", "pricing", "prompts", "records", "runs", "slowdown", "steps", "tally",
-        "version",
+        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_tokens_per_s",
+        "prompts", "ready_s", "records",
+        "room_tokens", "runs", "slowdown", "step_s", "steps", "tally", "version", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -71,12 +98,28 @@ class SimInstance:
         self.down_until_s = -1.0
         self.slowdown = 1.0
         self._idle_view: InstanceView | None = None
+        self.paused: tuple[SimInstance, ...] = ()
+        self.room_tokens, self.max_requests = limits.capacity_tokens, limits.max_requests
+        self.ready_s = self.paused_s = -1.0
+        self.step_s: float | None = None
+        self.prompt_tokens_per_s: float | None = None
+        self.waits_for: ScaleUp | None = None
 
     # What it has
 
     @property
     def capacity_tokens(self) -> int:
         return self.limits.capacity_tokens
+
+    @property
+    def has_paused(self) -> bool:
+        """Requests are paused on its devices."""
+        return any(member.runs for member in self.paused)
+
+    def count_room(self) -> None:
+        """Take in how many pages paused requests have: the device with fewest free ones limits all."""
+        free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
+        self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
         """Tokens of the pages in use, when it has decoded `steps` times (by default: now)."""
@@ -88,6 +131,10 @@ class SimInstance:
         return self.steps if self.block is None or self.num_decoding == 0 else self.steps + self.block.done(now_s)
 
     # Requests
+
+    def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
+        """Its requests as a policy sees them, when it has decoded `steps` times."""
+        return tuple(run.view(steps) for run in self.runs.values())
 
     def add(self, run: Run, prefix_blocks: tuple[int, ...] = ()) -> None:
         """Take a request, from the next step on."""
@@ -143,7 +190,7 @@ class SimInstance:
             self.prompts = sorted([*self.prompts, *self.joining], key=lambda run: run.order)
             self.joining = []
         if self.change is not None and not self.change.fails:
-            self.block = self._transition_step(now_s, self.change)
+            self.block = self.change.step(self, now_s)
         elif self.prompts:
             self.block = self._mixed_step(now_s)
         elif self.num_decoding:
@@ -182,41 +229,22 @@ class SimInstance:
         """Decode steps for which there are pages in any case."""
         count, size = self.num_decoding, self.page_size
         most = self.context + count * size + sum(run.request.prompt_tokens + size for run in self.prompts)
-        if (room := self.capacity_tokens - most) >= 64 * count:
+        if (room := self.room_tokens - most) >= 64 * count:
             return room // count
-        free = self.capacity_tokens - self.used_tokens()
+        free = self.room_tokens - self.used_tokens()
         return max(free // (count * size) * size, 1)
 
     def pages_short(self) -> bool:
         """Whether the next step finds too few pages."""
         count = self.num_decoding
-        if self.context + (count + len(self.runs)) * self.page_size <= self.capacity_tokens and not self.prompts:
+        if self.context + (count + len(self.runs)) * self.page_size <= self.room_tokens and not self.prompts:
             return False
         size = self.page_size
         used = 0
         for run in self.runs.values():
             tokens = run.num_tokens(self.steps)
             used += -(-min(tokens + (1 if run.base else 0), run.request.max_total_tokens) // size)
-        return used * size > self.capacity_tokens and len(self.runs) > 1
-
-    def _transition_step(self, now_s: float, change: Change) -> Block:
-        """A step between two layouts: layers that have switched run at the new degree, the others at the old one.
-        Prompts wait. Without decodes all layers switch at once."""
-        pricing, count = self.pricing, self.num_decoding
-        switches = change.left if not count else min(change.layers_per_step, change.left)
-        switch_s = switches * change.layer_s + (change.pause_s if change.left == change.total else 0.0)
-        step_s = 0.0
-        if count:
-            done = 1 - (change.left - switches / 2) / change.total
-            low_share = done if isinstance(change.action, ScaleDown) else 1 - done
-            members = self.degree // change.lower
-            low_s = pricing.fixed_s(change.lower, StepShape(-(-count // members)))
-            low_s += pricing.context_s(change.lower) * self.context / members
-            high_s = pricing.fixed_s(self.degree, StepShape(count)) + pricing.context_s(self.degree) * self.context
-            step_s = (low_share * low_s + (1 - low_share) * high_s) * self.slowdown
-        block = Block(now_s, 1, step_s + switch_s)
-        block.plain_s, block.switches, block.switch_s = step_s, switches, switch_s
-        return block
+        return used * size > self.room_tokens and (len(self.runs) > 1 or self.has_paused)
 
     def end_block(self, now_s: float) -> list[Run]:
         """Take in the steps of the block. Returns the requests that have generated all their tokens."""
@@ -226,25 +254,18 @@ class SimInstance:
         steps, count, tally, finished = block.steps, self.num_decoding, self.tally, []
         tally.steps += steps
         if count:
+            if not block.chunks and not block.switches:
+                self.step_s = block.first_s + block.slope_s * (steps - 1)
             self.steps += steps
             self.context += count * steps
-            tokens = count * steps
-            tally.add_tokens(block.start_s, now_s, tokens)
-            last_s = block.first_s + block.slope_s * (steps - 1)
-            if last_s > 1.02 * block.first_s:
-                half = steps // 2
-                tally.add_gaps(block.first_s + block.slope_s * half / 2, half * count)
-                tally.add_gaps(last_s - block.slope_s * (steps - half) / 2, (steps - half) * count)
-            else:
-                tally.add_gaps((block.first_s + last_s) / 2, tokens)
-            tally.decode_s += count * (block.time_s(steps) - block.interference_s - block.switch_s)
-            tally.interference_s += count * block.interference_s
-            tally.switch_s += count * block.switch_s
+            tally.add_block(block, count, now_s)
             while self._ends and self._ends[0][0] <= self.steps:
                 run = heapq.heappop(self._ends)[2]
                 self.num_decoding -= 1
                 self.context -= run.num_tokens(self.steps)
                 finished.append(run)
+        if block.chunks:
+            self.prompt_tokens_per_s = sum(length for _, length in block.chunks) / max(block.first_s, 1e-9)
         for run, length in block.chunks:
             if self.runs.get(run.request.request_id) is run:
                 self._computed(run, length, now_s, finished)
@@ -282,24 +303,27 @@ class SimInstance:
         return True
 
 
-def view_of(instance: SimInstance, now_s: float) -> InstanceView:
+def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
     """What a policy sees of an instance."""
-    if not instance.runs and instance.change is None and instance.down_until_s < now_s:
+    at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
+    if at_rest and not instance.runs and not instance.has_paused and not shows_timing:
         if instance._idle_view is None:
             capacity, slots = instance.limits.capacity_tokens, instance.limits.max_requests
             instance._idle_view = InstanceView(instance.devices[0], instance.devices, capacity, capacity, slots)
         return instance._idle_view
-    steps = instance.steps_at(now_s)
-    running = tuple(run.view(steps) for run in instance.runs.values())
-    size = instance.page_size
+    running = instance.requests_at(instance.steps_at(now_s))
+    size, coming = instance.page_size, instance.waits_for if instance.change is None else instance.change.action
     used = sum(-(-r.num_tokens // size) for r in running) * size
     return InstanceView(
         instance.devices[0],
         instance.devices,
         instance.capacity_tokens,
-        max(instance.capacity_tokens - used, 0),
-        max(instance.limits.max_requests - len(running), 0),
+        max(instance.room_tokens - used, 0),
+        max(instance.max_requests - len(running), 0),
         running,
-        instance.change.action.degree if instance.change is not None else None,
+        None if coming is None else coming.degree,
         draining=now_s < instance.down_until_s,
+        step_s=instance.step_s if shows_timing else None,
+        paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),
+        paused_degree=instance.paused[0].degree if instance.has_paused else None,
     )

@@ -39,6 +39,10 @@ class Run:
         """Tokens that it has pages for, when its instance has decoded `steps` times."""
         return self.base + steps - self.joined if self.base else self.request.prompt_tokens
 
+    def left(self, steps: int) -> int:
+        """Tokens that it will still generate, when its instance has decoded `steps` times."""
+        return self.output_left - (steps - self.joined) if self.base else self.output_left
+
     def start_decoding(self, num_tokens: int, steps: int) -> None:
         """From now on each step of the instance adds a token."""
         self.base, self.joined = num_tokens, steps

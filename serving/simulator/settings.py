@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.bench.workload import WorkloadConfig
-from serving.scheduler import AmoebaConfig
+from serving.scheduler import AmoebaConfig, FlyingConfig
 from serving.simulator.batching import Batching, EngineBuckets, TokenBudget
 from serving.simulator.calibration import Calibration
 from serving.simulator.device_spec import DeviceSpec, find_device
@@ -54,6 +54,8 @@ class SimulationConfig:
     urgent_share: float = 0.0
     """Share of requests with priority -1."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
+    flying_config: FlyingConfig = field(default_factory=FlyingConfig)
+    """Of the policy `flying`."""
     router: str = "two_choices"
     """How requests are spread over schedulers."""
     profiles: tuple[Path, ...] = ()

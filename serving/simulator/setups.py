@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from serving.scheduler import POLICY_NAMES, AmoebaConfig, AmoebaPolicy, DegreeLimits, Policy, StaticPolicy, make_policy
+from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, FlyingPolicy, Policy, StaticPolicy, make_policy
 from serving.simulator.comparators import (
     HostMemoryCost,
     PipelineCost,
@@ -22,6 +22,8 @@ from serving.simulator.step_cost import ModelStepCost, StepCost
 from serving.simulator.transformation_cost import FixedTransformation, InPlaceCost, TransformationCost
 
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
+REGROUP_S = 2e-3
+"""Seconds that a pause takes: the host assembles views of the cache, layer by layer, and nothing moves."""
 MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
 
 
@@ -93,13 +95,16 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         page_size=config.page_size,
         max_model_len=config.max_model_len or model.max_position,
         layers_per_step=config.layers_per_step,
+        regroup_s=REGROUP_S,
+        shows_timing=name == FlyingPolicy.name,
     )
-    return Setup(name, host, _maker(name, config.policy_config))
+    return Setup(name, host, _maker(name, config))
 
 
-def _maker(name: str, config: AmoebaConfig) -> Callable[[], Policy]:
+def _maker(name: str, settings: SimulationConfig) -> Callable[[], Policy]:
+    config = settings.policy_config
     if name in POLICY_NAMES:
-        return lambda: make_policy(name, config=config)
+        return lambda: make_policy(name, config=config, flying=settings.flying_config)
     if name in STATIC or name == "shift":
         return lambda: StaticPolicy(reserved_growth=config.reserved_growth)
     return lambda: AmoebaPolicy(config)
@@ -140,8 +145,10 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
         page_size=calibration.page_size,
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
+        regroup_s=REGROUP_S,
+        shows_timing=name == FlyingPolicy.name,
     )
-    return Setup(name, host, _maker(name, config.policy_config))
+    return Setup(name, host, _maker(name, config))
 
 
 def with_log(setup: Setup) -> Setup:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from serving.scheduler import (
     Action,
@@ -14,11 +15,15 @@ from serving.scheduler import (
     RejectKind,
     ScaleDown,
     ScaleUp,
+    Timing,
+    unknown,
 )
 from serving.simulator.group_changes import GroupChanges
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
 from serving.simulator.instance import SimInstance, view_of
+from serving.simulator.pauses import count_rooms, next_victim
 from serving.simulator.run import Run
+from serving.simulator.sim_timing import SimTimings
 from serving.simulator.tally import Ending, Records, Tally
 
 _ENDINGS = {
@@ -54,6 +59,7 @@ class SimExecutor:
         self.queue: dict[str, Waiting] = {}
         self.failing_transformations = 0
         self.changes = GroupChanges(self)
+        self._timings = SimTimings(tally) if config.shows_timing else None
         self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
         self.prefixes: Mapping[int, tuple[int, ...]] = {}
@@ -67,11 +73,13 @@ class SimExecutor:
             self.instances.append(self.new_instance(tuple(range(first, first + degree))))
             first += degree
 
-    def new_instance(self, devices: tuple[int, ...]) -> SimInstance:
-        """An empty instance, which is not yet one of `instances`."""
-        c = self.config
+    def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
+        """An empty instance, which is not yet one of `instances`; `capacity_tokens` where it keeps weights."""
+        c, limits = self.config, self.limits[len(devices)]
+        if capacity_tokens is not None:
+            limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
         self.tally.degrees.append((self.now_s, len(devices), len(devices)))
-        return SimInstance(devices, self.limits[len(devices)], c.pricing, c.page_size, self.records, self.tally)
+        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally)
 
     # Executor
 
@@ -80,17 +88,20 @@ class SimExecutor:
         c, now_s = self.config, self.now_s
         return ClusterView(
             now_s,
-            tuple([view_of(instance, now_s) for instance in self.instances]),
+            tuple([view_of(instance, now_s, c.shows_timing) for instance in self.instances]),
             tuple([waiting.request for waiting in self.queue.values()]),
             c.limits,
             c.num_devices,
             c.base_degree,
             c.page_size,
             c.max_model_len,
+            timing=Timing() if self._timings is None else self._timings.take(self.instances),
         )
 
     def apply(self, action: Action) -> Outcome:
         """Take on an action, or refuse it with nothing changed."""
+        if (problem := unknown(action)) is not None:
+            return Outcome(False, problem)
         try:
             match action:
                 case Dispatch(request_id, instance_id):
@@ -99,10 +110,10 @@ class SimExecutor:
                     self._end_waiting(self._waiting(request_id), _ENDINGS[kind])
                 case Preempt(request_id, PreemptKind.SOFT):
                     self._preempt_action(request_id)
-                case ScaleUp(devices, degree):
-                    self.changes.scale_up(action, devices, degree)
-                case ScaleDown(devices, degree):
-                    self.changes.scale_down(action, devices, degree)
+                case ScaleUp():
+                    self.changes.scale_up(action)
+                case ScaleDown():
+                    self.changes.scale_down(action)
                 case _:
                     return Outcome(False, f"the simulation does not have {action}")
         except Refusal as refusal:
@@ -127,15 +138,15 @@ class SimExecutor:
     def _dispatch(self, request_id: str, instance: SimInstance) -> None:
         waiting = self._waiting(request_id)
         request, name = waiting.request, instance.devices[0]
-        if instance.change is not None:
+        if instance.change is not None or instance.waits_for is not None:
             raise Refusal(f"instance {name} is being transformed")
         if instance.capacity_tokens < request.max_total_tokens:
             holds, needs = instance.capacity_tokens, request.max_total_tokens
             raise Refusal(f"instance {name} holds {holds} tokens, and it needs {needs}")
         size = self.config.page_size
-        if instance.used_tokens() + -(-request.prompt_tokens // size) * size > instance.capacity_tokens:
+        if instance.used_tokens() + -(-request.prompt_tokens // size) * size > instance.room_tokens:
             raise Refusal(f"instance {name} has no room for {request.prompt_tokens} tokens now")
-        if len(instance.runs) >= instance.limits.max_requests:
+        if len(instance.runs) >= instance.max_requests:
             raise Refusal(f"instance {name} has no slot: it runs {len(instance.runs)} requests")
         if self.now_s < instance.down_until_s:
             raise Refusal(f"instance {name} is out of service")
@@ -159,8 +170,11 @@ class SimExecutor:
 
     def begin(self, instance: SimInstance) -> None:
         """Let an instance go on: make room for its next step, and plan it."""
+        if self.now_s < instance.ready_s:
+            self._reschedule(instance, instance.ready_s)
+            return
         while instance.change is None and instance.pages_short():
-            self.preempt(instance, instance.last_in_order())
+            self.preempt(*next_victim(instance))
         if crowding := instance.pricing.crowding:
             busy = sum(other.block is not None for other in self.instances if other is not instance)
             instance.slowdown = 1.0 + crowding * busy
@@ -179,24 +193,23 @@ class SimExecutor:
             return True
         if instance in self.instances:
             self.begin(instance)
-        return changed
+        return self.changes.proceed() or changed
 
     def finish(self, run: Run, ending: Ending) -> None:
         """Take note of the end of a request that ran."""
-        records, index = self.records, run.index
-        records.end_s[index] = self.now_s
-        records.ending[index] = ending
         self._home.pop(run.request.request_id, None)
+        self._end(run.index, ending)
+
+    def _end(self, index: int, ending: Ending) -> None:
+        self.records.end_s[index] = self.now_s
+        self.records.ending[index] = ending
         if self.on_end is not None:
             self.on_end(index)
 
     def _end_waiting(self, waiting: Waiting, ending: Ending) -> None:
         del self.queue[waiting.request.request_id]
-        self.records.end_s[waiting.index] = self.now_s
-        self.records.ending[waiting.index] = ending
         self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
-        if self.on_end is not None:
-            self.on_end(waiting.index)
+        self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
         """End a running request whose deadline has passed. Returns whether it ran."""
@@ -208,6 +221,7 @@ class SimExecutor:
             return False  # it has just generated its last token
         instance.remove(run)
         self.finish(run, Ending.DEADLINE)
+        count_rooms(self.instances)
         return True
 
     # Preemption
@@ -221,6 +235,7 @@ class SimExecutor:
         self._between_steps(instance)
         if request_id in instance.runs:
             self.preempt(instance, instance.runs[request_id])
+        self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
         """Take in the steps that have ended, and give up the one that runs: requests are taken off between two steps.
@@ -246,21 +261,20 @@ class SimExecutor:
         self.records.preemptions[run.index] += 1
         last_s = self.now_s if run.base else run.last_token_s
         self.queue[request.request_id] = Waiting(
-            request, run.index, self._left(instance, run), self.now_s, last_token_s=last_s
+            request, run.index, run.left(instance.steps), self.now_s, last_token_s=last_s
         )
-
-    def _left(self, instance: SimInstance, run: Run) -> int:
-        """Tokens that a run still generates."""
-        return run.output_left - (instance.steps - run.joined) if run.base else run.output_left
+        count_rooms(self.instances)
 
     def fail_device(self, device: int, down_s: float) -> None:
         """The instance on a device loses its cache: its requests wait again."""
         instance = next(i for i in self.instances if device in i.devices)
-        if instance.change is not None and not instance.change.fails:
-            instance.change.left = instance.change.total  # the group starts its transformation over
+        if (change := instance.change) is not None and not change.fails:
+            change.left = change.total  # the group starts its transformation over
         self._between_steps(instance)
-        for run in list(instance.runs.values()):
-            self.preempt(instance, run)
+        for each in (instance, *instance.paused):
+            for run in list(each.runs.values()):
+                self.preempt(each, run)
+        self.changes.proceed()
         instance.prefixes.shrink(0)
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 

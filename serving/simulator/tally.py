@@ -7,6 +7,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from serving.simulator.block import Block
+
 _BINS_PER_FACTOR = 100
 """Bins of the gap histogram for each factor of e: each is 1% wide."""
 _SHORTEST_S = 1e-6
@@ -56,6 +58,8 @@ class Tally:
         self.kv_bytes = self.weight_bytes = 0.0
         self.changes: list[tuple[float, int, int, float]] = []
         """Of each transformation that ended: when, from and to which degree, and its seconds."""
+        self.regroups: list[tuple[float, int, int]] = []
+        """When requests paused, or went on with nothing moved: seconds, and the degrees before and after."""
         self.degrees: list[tuple[float, int, int]] = []
         """When instances changed: seconds, degree, and by how many devices there are more of it."""
         self._gaps: dict[int, int] = {}
@@ -75,6 +79,22 @@ class Tally:
         for place in range(first + 1, last):
             bins[place] += rate * self.bin_s
         bins[last] += rate * (end_s - last * self.bin_s)
+
+    def add_block(self, block: Block, count: int, now_s: float) -> None:
+        """Take note of the decode steps of `count` requests in a block that ends now."""
+        steps = block.steps
+        tokens = count * steps
+        self.add_tokens(block.start_s, now_s, tokens)
+        last_s = block.first_s + block.slope_s * (steps - 1)
+        if last_s > 1.02 * block.first_s:
+            half = steps // 2
+            self.add_gaps(block.first_s + block.slope_s * half / 2, half * count)
+            self.add_gaps(last_s - block.slope_s * (steps - half) / 2, (steps - half) * count)
+        else:
+            self.add_gaps((block.first_s + last_s) / 2, tokens)
+        self.decode_s += count * (block.time_s(steps) - block.interference_s - block.switch_s)
+        self.interference_s += count * block.interference_s
+        self.switch_s += count * block.switch_s
 
     def add_gaps(self, seconds: float, count: int) -> None:
         """Take note of `count` gaps of that many seconds."""

@@ -52,8 +52,9 @@ class TransformationCost(Protocol):
         """Layers of the model: each switches once."""
         ...
 
-    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
-        """Of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in their cache."""
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
+        """Of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in their cache. Of
+        weights that are `kept` a split restores none."""
         ...
 
 
@@ -94,7 +95,7 @@ class InPlaceCost:
     def layers(self) -> int:
         return self.model.num_layers
 
-    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
         """See `TransformationCost.change`."""
         lower, higher = sorted((from_degree, to_degree))
         instances = higher // lower
@@ -105,7 +106,7 @@ class InPlaceCost:
             share, phases = count.share, count.phases_per_page * pages_each
         kv_device = self.model.kv_token_bytes(lower) * pages_each * self.page_size * share
         weights_device = 0.0
-        if to_degree < from_degree:
+        if to_degree < from_degree and not kept:
             weights_device = self.model.ffn_bytes * (1 / to_degree - 1 / from_degree)
         rate = self.device.link_bandwidth * self.device.link_efficiency
         launches = self.launches_per_layer + phases
@@ -121,7 +122,7 @@ class FixedTransformation:
     total_s: float = 1.0
     layers: int = 10
 
-    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
         return Change(self.total_s / self.layers, 0.0, 0.0, 0.0)
 
 
@@ -136,7 +137,7 @@ class MeasuredTransformation:
     page_size: int = 16
     moved: dict[str, float] = field(default_factory=dict)
 
-    def change(self, from_degree: int, to_degree: int, tokens: int) -> Change:
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
         """See `TransformationCost.change`."""
         base = self.up_layer_s if to_degree > from_degree else self.down_layer_s
         return Change(base + self.page_layer_s * -(-tokens // self.page_size), 0.0, 0.0, 0.0)

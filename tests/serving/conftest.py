@@ -6,8 +6,9 @@ from typing import Any
 
 import grpc
 import pytest
+from executor_harness import CACHE, PAGE, SLOTS, Harness, JaxHarness, SimHarness
 from live_server import Live, LoopThread
-from tiny_models import byte_model
+from tiny_models import byte_model, tiny_model
 
 from amoeba_jax import LLM
 from serving.grpc_server.config import Limits, ServerConfig
@@ -116,3 +117,31 @@ def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
 def live(start: Start) -> Live:
     """A server with settings of no interest."""
     return start()
+
+
+@pytest.fixture(scope="module")
+def executor_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    with LLM(
+        tiny_model("llama2", tmp_path_factory.mktemp("models")),
+        num_devices=2,
+        device_memory="8MiB",
+        kv_cache_tokens=CACHE,
+        page_size=PAGE,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=32,
+        segment_layers=2,
+        prefix_caching=False,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["simulated", "jax"])
+def harness(request: pytest.FixtureRequest, executor_llm: LLM) -> Iterator[Harness]:
+    if request.param == "simulated":
+        yield SimHarness({tp: executor_llm._engine.capacity_tokens(tp) for tp in (1, 2)})
+        return
+    jax = JaxHarness(executor_llm)
+    yield jax
+    jax.close()

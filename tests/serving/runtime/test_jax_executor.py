@@ -13,7 +13,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 from serving.runtime.jax_executor import JaxExecutor, _running_request
 from serving.runtime.waiting_view import waiting_request
-from serving.scheduler import BindGroup, MigrateLayers, Preempt, PreemptKind, Reject, ReleaseGroup, ScaleDown, ScaleUp
+from serving.scheduler import MigrateLayers, Preempt, PreemptKind, Reject, ScaleDown, ScaleUp
 
 
 def sequence(prompt: int, output: int = 0, computed: int = 0, in_flight: int = 0, **fields: Any) -> Sequence:
@@ -71,7 +71,12 @@ def executor(*degrees: int) -> JaxExecutor:
         device += tp
     sub_meshes = SimpleNamespace(degrees=lambda: [1, 2, 4])
     engine = SimpleNamespace(
-        cluster=SimpleNamespace(sub_meshes=sub_meshes, buckets=lambda tp: SimpleNamespace(max_num_seqs=8)),
+        cluster=SimpleNamespace(
+            sub_meshes=sub_meshes,
+            buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
+            capacity_tokens=lambda tp, released: 100 * tp,
+        ),
+        config=SimpleNamespace(tensor_parallel_size=1),
         capacity_tokens=lambda tp: 100 * tp,
         instances=instances,
     )
@@ -88,8 +93,7 @@ def test_a_transformation_to_the_degree_that_is_there_is_refused(action: ScaleUp
 @pytest.mark.parametrize(
     "action",
     [
-        BindGroup((0, 1), 2),
-        ReleaseGroup((0, 1)),
+        ScaleUp((0, 1), 2, running="sleep"),  # type: ignore[arg-type]
         MigrateLayers(0, 0, 1, (1,)),
         Preempt("a", PreemptKind.HARD),
         Preempt("a", "gently"),  # type: ignore[arg-type]

@@ -270,6 +270,9 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"starving_s": -1}, "starving_s=-1"),
         ({"ttft_slo_s": float("inf")}, "ttft_slo_s=inf"),
         ({"partial_splits": 1}, "partial_splits=1"),
+        ({"preemption": "gentle"}, "preemption='gentle'.*hard, soft, sequential"),
+        ({"max_pause_s": -1}, "max_pause_s=-1"),
+        ({"calm_requests": 3.0, "burst_requests": 4.0}, "burst_requests=4.0 must be at least twice calm_requests=3.0"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str):

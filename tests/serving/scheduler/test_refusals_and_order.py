@@ -10,7 +10,6 @@ from serving.scheduler import (
     Action,
     AmoebaConfig,
     AmoebaPolicy,
-    BindGroup,
     ClusterView,
     Dispatch,
     LeastLoadFirstPolicy,
@@ -20,7 +19,6 @@ from serving.scheduler import (
     Preempt,
     QueueOrder,
     Reject,
-    ReleaseGroup,
     ReplicateLayers,
     RoundRobinPolicy,
     ScaleDown,
@@ -125,8 +123,6 @@ class Refusing:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda reason: BindGroup((0, 1), 2, reason),
-        lambda reason: ReleaseGroup((0, 1), reason),
         lambda reason: ReplicateLayers(0, 2, 2, (1,), reason),
         lambda reason: MigrateLayers(0, 2, 2, (1,), reason),
         lambda reason: ScaleUp((0, 1), 2, reason),
@@ -151,7 +147,7 @@ def test_a_refused_action_is_left_alone_whatever_its_reason_says(make):
         ("merge", "str is no kind of action"),
         (Reject("a", "later", "no room"), "kind='later' is no RejectKind"),  # type: ignore[arg-type]
         (Preempt("a", "gently"), "kind='gently' is no PreemptKind"),  # type: ignore[arg-type]
-        (BindGroup([0, 1], 2), r"devices=\[0, 1\] must be a tuple"),  # type: ignore[arg-type]
+        (ScaleUp([0, 1], 2), r"devices=\[0, 1\] must be a tuple"),  # type: ignore[arg-type]
     ],
 )
 def test_an_action_of_an_unknown_kind_ends_nothing(action, problem: str, caplog: pytest.LogCaptureFixture):

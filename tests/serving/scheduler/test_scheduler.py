@@ -85,8 +85,8 @@ def test_every_decision_is_one_log_line_that_says_why(caplog: pytest.LogCaptureF
     assert [r.getMessage() for r in caplog.records] == [
         'action=dispatch policy=scripted request_id=a instance_id=3 reason="least loaded,\\n\\"TP1\\"" '
         "outcome=accepted",
-        'action=scale_up policy=scripted devices=0-3 degree=4 reason="a long request" outcome=refused '
-        'detail="not now" retry_s=1.0',
+        'action=scale_up policy=scripted devices=0-3 degree=4 reason="a long request" '
+        'release_weights=True running=migrate outcome=refused detail="not now" retry_s=1.0',
     ]
     assert caplog.records[0].__dict__["decision"]["instance_id"] == 3
     assert [r.levelno for r in caplog.records] == [logging.INFO, logging.WARNING]

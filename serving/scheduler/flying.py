@@ -1,0 +1,138 @@
+"""Flying Serving's policy: groups of a high degree while few requests are there, for urgent and for long ones;
+instances of the base degree for bursts."""
+
+from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
+from serving.scheduler.admission import Admission
+from serving.scheduler.flying_config import FlyingConfig
+from serving.scheduler.flying_round import FlyingRound, is_urgent
+from serving.scheduler.load_watch import LoadWatch
+from serving.scheduler.pausing import PauseBudget, misfits
+from serving.scheduler.room import Room, fits_split
+from serving.scheduler.view import ClusterView, InstanceView
+
+
+class FlyingPolicy:
+    """See docs/scheduling.md. It remembers the load, and for how long requests have paused on each device."""
+
+    name = "flying"
+    pauses = True
+    """It lets paused requests go on itself: see `Scheduler`."""
+
+    def __init__(self, config: FlyingConfig | None = None, admission: Admission | None = None):
+        self.config = config or FlyingConfig()
+        self.admission = admission or Admission()
+        self.load = LoadWatch(self.config)
+        self._index = self.admission.index()
+        self._budget = PauseBudget(self.config.max_pause_s)
+        self._room: Room | None = None
+        self._room_of: tuple[int, int, int] | None = None
+        self._late = False
+        """A short request had found no room for `burst_wait_s` when decisions were last made."""
+
+    def decide(self, view: ClusterView) -> list[Action]:
+        """See `Policy.decide`."""
+        index, longest = self._index, view.longest
+        index.update(view.queue)
+        rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        gone = {reject.request_id for reject in rejects}
+        room = self._refreshed(view)
+        paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
+        self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
+        self.load.update(view, self._late)
+        urgent = [request for request in index.urgent(self.config.lookahead) if request.request_id not in gone]
+        round_ = FlyingRound(view, room, self.config, self._budget)
+        actions: list[Action] = [*rejects]
+        for instance in list(room.merged.values()):
+            if room.takes(instance):
+                actions += self._released(view, room, round_, instance, bool(urgent))
+        for request in urgent:
+            actions += round_.place_urgent(request)
+        for instance in paused:
+            room.close(instance)  # it is for urgent requests alone
+        for request in index.ordered(view.now_s):
+            if request.request_id in gone or request.request_id in round_.settled:
+                continue
+            actions += round_.place(request)
+            if round_.num_unplaced >= self.config.lookahead:
+                break
+        self._late = round_.late
+        if self.load.bound:
+            actions += self._bound(view, room, round_)
+        return actions
+
+    def _refreshed(self, view: ClusterView) -> Room:
+        base = view.limits[view.base_degree].capacity_tokens
+        if self._room is None or self._room_of != (view.page_size, view.base_degree, base):
+            self._room = Room(view, self.config.reserved_growth)
+            self._room_of = view.page_size, view.base_degree, base
+        else:
+            self._room.refresh(view)
+        return self._room
+
+    # Groups split
+
+    def _released(
+        self, view: ClusterView, room: Room, round_: FlyingRound, instance: InstanceView, urgent: bool
+    ) -> list[Action]:
+        """Split a group that is not needed any more, or whose paused requests have their turn."""
+        if instance.paused_degree is not None:
+            return self._resumed(view, room, instance, urgent)
+        size = max(instance.largest, self._index.largest(instance.capacity_tokens))
+        if view.is_long(size):
+            degree = self._holding(view, size, instance)
+            why = f"TP{degree} holds its long requests"
+        elif urgent or any(is_urgent(request) for request in instance.running) or self.load.bound:
+            return []
+        else:
+            degree, why = view.base_degree, f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
+        if degree >= instance.degree or (instance.devices, degree) in view.refused:
+            return []
+        if not fits_split(view, instance, degree):
+            if degree == view.base_degree and not instance.running:
+                room.close(instance)
+            return []
+        room.close(instance)
+        round_.busy.update(instance.devices)
+        return [ScaleDown(instance.devices, degree, why)]
+
+    def _holding(self, view: ClusterView, size: int, instance: InstanceView) -> int:
+        """The least degree that an instance may split to whose parts hold a request of that size, weights kept; its own
+        while the load is light."""
+        if self.load.bound:
+            return instance.degree
+        holding = (d for d in view.limits if view.base_degree <= d < instance.degree and view.kept_tokens(d) >= size)
+        return min(holding, default=instance.degree)
+
+    def _resumed(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
+        assert instance.paused_degree is not None, "the caller has looked"
+        used_up = self._budget.used_up(instance.devices)
+        if (instance.running or urgent) and not used_up:
+            return []
+        room.close(instance)
+        if (instance.devices, instance.paused_degree) in view.refused:
+            return []
+        if left := misfits(view, instance):
+            reason = (
+                f"requests have paused for max_pause_s={self.config.max_pause_s:g}, and it does not fit beside them"
+            )
+            return [Preempt(request.request_id, reason=reason) for request in left]
+        why = f"have paused for max_pause_s={self.config.max_pause_s:g}" if used_up else "go on: no urgent one is left"
+        return [ScaleDown(instance.devices, instance.paused_degree, f"requests {why}")]
+
+    # Groups bind
+
+    def _bound(self, view: ClusterView, room: Room, round_: FlyingRound) -> list[Action]:
+        """Merge whatever is below the highest degree that is ready, with weights kept."""
+        actions: list[Action] = []
+        degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)
+        if degree <= view.base_degree:
+            return []
+        for devices in view.groups(degree):
+            members = round_.members(devices, degree)
+            if members is None or sum(len(i.running) for i in members) > view.limits[degree].max_requests:
+                continue
+            for instance in members:
+                room.close(instance)
+            reason = f"{self.load.mean:.1f} requests a device: each is served sooner at TP{degree}"
+            actions.append(ScaleUp(devices, degree, reason, release_weights=False))
+        return actions

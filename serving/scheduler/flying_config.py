@@ -1,0 +1,35 @@
+"""Settings of the policy `flying`: docs/scheduling.md."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Preemption = Literal["hard", "soft", "sequential"]
+PREEMPTIONS: tuple[str, ...] = get_args(Preemption)
+
+
+@dataclass(frozen=True)
+class FlyingConfig:
+    """What can be tuned."""
+
+    preemption: str = "hard"
+    """What becomes of the requests on devices that an urgent request takes (Flying Serving 5.2). "hard": they pause.
+    "soft": they go on, and the urgent request runs beside them until the group is there; then all run on it.
+    "sequential": they are waited for."""
+    max_pause_s: float = 10.0
+    """Requests pause for this long at most. Then they have the devices for as long as they had paused, before others
+    may take them again; shorter pauses add up."""
+    calm_requests: float = 1.5
+    """Requests a device, running and waiting, up to which groups serve at the highest degree."""
+    burst_requests: float = 4.0
+    """Requests a device from which on groups split to the base degree: at least twice `calm_requests`, so that noise of
+    30% about one of them does not reach the other. Where half of the slots are fewer, both are less in proportion."""
+    load_window_s: float = 3.0
+    """Time constant of the mean over requests a device."""
+    dwell_s: float = 10.0
+    """Least time between two changes for load; a request that waits for `burst_wait_s` ends it early."""
+    burst_wait_s: float = 1.0
+    """Groups split once a short request has found no room for this long."""
+    lookahead: int = 32
+    """A decision goes past at most that many requests that find no place."""
+    reserved_growth: float = 0.0
+    """Share kept free of what running requests may still grow by."""

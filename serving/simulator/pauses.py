@@ -1,0 +1,87 @@
+"""Instances whose requests pause while one over all of their devices serves, as `amoeba_jax.transform.pausing` has it:
+pages stay where they are, and nothing moves."""
+
+from serving.simulator.host import Host, drained_s, take_in
+from serving.simulator.instance import SimInstance
+from serving.simulator.run import Run
+
+
+def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
+    """Put an instance over the devices of several, with their weights kept, in their place. It serves from the end of
+    the steps that run."""
+    ready_s = max(drained_s(host, member) for member in members)
+    for member in members:
+        take_in(host, member)
+    group = host.new_instance(devices, sum(member.capacity_tokens for member in members))
+    group.paused, group.ready_s = tuple(members), ready_s + host.config.regroup_s
+    group.count_room()
+    group.max_requests = min(group.max_requests, host.config.num_slots - len(members[0].runs))
+    for member in members:
+        member.paused_s = host.now_s
+    host.replace(members, [group])
+    _changed(host, members[0].degree, group.degree)
+    host.begin(group)
+
+
+def resume(host: Host, group: SimInstance) -> None:
+    """Have paused requests go on, in the place of an instance that has none."""
+    ready_s = drained_s(host, group)
+    take_in(host, group)
+    members = put_back(host, group)
+    host.replace([group], members)
+    _changed(host, group.degree, members[0].degree)
+    for member in members:
+        member.ready_s = ready_s + host.config.regroup_s
+        host.begin(member)
+
+
+def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
+    """The paused instances of a group, which has them no more. Their requests have waited for a token meanwhile."""
+    members, group.paused = list(group.paused), ()
+    for member in members:
+        host.tally.degrees.append((host.now_s, member.degree, member.degree))
+        if member.num_decoding:
+            host.tally.add_gaps(host.now_s - member.paused_s, member.num_decoding)
+    return members
+
+
+def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
+    """The request that is preempted next for want of pages, and its instance: a paused one where that has the pages and
+    is not ahead of those that run."""
+    last = instance.last_in_order()
+    free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
+    if free:
+        fullest = min(free, key=lambda member: free[member])
+        paused = fullest.last_in_order()
+        if paused.request.priority >= last.request.priority:
+            return fullest, paused
+    return instance, last
+
+
+def count_rooms(instances: list[SimInstance]) -> None:
+    """Take in that requests were taken off: they may have been paused."""
+    for instance in instances:
+        if instance.paused:
+            instance.count_room()
+
+
+def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
+    """Each request of an instance that splits and the part that takes it, longest first, each to where most is free;
+    None for one that fits none."""
+    free = [part.capacity_tokens - part.used_tokens() for part in parts]
+    slots = [part.limits.max_requests - len(part.runs) for part in parts]
+    dealt: list[tuple[Run, SimInstance | None]] = []
+    for run in sorted(runs, key=lambda r: (-r.num_tokens(steps), r.order)):
+        place = max(range(len(parts)), key=lambda index: (slots[index] > 0, free[index], -index))
+        part, needed = parts[place], -(-(run.num_tokens(steps) + 1) // page_size) * page_size
+        if free[place] < needed or slots[place] <= 0 or run.request.max_total_tokens > part.capacity_tokens:
+            dealt.append((run, None))
+            continue
+        free[place] -= needed
+        slots[place] -= 1
+        dealt.append((run, part))
+    return dealt
+
+
+def _changed(host: Host, before: int, after: int) -> None:
+    host.tally.regroups.append((host.now_s, before, after))
