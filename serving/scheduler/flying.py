@@ -26,8 +26,8 @@ class FlyingPolicy:
         self._budget = PauseBudget(self.config.max_pause_s)
         self._room: Room | None = None
         self._room_of: tuple[int, int, int] | None = None
-        self._late = False
-        """A short request had found no room for `burst_wait_s` when decisions were last made."""
+        self._crowded_s: float | None = None
+        """Since when the first short request waits that found no room when decisions were last made."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -38,7 +38,8 @@ class FlyingPolicy:
         room = self._refreshed(view)
         paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
-        self.load.update(view, self._late)
+        late = self._crowded_s is not None and view.now_s - self._crowded_s >= self.config.burst_wait_s
+        self.load.update(view, late)
         urgent = [request for request in index.urgent(self.config.lookahead) if request.request_id not in gone]
         round_ = FlyingRound(view, room, self.config, self._budget)
         actions: list[Action] = [*rejects]
@@ -55,7 +56,7 @@ class FlyingPolicy:
             actions += round_.place(request)
             if round_.num_unplaced >= self.config.lookahead:
                 break
-        self._late = round_.late
+        self._crowded_s = round_.crowded_s
         if self.load.bound:
             actions += self._bound(view, room, round_)
         return actions

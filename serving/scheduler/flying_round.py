@@ -21,7 +21,7 @@ class FlyingRound:
         settled: urgent requests that have a place, or wait for a group that is being made.
         busy: devices that no merge may take.
         num_unplaced: requests that found no place.
-        late: a short request has found no room for `burst_wait_s`.
+        crowded_s: since when the first short request waits that found no room; None where all did.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -29,7 +29,7 @@ class FlyingRound:
         self.settled: set[str] = set()
         self.busy = {device for instance in room.unsteady.values() for device in instance.devices}
         self.num_unplaced = 0
-        self.late = False
+        self.crowded_s: float | None = None
         self._coming = [
             (self._kept(i), view.limits[i.transition_to].max_requests)
             for i in room.unsteady.values()
@@ -160,7 +160,7 @@ class FlyingRound:
         if found is not None:
             return [self._dispatch(found, request, "least loaded with room, beside urgent requests")]
         room.keep_for(request)
-        self.late |= request.waited_s(self.view.now_s) >= self.config.burst_wait_s
+        self.crowded_s = request.since_s if self.crowded_s is None else min(self.crowded_s, request.since_s)
         return []
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
