@@ -60,6 +60,9 @@ def simulate(
         float | None, typer.Option(help="amoeba: a long request that waited this long may cause another merge.")
     ] = None,
     preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
+    urgent_degree: Annotated[
+        int | None, typer.Option(help="flying: degree of groups for urgent requests.", show_default="the highest")
+    ] = None,
     max_pause_s: Annotated[float, typer.Option(help="flying: seconds for which requests pause at most.")] = 10.0,
     reserved_growth: Annotated[float, typer.Option(help="Share kept free of what requests may still grow by.")] = 0.0,
     deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which a request ends.")] = None,

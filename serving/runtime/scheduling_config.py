@@ -38,6 +38,8 @@ class SchedulingConfig:
     preemption: str = FlyingConfig.preemption
     """flying: what becomes of requests whose devices an urgent one takes: hard (they pause), soft (they go on, and move
     to its group) or sequential (they are waited for)."""
+    urgent_degree: int | None = FlyingConfig.urgent_degree
+    """flying: degree of groups for urgent requests, a power of two. Default: the highest."""
     max_pause_s: float = FlyingConfig.max_pause_s
     """flying: seconds for which requests pause at most; then they run for as long as they had paused."""
     calm_requests: float = FlyingConfig.calm_requests
@@ -47,7 +49,7 @@ class SchedulingConfig:
     load_window_s: float = FlyingConfig.load_window_s
     """flying: seconds over which requests a device are averaged."""
     dwell_s: float = FlyingConfig.dwell_s
-    """flying: least seconds between two changes for load."""
+    """flying: least seconds from a change for load to the next binding of groups; they split at once."""
     burst_wait_s: float = FlyingConfig.burst_wait_s
     """flying: seconds without room of a short request after which groups split at once."""
     patience_s: float = QueueOrder.patience_s
@@ -83,9 +85,9 @@ class SchedulingConfig:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 1")
         if not isinstance(self.partial_splits, bool):
             raise ConfigError(f"partial_splits={self.partial_splits!r} must be true or false")
-        for name in ("layers_per_step", "lookahead"):
+        for name in ("layers_per_step", "lookahead", "urgent_degree"):
             value = getattr(self, name)
-            if name == "layers_per_step" and value is None:
+            if name != "lookahead" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
@@ -112,6 +114,7 @@ class SchedulingConfig:
         )
         flying = FlyingConfig(
             preemption=self.preemption,  # pyright: ignore[reportArgumentType]
+            urgent_degree=self.urgent_degree,
             max_pause_s=self.max_pause_s,
             calm_requests=self.calm_requests,
             burst_requests=self.burst_requests,

@@ -7,7 +7,7 @@ from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.flying_round import FlyingRound, is_urgent
 from serving.scheduler.load_watch import LoadWatch
 from serving.scheduler.pausing import PauseBudget, misfits
-from serving.scheduler.room import Room, fits_split
+from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
@@ -26,6 +26,10 @@ class FlyingPolicy:
         self._budget = PauseBudget(self.config.max_pause_s)
         self._room: Room | None = None
         self._room_of: tuple[int, int, int] | None = None
+        self._for_load: set[tuple[int, ...]] = set()
+        """Devices of groups that were made as there were few requests."""
+        self._for_urgent: set[tuple[int, ...]] = set()
+        """Devices of groups that were made for urgent requests, and that others have moved to."""
         self._crowded_s: float | None = None
         """Since when the first short request waits that found no room when decisions were last made."""
 
@@ -39,15 +43,19 @@ class FlyingPolicy:
         paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
         late = self._crowded_s is not None and view.now_s - self._crowded_s >= self.config.burst_wait_s
-        self.load.update(view, late)
+        self.load.update(view, room.num_requests + len(index), late)
         urgent = [request for request in index.urgent(self.config.lookahead) if request.request_id not in gone]
         round_ = FlyingRound(view, room, self.config, self._budget)
         actions: list[Action] = [*rejects]
+        present = {instance.devices for instance in room.merged.values()}
+        self._for_load &= present
+        self._for_urgent &= present | {i.devices for i in room.unsteady.values()}
         for instance in list(room.merged.values()):
             if room.takes(instance):
                 actions += self._released(view, room, round_, instance, bool(urgent))
         for request in urgent:
             actions += round_.place_urgent(request)
+        self._for_urgent |= round_.moved
         for instance in paused:
             room.close(instance)  # it is for urgent requests alone
         for request in index.ordered(view.now_s):
@@ -82,19 +90,26 @@ class FlyingPolicy:
         if view.is_long(size):
             degree = self._holding(view, size, instance)
             why = f"TP{degree} holds its long requests"
-        elif urgent or any(is_urgent(request) for request in instance.running) or self.load.bound:
+        elif self.load.bound or self._serves_urgent(instance, urgent):
             return []
         else:
             degree, why = view.base_degree, f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
         if degree >= instance.degree or (instance.devices, degree) in view.refused:
             return []
-        if not fits_split(view, instance, degree):
+        if not room.fits_split(instance, degree):
             if degree == view.base_degree and not instance.running:
                 room.close(instance)
             return []
         room.close(instance)
         round_.busy.update(instance.devices)
         return [ScaleDown(instance.devices, degree, why)]
+
+    def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
+        """A group is kept for urgent requests: not one that was made for a light load, and, where no others have moved
+        to it, none while there are many: they would pause for the next one."""
+        if instance.devices in self._for_load or not (waiting or any(map(is_urgent, instance.running))):
+            return False
+        return instance.devices in self._for_urgent or not self.load.busy
 
     def _holding(self, view: ClusterView, size: int, instance: InstanceView) -> int:
         """The least degree that an instance may split to whose parts hold a request of that size, weights kept; its own
@@ -136,4 +151,5 @@ class FlyingPolicy:
                 room.close(instance)
             reason = f"{self.load.mean:.1f} requests a device: each is served sooner at TP{degree}"
             actions.append(ScaleUp(devices, degree, reason, release_weights=False))
+            self._for_load.add(devices)
         return actions

@@ -15,6 +15,9 @@ class FlyingConfig:
     """What becomes of the requests on devices that an urgent request takes (Flying Serving 5.2). "hard": they pause.
     "soft": they go on, and the urgent request runs beside them until the group is there; then all run on it.
     "sequential": they are waited for."""
+    urgent_degree: int | None = None
+    """Groups for urgent requests have this degree, or the next lower one that there can be. None: the highest. Where
+    that is all devices, all other requests pause."""
     max_pause_s: float = 10.0
     """Requests pause for this long at most. Then they have the devices for as long as they had paused, before others
     may take them again; shorter pauses add up."""
@@ -26,7 +29,7 @@ class FlyingConfig:
     load_window_s: float = 3.0
     """Time constant of the mean over requests a device."""
     dwell_s: float = 10.0
-    """Least time between two changes for load; a request that waits for `burst_wait_s` ends it early."""
+    """Groups bind for a light load no sooner than this after the last change for load. They split at once."""
     burst_wait_s: float = 1.0
     """Groups split once a short request has found no room for this long."""
     lookahead: int = 32

@@ -19,6 +19,7 @@ class FlyingRound:
 
     Attributes:
         settled: urgent requests that have a place, or wait for a group that is being made.
+        moved: devices of groups for urgent requests to which others move as well.
         busy: devices that no merge may take.
         num_unplaced: requests that found no place.
         crowded_s: since when the first short request waits that found no room; None where all did.
@@ -27,9 +28,12 @@ class FlyingRound:
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
         self.view, self.room, self.config, self._budget = view, room, config, budget
         self.settled: set[str] = set()
+        self.moved: set[tuple[int, ...]] = set()
         self.busy = {device for instance in room.unsteady.values() for device in instance.devices}
         self.num_unplaced = 0
         self.crowded_s: float | None = None
+        self._in_vain = False
+        """No group can be made for an urgent request: none can for another."""
         self._coming = [
             (self._kept(i), view.limits[i.transition_to].max_requests)
             for i in room.unsteady.values()
@@ -89,8 +93,11 @@ class FlyingRound:
     def _bind(self, request: WaitingRequest) -> list[Action]:
         """Make a group: of the highest degree that there can be, where the fewest requests run."""
         how: RunningRequests = {"hard": "pause", "soft": "migrate"}.get(self.config.preemption, "wait")  # type: ignore
-        found = self._group_for_urgent(pause=how == "pause")
+        found = None if self._in_vain else self._group_for_urgent(pause=how == "pause")
+        if found is None and how == "pause" and not self._in_vain:  # other urgent requests run there: they move
+            how, found = "migrate", self._group_for_urgent(pause=False)
         if found is None:
+            self._in_vain = True
             return []
         degree, devices, members = found
         running = sum(len(i.running) for i in members)
@@ -109,6 +116,8 @@ class FlyingRound:
                 instance = min(options, key=lambda i: (self.room.load(i), i.id))
                 actions.append(self._dispatch(instance, request, "urgent: until its group is there"))
         self._claim(members)
+        if how != "pause":
+            self.moved.add(devices)
         self.settled.add(request.request_id)
         limits = self.view.limits[degree]
         kept = sum(i.capacity_tokens for i in members)
@@ -118,12 +127,13 @@ class FlyingRound:
     def _group_for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], tuple[InstanceView, ...]] | None:
         view = self.view
         for limits in reversed(view.degrees):
-            if limits.degree <= view.base_degree or not limits.ready:
+            above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
+            if above or limits.degree <= view.base_degree or not limits.ready:
                 continue
             found = []
             for devices in view.groups(limits.degree):
                 members = self.members(devices, limits.degree)
-                if members is None or (pause and not self._may_pause(devices, members)):
+                if members is None or self._budget.used_up(devices) or (pause and not self._may_pause(members)):
                     continue
                 running = sum(len(i.running) for i in members)
                 if pause or running < limits.max_requests:
@@ -133,9 +143,9 @@ class FlyingRound:
                 return limits.degree, devices, members
         return None
 
-    def _may_pause(self, devices: tuple[int, ...], members: tuple[InstanceView, ...]) -> bool:
-        """Their requests have not paused for too long, none of them is urgent, and all have one degree."""
-        if self._budget.used_up(devices) or len({i.degree for i in members}) > 1:
+    def _may_pause(self, members: tuple[InstanceView, ...]) -> bool:
+        """None of their requests is urgent, and all have one degree."""
+        if len({i.degree for i in members}) > 1:
             return False
         return not any(is_urgent(request) for i in members for request in i.running)
 
@@ -160,7 +170,8 @@ class FlyingRound:
         if found is not None:
             return [self._dispatch(found, request, "least loaded with room, beside urgent requests")]
         room.keep_for(request)
-        self.crowded_s = request.since_s if self.crowded_s is None else min(self.crowded_s, request.since_s)
+        if not room.unsteady:  # else there may be room once it has ended
+            self.crowded_s = request.since_s if self.crowded_s is None else min(self.crowded_s, request.since_s)
         return []
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:

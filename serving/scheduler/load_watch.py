@@ -8,16 +8,17 @@ from serving.scheduler.view import ClusterView
 
 class LoadWatch:
     """Follows the number of requests a device. Its mean over `load_window_s` must cross from one limit to the other for
-    a change, and `dwell_s` must have passed since the last.
+    a change. Groups split at once, and bind when `dwell_s` has passed since the last change.
 
     Attributes:
         bound: groups are to serve at the highest degree.
+        busy: there are as many requests as groups split for, or a short one finds no room.
         mean: requests a device, averaged.
     """
 
     def __init__(self, config: FlyingConfig):
         self._config = config
-        self.bound = False
+        self.bound = self.busy = False
         self.mean = 0.0
         self._present = 0.0
         self._at_s: float | None = None
@@ -25,17 +26,19 @@ class LoadWatch:
         self._calm_steps_s: dict[int, float] = {}
         """Seconds of a decode step under a light load, by degree: those of a burst have more requests."""
 
-    def update(self, view: ClusterView, late: bool) -> None:
-        """Take in a snapshot; `late` tells that a short request has found no room for `burst_wait_s`."""
+    def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
+        """Take in a snapshot, with how many requests run, pause and wait; `late` tells that a short one has waited for
+        `burst_wait_s` without room."""
         config, now_s = self._config, view.now_s
         if self._at_s is None:
             self._at_s = self._changed_s = now_s
         self.mean += (self._present - self.mean) * (1 - math.exp(-(now_s - self._at_s) / config.load_window_s))
-        self._at_s, self._present = now_s, _requests_per_device(view)
+        self._at_s, self._present = now_s, num_requests / view.num_devices
         calm, burst = self._limits(view)
+        self.busy = late or self.mean >= burst
         dwelt = now_s - self._changed_s >= config.dwell_s
         if self.bound:
-            change = late or (dwelt and (self.mean >= burst or not self._gains(view)))
+            change = self.busy or (dwelt and not self._gains(view))
         else:
             change = dwelt and not late and self.mean <= calm and self._gains(view)
         if change:
@@ -54,10 +57,3 @@ class LoadWatch:
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low
-
-
-def _requests_per_device(view: ClusterView) -> float:
-    requests = len(view.queue)
-    for instance in view.instances:
-        requests += len(instance.running) + sum(len(member) for member in instance.paused)
-    return requests / view.num_devices

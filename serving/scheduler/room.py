@@ -60,6 +60,8 @@ class Room:
         """Instances above the base degree."""
         self.unsteady: dict[int, InstanceView] = {}
         """Instances that are in transition or draining."""
+        self.num_requests = 0
+        """Requests of all instances, paused ones included."""
         for instance in self._instances:
             self._index(instance, sort=False)
         self._base_by_free.sort()
@@ -69,6 +71,8 @@ class Room:
         """Put an instance into all tables, or take it out."""
         number = instance.id
         steady = instance.transition_to is None and not instance.draining
+        count = len(instance.running) + sum(map(len, instance.paused))
+        self.num_requests += -count if remove else count
         if remove:
             if steady and instance.free_slots > 0:
                 _discard(self._base_by_free, (self._uncommitted[number], -number))
@@ -205,6 +209,10 @@ class Room:
             instance,
             lambda: sum(self.freed_by(r) for r in instance.running if view.is_long(r.max_total_tokens)),
         )
+
+    def fits_split(self, instance: InstanceView, degree: int) -> bool:
+        """See `fits_split`; found once for the view of an instance."""
+        return self._remembered(("fits", degree), instance, lambda: fits_split(self._view, instance, degree))
 
     def victims(self, instance: InstanceView, rank: tuple[bool, int], order: QueueOrder) -> Victims:
         """Running requests that may be preempted for one of a rank, the last in the queue first.

@@ -15,6 +15,8 @@ from serving.simulator.model_shape import ModelShape
 
 PHASE_PIECES = 64
 """Pieces that two ranks exchange in a phase."""
+PLANNED_DEGREE = 4
+"""Highest degree that the engine's planner knows."""
 _LARGEST_PLAN = 512
 """Pages for which moves are planned piece by piece; more are in proportion."""
 
@@ -102,7 +104,11 @@ class InPlaceCost:
         pages_each = -(-tokens // self.page_size // instances)
         share, phases = 0.0, 0.0
         if pages_each:
-            count = count_moves(lower, higher, min(_two_digits(pages_each), _LARGEST_PLAN))
+            several = max(
+                higher // PLANNED_DEGREE, 1
+            )  # devices that move as one, where the planner knows no such degree
+            counted = max(lower // several, 1), higher // several
+            count = count_moves(*counted, min(_two_digits(pages_each), _LARGEST_PLAN))
             share, phases = count.share, count.phases_per_page * pages_each
         kv_device = self.model.kv_token_bytes(lower) * pages_each * self.page_size * share
         weights_device = 0.0

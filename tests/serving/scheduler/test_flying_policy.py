@@ -48,9 +48,13 @@ def test_a_group_is_made_where_the_fewest_requests_run():
 
 
 def test_no_request_of_its_rank_pauses_for_an_urgent_one():
+    """They move to a group for all of them, where it begins at once."""
     others = [instance(device, 1, running(f"r{device}", priority=-1)) for device in range(8)]
-    (action,) = decide(cluster(*others, queue=[URGENT]))
-    assert isinstance(action, Dispatch)
+    first, up = decide(cluster(*others, queue=[URGENT]))
+    assert isinstance(first, Dispatch)
+    assert isinstance(up, ScaleUp)
+    assert up.running == "migrate"
+    assert first.instance_id in up.devices
 
 
 def test_refused_groups_and_those_in_transition_are_not_asked_for():

@@ -55,7 +55,7 @@ def test_soft_has_requests_go_on_in_the_group_and_the_urgent_one_begin_at_once()
 
 
 def test_sequential_has_requests_waited_for():
-    run = fly([*BUSY[:20], *URGENT[:1]], FlyingConfig(preemption="sequential"))
+    run = fly([*BUSY[:20], *URGENT[:1]], FlyingConfig(preemption="sequential", calm_requests=1e-6))
     assert run.all_completed()
     assert not any(run.preemptions)
     ((up_s, up),) = run.of(ScaleUp)
@@ -192,11 +192,20 @@ def test_a_light_load_is_served_sooner_than_by_data_parallel_and_a_burst_as_soon
     assert np.percentile(flying.ttft_s[high], 90) < 1.10 * np.percentile(never.ttft_s[high], 90)
 
 
-def test_a_burst_that_finds_no_room_ends_the_dwell():
+def test_a_short_request_without_room_has_groups_split():
+    """However the mean is."""
     asked = [Asked(20.0 + 0.001 * n, 100, 400) for n in range(200)]
-    run = fly(asked, FlyingConfig(dwell_s=19.0, load_window_s=1e6))
+    run = fly(asked, FlyingConfig(load_window_s=1e6))
     down_s = next(at_s for at_s, action in run.of(ScaleDown))
-    assert down_s <= 22, "load alone would not have done it before 38 s, nor the mean"
+    assert down_s <= 22
+
+
+def test_groups_bind_no_sooner_than_dwell_s_after_they_split():
+    burst = [Asked(20.0 + 0.001 * n, 100, 20) for n in range(200)]
+    run = fly([*burst, Asked(60.0)], FlyingConfig(dwell_s=15.0))
+    ((up_s, _), (again_s, _)), ((down_s, _),) = run.of(ScaleUp), run.of(ScaleDown)
+    assert up_s == pytest.approx(15.0, abs=1.0)
+    assert 15.0 <= again_s - down_s <= 16.0
 
 
 # Long requests
