@@ -49,7 +49,8 @@ class FlyingPolicy:
         actions: list[Action] = [*rejects]
         present = {instance.devices for instance in room.merged.values()}
         self._for_load &= present
-        self._for_urgent &= present | {i.devices for i in room.unsteady.values()}
+        changing = {device for instance in room.unsteady.values() for device in instance.devices}
+        self._for_urgent = {it for it in self._for_urgent if it in present or not changing.isdisjoint(it)}
         for instance in list(room.merged.values()):
             if room.takes(instance):
                 actions += self._released(view, room, round_, instance, bool(urgent))
@@ -105,11 +106,12 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
-        """A group is kept for urgent requests: not one that was made for a light load, and, where no others have moved
-        to it, none while there are many: they would pause for the next one."""
+        """A group is kept for urgent requests: not one that was made for a light load, and none that others were given
+        to, while there are many: they would pause for the next urgent one."""
         if instance.devices in self._for_load or not (waiting or any(map(is_urgent, instance.running))):
             return False
-        return instance.devices in self._for_urgent or not self.load.busy
+        mixed = not all(map(is_urgent, instance.running))
+        return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _holding(self, view: ClusterView, size: int, instance: InstanceView) -> int:
         """The least degree that an instance may split to whose parts hold a request of that size, weights kept; its own

@@ -32,6 +32,8 @@ class FlyingRound:
         self.busy = {device for instance in room.unsteady.values() for device in instance.devices}
         self.num_unplaced = 0
         self.crowded_s: float | None = None
+        self._given: set[int] = set()
+        """Instances that requests were given to, which the snapshot does not show there."""
         self._in_vain = False
         """No group can be made for an urgent request: none can for another."""
         self._coming = [
@@ -226,6 +228,7 @@ class FlyingRound:
             i
             for i in room.merged.values()
             if room.takes(i)
+            and i.id not in self._given
             and i.paused_degree is None
             and view.keeps_weights(i)
             and view.limits[i.degree].capacity_tokens >= request.max_total_tokens
@@ -247,5 +250,6 @@ class FlyingRound:
     def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
         load = self.room.load(instance)
         self.room.give(instance, request)
+        self._given.add(instance.id)
         self.settled.add(request.request_id)
         return Dispatch(request.request_id, instance.id, f"{why}: TP{instance.degree}, load {load:.2f}")

@@ -72,6 +72,22 @@ def test_second_urgent_request_waits_for_the_group_that_is_being_made():
     assert decide(cluster(coming, queue=[URGENT], num_devices=4)) == []
 
 
+def test_a_group_of_idle_devices_is_not_split_before_the_urgent_request_runs():
+    """In a burst: others have filled the rest."""
+    policy = FlyingPolicy()
+    crowded = [instance(device, 1, *(running(f"{device}-{n}") for n in range(9))) for device in range(2, 8)]
+    group = instance(0, 2, capacity_tokens=24_000)
+    for now_s in (0.0, 20.0):
+        policy.decide(cluster(group, *crowded, now_s=now_s))
+    assert policy.load.busy
+    (action,) = policy.decide(cluster(group, *crowded, queue=[URGENT], now_s=20.1))
+    assert isinstance(action, Dispatch)
+    assert action.instance_id == 0
+    mixed = instance(0, 2, running("u", priority=-1), running("other"), capacity_tokens=24_000)
+    (down,) = policy.decide(cluster(mixed, *crowded, now_s=20.2))
+    assert isinstance(down, ScaleDown), "requests would not pause for the next urgent one"
+
+
 def test_paused_requests_go_on_once_no_urgent_one_is_left():
     group = paused_group((running("a"),), (), (), ())
     (down,) = decide(cluster(group))

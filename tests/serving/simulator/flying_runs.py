@@ -94,5 +94,5 @@ def fly(
         host, 1, lambda: policy or FlyingPolicy(config), table, make_router("round_robin", 1, 0, len(table)),
         keep_log=True,
     )  # fmt: skip
-    cluster.run(LoopConfig())
+    cluster.run(LoopConfig(drain_s=600.0))
     return Run(cluster, cluster.hosts[0].executor.log)
