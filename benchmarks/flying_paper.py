@@ -24,6 +24,8 @@ BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
 """Mean prompt and output tokens, drawn from half to one and a half times these: the text has lost the ranges (6.1.3).
 Of a few that were tried, those with which static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static
 TP and DP the peaks of Table 1. The third is the longest context of the model (6.5)."""
+FITTED = ("peak tokens/s",)
+"""Of Table 1's static rows, those that the lengths were chosen by."""
 TEXT = {
     "static-tp8": (22.0, 22.0, 63.0, 2130.0, 2530.0),
     "static-tp2": (32.0, 32.0, 166.0, 166.0, 3164.0),
@@ -134,7 +136,7 @@ def figures(model: ModelShape, seeds: int) -> Iterator[tuple[str, str, float | N
     )
     for policy, values in TEXT.items():
         for name, value, found in zip(names, values, table_1(model, policy, seeds), strict=True):
-            yield "Flying Table 1", f"{policy}: {name}", value, float(found), policy != "flying"
+            yield "Flying Table 1", f"{policy}: {name}", value, float(found), policy != "flying" and name in FITTED
     for policy, burst_s, peak in (("static-tp2", 4.23, 3169.0), ("flying", 4.38, 3059.0), ("shift", None, 3059 / 1.22)):
         found_s, found_peak = figure_8(model, policy, seeds)
         yield "Flying Figure 8", f"{policy}: mean TTFT in bursts (s)", burst_s, found_s, policy == "static-tp2"
