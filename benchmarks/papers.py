@@ -338,7 +338,7 @@ NOT_REPRODUCED = (
     "Flying Table 2: 1.9M tokens on 8 devices are more than the 1.06M that TP2's weights leave if they are kept, as in "
     "its section 4.1: weights must be released for them.",
     "Flying Table 1: urgent requests of static TP have their first token after 63 ms where all have it after 2,130: in "
-    "the twin they wait for a slot (252 ms). TPOT over all of 28 ms: half of the devices serve the others here (37 ms).",
+    "the twin they wait for a slot (252 ms). TPOT over all, 28 ms: half of the devices serve the others here (37 ms).",
     "Seesaw, KunServe and LoongServe: their own papers' figures are of devices, models or traces that are not here; "
     "they are checked on what AMOEBA and Gyges measured of them.",
 )
