@@ -121,7 +121,8 @@ class EngineHandle:
             variant: how; see `TransformVariant`.
             release_weights: whether merging instances give FFN weights that their ranks do not need to the KV cache.
                 Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
-                Splitting restores what the lower degree needs.
+                Splitting restores what the lower degree needs. Instances that have the degree already release or
+                restore theirs, all layers in one go between two steps.
             layers_per_step: layers that change between two steps, up to whole segments (`EngineConfig.segment_layers`);
                 `"auto"`: as many as keep the longest wait for a token under 1.25 steps, by measured times, and all at
                 once when nothing runs.

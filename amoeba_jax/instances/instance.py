@@ -300,6 +300,10 @@ class Instance:
             known = self._known[what] = self._executables.available(self.requests(plan))
         return known
 
+    def extents_changed(self) -> None:
+        """Its cache has other extents: steps need other programs."""
+        self._known_at = None
+
     def launch_plan(self, plan: StepPlan) -> None:
         """Dispatch a step and what samples its tokens, and have the results read in the background.
 

@@ -30,6 +30,7 @@ from amoeba_jax.transform.needs import GroupChange, needed_programs, samplers, t
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import KeptPages, check_paused, forget, pause, resume
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
+from amoeba_jax.transform.residency import RestoreError, release, restore, wanted
 from amoeba_jax.transform.restart import RestartError, check_growth, restart
 from amoeba_jax.transform.switch_pace import SwitchPace, SwitchRates
 from amoeba_jax.transform.transition import Transition
@@ -99,10 +100,14 @@ class Transformations:
 
         `further` is one that has not been requested yet. May be called by any thread.
         """
-        wanted = [job.options for job in list(self._jobs)] + ([] if further is None else [further])
-        options = next((o for o in wanted if instance.id in o.devices), None)
-        if options is None or options.tensor_parallel_size == instance.tp:
+        job = next((job for job in list(self._jobs) if instance.id in job.options.devices), None)
+        options = job.options if job is not None else further
+        if options is None or instance.id not in options.devices:
             return instance.capacity_tokens, instance.tp
+        if options.tensor_parallel_size == instance.tp:
+            if job is not None and instance.id not in job.residencies:
+                return instance.capacity_tokens, instance.tp
+            return self._cluster.capacity_tokens(instance.tp, wanted(options)), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:
             released = min(released, tp)
@@ -117,6 +122,8 @@ class Transformations:
         named = [i for i in self._cluster.instances if i.id in options.devices]
         check_paused(named, options)
         job = Job(options)
+        degree = options.tensor_parallel_size
+        job.residencies = {i.id for i in named if i.tp == degree and i.released != wanted(options)}
         self._jobs.append(job)
         self._proceed(job)
         return job.future
@@ -127,7 +134,7 @@ class Transformations:
         """Start whatever transitions of a job can start now; report if there are none left."""
         if job.error is None:
             try:
-                while not job.active and job.error is None and (groups := next_groups(job.options, self._cluster)):
+                while not job.active and job.error is None and (groups := self._next_groups(job)):
                     if self._await_requests(job, groups):
                         return  # until `collect` finds that they have ended
                     job.awaits_programs = not self._request_programs(job.options, groups)
@@ -159,6 +166,9 @@ class Transformations:
         self._jobs.remove(job)
         job.end()
 
+    def _next_groups(self, job: Job) -> list[list[Instance]]:
+        return next_groups(job.options, self._cluster, job.residencies)
+
     def retry(self) -> None:
         """Programs have come: go on with jobs that wait for some."""
         self._proceed_with([job for job in self._jobs if job.awaits_programs])
@@ -179,6 +189,9 @@ class Transformations:
             return
         for instance in old:
             self._drain(instance)
+        if old[0].tp == job.options.tensor_parallel_size:
+            self._change_residency(job, old[0])
+            return
         if old[0].paused and not old[0].running:
             self._resume(job, old[0])
             return
@@ -230,6 +243,27 @@ class Transformations:
                 prefix_pages_dropped=dropped,
             )
         )
+
+    def _change_residency(self, job: Job, instance: Instance) -> None:
+        """Have an instance of the degree asked for release or restore weights."""
+        start, degree, devices = time.perf_counter(), wanted(job.options), instance.group.device_indices
+        job.residencies.discard(instance.id)
+        counts: dict[str, int] = {}
+        try:
+            if degree > instance.released:
+                release(self._cluster, instance, degree)
+            else:
+                staging, kept, dropped = restore(
+                    self._cluster, self._requeue, lambda more: self._reserve(devices, more), instance, degree
+                )
+                counts = {"staging_bytes": staging, "prefix_pages_kept": kept, "prefix_pages_dropped": dropped}
+        except RestoreError as error:
+            job.fail(error, devices, "its requests are computed again")
+        else:
+            degrees = instance.tp, instance.tp
+            job.groups.append(GroupTransform.without_moves(devices, degrees, start, **counts))
+        finally:
+            self._reserve(devices, 0)
 
     def _restart(self, job: Job, old: list[Instance]) -> None:
         options = job.options
