@@ -133,7 +133,8 @@ class EngineHandle:
                 instance serves others from the free pages, at once, and transforming it back to the degree before lets
                 them go on where they were. Where others lack pages, those of cached prefixes are taken first, then
                 those of the paused request that is served last, of the same priority or a lower one, which is computed
-                again later. `"wait"`: the change begins when they have ended, and no others start there meanwhile.
+                again later. `"wait"`, also of instances that split: the change begins when they have ended, and no
+                others start there meanwhile.
 
         Raises:
             LayoutError: if such instances cannot be made of these devices.

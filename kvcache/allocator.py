@@ -233,7 +233,7 @@ class BuddyAllocator:
     def become(self, other: "BuddyAllocator") -> None:
         """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.
 
-        Whoever has this allocator goes on with it: a device has one for life.
+        Those that have this allocator go on with it: a device has one for life.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

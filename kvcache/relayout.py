@@ -138,7 +138,7 @@ def place_within(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> Int32[np.ndarray, "tp _"]:
-    """Places an instance's distinct pages anew at the same degree: those that lie in free blocks stay.
+    """Places an instance's distinct pages again at the same degree: those that lie in free blocks stay.
 
     Args:
         table: `[tp, P]` local page ids.

@@ -23,7 +23,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
-from amoeba_jax.programs.catalogue import catalogue_by_degree
+from amoeba_jax.programs.catalogue import catalogue_by_degree, kept_weights
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
@@ -112,8 +112,8 @@ class Engine:
             if self.transformations.awaits_programs:
                 self.cluster.executables.background.wait()
 
-    def set_layout(self, tp: int) -> float:
-        """Regroup all devices into instances of degree `tp`; returns the seconds it took.
+    def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
+        """Regroup all devices into instances of degree `tp`; returns the seconds it took. See `transform`.
 
         Raises `RequestError` while requests are waiting or running.
         """
@@ -121,7 +121,7 @@ class Engine:
         self.check_idle("the layout cannot change")
         start = time.perf_counter()
         devices = tuple(range(len(self.cluster.sub_meshes.devices)))
-        report = self.transform(TransformOptions(tp, devices))
+        report = self.transform(TransformOptions(tp, devices, release_weights=release_weights))
         self.end_transformations()
         report.result()
         return time.perf_counter() - start
@@ -280,6 +280,9 @@ class Engine:
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         executables = self.cluster.executables
         by_degree = catalogue_by_degree(self.cluster.plan, executables, order)
+        if self.config.prepare_pausing:
+            for request in kept_weights(self.cluster.plan, executables, tuple(sorted(set(degrees)))):
+                by_degree[len(request.devices)].append(request)
         missing = executables.compile_later(request for mine in by_degree.values() for request in mine)
         self.readiness.begin(by_degree, missing)
         if not missing and self._is_complete:

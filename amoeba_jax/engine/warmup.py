@@ -11,7 +11,7 @@ import numpy as np
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.catalogue import catalogue, kept_weights
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
@@ -55,7 +55,14 @@ def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
     cluster = engine.cluster
     for tp in degrees:
         cluster.sub_meshes.check_degree(tp)
-    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
+    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees)))) + _kept(engine, degrees)
+
+
+def _kept(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
+    """Programs of instances that keep all weights, if they are wanted."""
+    if not engine.config.prepare_pausing:
+        return []
+    return kept_weights(engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees))))
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> Warmup:
@@ -78,15 +85,16 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
         on_program()
     compiled = time.perf_counter()
     waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}
+    kept: dict[Hashable, ProgramRequest] = {request.key: waiting.pop(request.key) for request in _kept(engine, degrees)}
     try:
         # The present layout first: it need not be made.
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
-            for instance in engine.instances:
-                instance.lane.cache.clear()  # whose pages a restored weight may be written over
-            for request in _run_here(engine, tp, waiting):
-                del waiting[request.key]
-                on_program()
+            _run_all(engine, tp, waiting, on_program)
+        for tp in sorted(set(degrees))[1:] if kept else ():
+            engine.set_layout(min(degrees))
+            engine.set_layout(tp, release_weights=False)
+            _run_all(engine, tp, kept, on_program)
     finally:
         engine.set_layout(min(tp for tp, _ in present))
         for tp, devices in present:
@@ -95,6 +103,15 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     if set(degrees) == set(engine.cluster.sub_meshes.degrees()):
         executables.set_complete()
     return Warmup(executables.num_made - before, cached, compiled - start, time.perf_counter() - compiled)
+
+
+def _run_all(engine: Engine, tp: int, waiting: dict[Hashable, ProgramRequest], on_program: Callable[[], None]) -> None:
+    """Run what the present instances can, and take it off the list."""
+    for instance in engine.instances:
+        instance.lane.cache.clear()  # whose pages a restored weight may be written over
+    for request in _run_here(engine, tp, waiting):
+        del waiting[request.key]
+        on_program()
 
 
 def _run_here(engine: Engine, tp: int, waiting: dict[Hashable, ProgramRequest]) -> Iterator[ProgramRequest]:

@@ -5,7 +5,6 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.instances.step_plan import SamplingState
 from amoeba_jax.instances.step_sampler import StepSampler
@@ -45,32 +45,6 @@ _REVIVE_PAUSE = 9
 """At least that many times as long as an attempt took lies between it and the next: the thread that launches steps
 spends a tenth of its time on attempts at most, though each may read the weights."""
 _TAKE_BACK_ATTEMPTS = 3
-
-
-class Scratch(NamedTuple):
-    """Buffers of a group's ranks, of which only the memory outlives an instance: a slot's last token is read after
-    something was sampled for it, and hidden states within a step.
-
-    Attributes:
-        last_tokens: `[num_slots]` of each rank.
-        hidden: `[D, hidden_tokens]` of each rank.
-    """
-
-    last_tokens: list[jax.Array]
-    hidden: list[jax.Array]
-
-    @classmethod
-    def joined(cls, parts: Iterable["Scratch"]) -> "Scratch":
-        """Of groups side by side."""
-        parts = list(parts)
-        return cls([t for part in parts for t in part.last_tokens], [h for part in parts for h in part.hidden])
-
-    def split(self, size: int) -> list["Scratch"]:
-        """Of groups of `size` ranks."""
-        return [
-            Scratch(self.last_tokens[first : first + size], self.hidden[first : first + size])
-            for first in range(0, len(self.hidden), size)
-        ]
 
 
 class Cluster:
@@ -207,7 +181,7 @@ class Cluster:
         allocators: list[BuddyAllocator],
         kv: KvBuffers,
         released: int,
-        scratch: "Scratch | None" = None,
+        scratch: Scratch | None = None,
     ) -> Instance:
         """An instance over extents and the allocators of their pages, one a rank.
 
@@ -234,7 +208,7 @@ class Cluster:
             released=released,
         )
 
-    def _new_scratch(self, group: SubMesh) -> "Scratch":
+    def _new_scratch(self, group: SubMesh) -> Scratch:
         shape = (self.dims.config.hidden_size, self.plan.hidden_tokens)
         return Scratch(
             self.new_last_tokens(group),
@@ -246,7 +220,7 @@ class Cluster:
         zeros = np.zeros(self.plan.num_slots, np.int32)
         return [jax.device_put(zeros, device) for device in group.devices]
 
-    def scratch_of(self, instance: Instance) -> "Scratch":
+    def scratch_of(self, instance: Instance) -> Scratch:
         """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
         runner = instance.runner
         if is_lost(runner.last_tokens):

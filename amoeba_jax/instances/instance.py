@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
@@ -26,39 +27,6 @@ from amoeba_jax.sampling.rows import SamplerKind
 from kvcache.allocator import OutOfPagesError
 from sharding.mesh import assemble, disassemble
 from sharding.placement import Home
-
-
-class ChangePace(Protocol):
-    """How fast layers change their home."""
-
-    behind_step: int
-    """Bytes of the switches that the next step is launched behind."""
-
-    def step_taken(self, seconds: float, num_bytes: int) -> None:
-        """Take note of a decode step that was launched behind switches of that many bytes."""
-        ...
-
-
-class Changing(Protocol):
-    """What changes the placement of an instance's layers, from one step to the next."""
-
-    @property
-    def pace(self) -> ChangePace:
-        """How fast they change."""
-        ...
-
-
-class PageCounts(NamedTuple):
-    """Pages of an instance.
-
-    Attributes:
-        available: that are free, or hold prefixes that no sequence uses.
-        cached: of these, the latter.
-    """
-
-    total: int
-    available: int
-    cached: int
 
 
 class _Prepared(NamedTuple):
@@ -232,7 +200,7 @@ class Instance:
         lane.cache.release(sequence.pages)
         sequence.pages = None
 
-    def page_counts(self) -> "PageCounts":
+    def page_counts(self) -> PageCounts:
         """How its pages are used, at its own degree."""
         lane = self.lanes[0]
         ranks = lane.ranks[self.runner.placement.ends]
@@ -271,16 +239,8 @@ class Instance:
     def paused_in_the_way(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """The paused sequences, of this rank or behind it, that would have to go for that many pages to be available:
         those that are served last first. None where that would not do."""
-        if self._paused_pages is None:
-            return []
-        going: list[Sequence] = []
         needed = num_pages - self.lane.cache.num_evictable_pages
-        while in_the_way := self._paused_pages.in_the_way(needed, going):
-            yielding = [s for s in in_the_way if s.rank >= rank]
-            if not yielding:
-                return []
-            going.append(max(yielding, key=lambda s: s.order))
-        return going if self._paused_pages.num_free_pages(going) >= needed else []
+        return [] if self._paused_pages is None else self._paused_pages.yielding(needed, rank)
 
     # Steps
 

@@ -56,7 +56,7 @@ class LanePages:
         return np.searchsorted(self.table[0], ids)
 
 
-def deal(lane: Lane, room: list[int], limit: int) -> list[LanePages]:
+def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
     """What each of the instances to come gets of a lane, by their room in pages, and at most that many sequences.
 
     Raises `OutOfPagesError`.
@@ -65,7 +65,7 @@ def deal(lane: Lane, room: list[int], limit: int) -> list[LanePages]:
     if lane.running:
         tables = [s.pages.table for s in lane.running if s.pages is not None]
         staying = [staying_pieces(table, len(room)) for table in tables]
-        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limit)
+        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limits)
         for sequence, index in zip(lane.running, indices, strict=True):
             parts[index].append(sequence)
     cached = _deal_prefixes(lane.cache.pages(), parts, room)

@@ -106,6 +106,24 @@ def test_transformation_without_programs_is_refused(llm: LLM, variant: str):
     assert llm.generate([5, 6, 7], LONG)[0].error is None
 
 
+def test_pausing_compiles_nothing_where_it_was_prepared(directory: Path, compile_cache: str):
+    """Nor do merges and splits that keep weights, also of instances whose requests are paused."""
+    with make(directory, compile_cache, strict_compile=True, prepare_pausing=True) as llm:
+        llm.warmup([1, 2])
+        with CompileWatch() as watch:
+            for seed, way in enumerate(("pause", "migrate")):
+                prompts, params = random_requests(seed, 8)
+                load = Background(llm, prompts, params)
+                wait_until_decoding(llm, 1)
+                llm.transform(2, release_weights=False, running=way)
+                more = Background(llm, *random_requests(seed + 10, 8))
+                wait_until_decoding(llm, 1)
+                llm.transform(1, running="wait" if way == "pause" else way)
+                assert all(output.error is None for output in (*load.result(), *more.result()))
+        assert watch.programs == 0
+        assert llm.stats.late_programs == 0
+
+
 def test_second_warmup_finds_everything(llm: LLM):
     assert llm.warmup([1, 2]) == 0
 

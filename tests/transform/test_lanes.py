@@ -62,7 +62,7 @@ def tokens_of(prefix: int, pages: int, shared: int = 0) -> list[int]:
 
 def test_what_is_used_goes_with_its_sequence_and_the_rest_where_there_is_room():
     lane = lane_with([tokens_of(i, 3) for i in range(4)], running=[1])
-    parts = deal(lane, [10, 10, 10, 10], 16)
+    parts = deal(lane, [10, 10, 10, 10], [16] * 4)
     (home,) = [part for part in parts if part.sequences]
     used = {page.key for page in home.cached} & {page.key for page in lane.cache.pages()[:3]}
     assert len(used) == 3
@@ -71,7 +71,7 @@ def test_what_is_used_goes_with_its_sequence_and_the_rest_where_there_is_room():
 
 def test_what_finds_no_room_is_dropped_from_its_end():
     lane = lane_with([tokens_of(i, 4) for i in range(3)], running=[])
-    (part, other) = deal(lane, [4, 3], 16)
+    (part, other) = deal(lane, [4, 3], [16] * 2)
     assert [len(part.cached), len(other.cached)] == [4, 3]
     latest = lane.cache.pages()[-4:]
     assert {page.key for page in latest} <= {page.key for page in part.cached}, "the last to be evicted is kept whole"
@@ -90,7 +90,7 @@ def test_any_deal_keeps_whole_beginnings_within_the_room_and_every_reference(
     lane = lane_with(prefixes, [i for i in running if i < len(prefixes)])
     room = [free + sum(lengths) if lane.running else free for free in room]
     before = lane.cache.pages()
-    parts = deal(lane, room, 16)
+    parts = deal(lane, room, [16] * len(room))
     assert sum(len(part.sequences) for part in parts) == len(lane.running)
     for part, free in zip(parts, room, strict=True):
         keys = {page.key for page in part.cached}
