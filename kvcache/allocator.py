@@ -224,12 +224,6 @@ class BuddyAllocator:
             self._references[piece] = references
         return units
 
-    def alias(self) -> "BuddyAllocator":
-        """Another name for the blocks that it has now, for it to `become` again."""
-        alias = BuddyAllocator(self.max_tp)
-        alias.become(self)
-        return alias
-
     def become(self, other: "BuddyAllocator") -> None:
         """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.
 

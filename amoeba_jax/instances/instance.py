@@ -193,12 +193,16 @@ class Instance:
     def remove(self, sequence: Sequence) -> None:
         """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
         lane = self.lane_of(sequence)
-        lane.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
+        self.leave(sequence, lane)
         sequence.slot = -1
         assert sequence.pages is not None
         lane.cache.release(sequence.pages)
         sequence.pages = None
+
+    def leave(self, sequence: Sequence, lane: Lane) -> None:
+        """Have a sequence not run here any more, which keeps its pages."""
+        lane.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
 
     def page_counts(self) -> PageCounts:
         """How its pages are used, at its own degree."""
@@ -210,8 +214,6 @@ class Instance:
         else:
             free = self._paused_pages.num_free_pages()
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
-
-    # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
         """Serve, without a sequence yet, while the sequences of instances over the same devices are paused. They keep
@@ -239,8 +241,8 @@ class Instance:
     def paused_in_the_way(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """The paused sequences, of this rank or behind it, that would have to go for that many pages to be available:
         those that are served last first. None where that would not do."""
-        needed = num_pages - self.lane.cache.num_evictable_pages
-        return [] if self._paused_pages is None else self._paused_pages.yielding(needed, rank)
+        needed, pages = num_pages - self.lane.cache.num_evictable_pages, self._paused_pages
+        return [] if pages is None else pages.yielding(needed, rank)
 
     # Steps
 
@@ -360,8 +362,6 @@ class Instance:
         future.add_done_callback(lambda _: self._on_result())
         return future
 
-    # Pages
-
     def page_copy_requests(self) -> list[ProgramRequest]:
         """What `copy_page` launches."""
         requests, sites = self._executables.requests, self.runner.sites.values()
@@ -383,8 +383,6 @@ class Instance:
                 ids[home] = program, jax.device_put(columns, site.group.sharded)
             program, columns = ids[home]
             site.kv[layer] = program(site.kv[layer], columns)
-
-    # The end
 
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""

@@ -9,7 +9,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.job import Active
-from amoeba_jax.transform.lanes import move_into
+from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
 from kvcache.pages import PagePool, SequencePages
 from sharding.placement import Placement
 
@@ -42,22 +42,19 @@ class Ending:
         cluster, transition, instance = self._cluster, active.transition, active.transition.instance
         tp, released = transition.programs.lower, transition.programs.released[1]
         scratch = cluster.scratch_of(instance).split(tp)
-        before = [allocator.alias() for allocator in cluster.allocators_of(instance.group)]
+        new, views = list(instance.paused), []
+        for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
+            if not instance.paused:
+                allocators = cluster.allocators_of(site.group)
+                new.append(cluster.new_instance(site.group, allocators, site.kv, released, scratch[index]))
+            own = new[index].lane
+            views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], site.group.home)]
+        hand_over([instance], views, self._requeue)  # may fail: nothing has changed until then
         if active.kept is not None:
             active.kept.settle()
-        allocators = cluster.settle_allocators(instance.group, active.allocators)
-        try:
-            new, views = list(instance.paused), []
-            for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
-                ranks = slice(index * tp, (index + 1) * tp)
-                if not instance.paused:
-                    new.append(cluster.new_instance(site.group, allocators[ranks], site.kv, released, scratch[index]))
-                home = new[index]
-                views += [(home, home.lane, *own) for own in move_into(home.lane, [lane], site.group.home)]
-            hand_over([instance], views, self._requeue)
-        except BaseException:
-            cluster.settle_allocators(instance.group, before)
-            raise
+        cluster.settle_allocators(instance.group, active.allocators)
+        for home, lane in zip(new, instance.lanes, strict=True):
+            adopt_prefixes(home.lane, [lane], home.group.home)
         for member, site, part in zip(instance.drop_paused(), transition.members, scratch, strict=False):
             member.site.kv[:] = site.kv
             member.runner.hidden = HiddenStates(member.group, part.hidden)
@@ -115,6 +112,9 @@ def hand_over(
             sequence.pages = pages
             instance.add(sequence, lane)
     except BaseException:
+        for instance, lane, sequence, _ in views:
+            if sequence in lane.running:
+                instance.leave(sequence, lane)
         for sequence, pages, slot in before:
             sequence.pages, sequence.slot = pages, slot
         for instance in old:
