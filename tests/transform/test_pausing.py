@@ -14,6 +14,7 @@ from transform_cases import SHARED, make, tokens
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport
@@ -396,3 +397,35 @@ def test_closing_ends_paused_requests(directory: Path, compile_cache: str):
 
         requests = in_dispatcher(llm, begin)
     assert all(s.error is not None for r in requests for s in r.sequences)
+
+
+def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """While the group's requests change hands beside the paused ones: all are computed again."""
+    asked = [*KINDS, URGENT, (prompt(30, 8), greedy(40, repetition_penalty=1.2))]
+    expected = expected_of(idle, asked)
+
+    def fail(self: StepSampler, sequence: Any, slot: int) -> None:
+        raise RuntimeError("injected")
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, asked[:-2])
+        steps(idle, lambda: all(r.sequences[0].output for r in requests))
+        transform(idle, options(4, "pause"))
+        later = submit(idle, asked[-2:])
+        steps(idle, lambda: all(r.sequences[0].output for r in later))
+        with monkeypatch.context() as patch:
+            future = engine.transform(TransformOptions(1, ALL))
+            patch.setattr(StepSampler, "remember", fail)
+            while engine.transformations.busy:
+                for instance in engine.instances:
+                    engine._launching.launch(instance)  # no new requests: they would fail by themselves
+                engine.drain()
+                engine.transformations.wait()
+        assert "injected" in str(future.exception())
+        assert not engine.num_paused
+        steps(idle, lambda: done([*requests, *later]))
+        assert outputs([*requests, *later]) == expected
+        registry_of(idle).end([*requests, *later])
+
+    in_dispatcher(idle, drive)
