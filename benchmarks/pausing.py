@@ -4,8 +4,8 @@
 
 A random model of as many layers on 4 virtual devices, TP1. So many requests decode, with the cache 90% full; they are
 paused for a TP4 instance, another request is submitted and served there, and they go on. The dispatcher's thread is
-driven by hand, with a step in flight when they are paused. Moved, restored and recomputed must be nothing; tokens are
-compared with those of an undisturbed run.
+driven by hand, with a step in flight when they are paused; the other request's first step is launched when that has
+run. Moved, restored and recomputed must be nothing; tokens are compared with those of an undisturbed run.
 """
 
 import argparse
@@ -87,10 +87,12 @@ def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
         if index:
             engine.advance()
             ms, report = change(engine, 4, "pause")
+            engine.drain()  # the steps in flight
             later = llm._registry.make(urgent, short, lambda _: None, None, None)
             start = time.perf_counter()
             engine.submit([later.sequences[0]])
-            engine.advance()
+            engine.admission.admit()
+            engine._launching.launch(engine.instances[0])
             launch_ms = (time.perf_counter() - start) * 1e3
             run_until(engine, [later])
             engine.drain()
