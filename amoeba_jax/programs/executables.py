@@ -1,6 +1,7 @@
 """The registry of compiled programs."""
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -15,7 +16,7 @@ from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.host_memory import trim_host_memory
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs import program_cache
-from amoeba_jax.programs.background import BackgroundCompiler
+from amoeba_jax.programs.background import Arrival, BackgroundCompiler, start_compile_threads
 from amoeba_jax.programs.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.programs.program_store import ProgramStore
 from amoeba_jax.programs.relocation import PortableProgram, give_up
@@ -25,12 +26,10 @@ logger = logging.getLogger(__name__)
 
 # What compiling has freed stays with the process otherwise: 30 MiB a program, measured with SmolLM2 on CPU.
 _TRIM_EVERY = 16
-# XLA's passes recurse, more deeply than the stack that a thread gets by default.
-STACK_BYTES = 64 << 20
 # One event for each program, whether XLA compiled it or the compile cache had it; none where JAX has it in memory.
 _PROGRAM = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_starting_threads = threading.Lock()
+_background_count = itertools.count(1)
 
 
 class _Compiled(threading.local):
@@ -166,13 +165,7 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
             done.put(None)
 
     threads = [threading.Thread(target=work, name=f"amoeba-compile-{index}", daemon=True) for index in range(jobs)]
-    with _starting_threads:
-        previous = threading.stack_size(STACK_BYTES)
-        try:
-            for thread in threads:
-                thread.start()
-        finally:
-            threading.stack_size(previous)
+    start_compile_threads(threads)
     running, count, error = len(threads), 0, None
     try:
         while running:
@@ -221,6 +214,7 @@ class Executables:
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
         self._failed: dict[Hashable, Exception] = {}
+        self._prepared: list[Hashable] = []  # keys that `take_arrived` has not returned yet
         self._num_failures = 0  # that came, and that were raised
         self.background: BackgroundCompiler[ProgramRequest, Executable] = BackgroundCompiler(_compile_family, jobs)
 
@@ -286,7 +280,14 @@ class Executables:
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
         program has raised, or what `check` raises for it."""
-        arrived = self.background.take()
+        taken = self._take_in(self.background.take(), check)
+        keys, self._prepared = self._prepared + [request.key for request in taken], []
+        return keys
+
+    def _take_in(
+        self, arrived: list[Arrival[ProgramRequest, Executable]], check: Callable[[Executable], None] = lambda _: None
+    ) -> list[ProgramRequest]:
+        """Keep programs, or why there are none. Return all requests."""
         for request, executable, error in arrived:
             try:
                 if executable is None:
@@ -299,7 +300,7 @@ class Executables:
             else:
                 self._known.add(request.key)
                 self._store.add(request.key, executable)
-        return [arrival.request.key for arrival in arrived]
+        return [arrival.request for arrival in arrived]
 
     def _absent(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
         refuse = self.strict and self._complete
@@ -358,10 +359,11 @@ class Executables:
         why = "it was dropped for others" if dropped else "it was not before the engine was ready"
         logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
 
-    def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
-        """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.
+    def prepare(self, requests: Iterable[ProgramRequest]) -> Iterator[Executable]:
+        """Have what is missing compiled in the background, wait for it, and yield each program, those that were there
+        first.
 
-        Raises `NotCompiledError` as `get` does.
+        Raises what compiling one raises, and `NotCompiledError` as `get` does.
         """
         missing = []
         for key, request in {request.key: request for request in requests}.items():
@@ -374,16 +376,30 @@ class Executables:
         if self._complete:
             yield from map(self.executable, missing)
             return
-        for executable in compile_programs(self._with_originals(missing), jobs):
-            self._known.add(executable.request.key)
-            self._store.add(executable.request.key, executable)
-            yield executable
+        wanted = self._with_originals(missing)
+        left = {request.key for request in wanted}
+        self.background.want(wanted)
+        try:
+            while left:
+                self.background.wait(left)
+                taken = self._take_in(self.background.take(left))
+                self._prepared += [request.key for request in taken]
+                left.difference_update(self._prepared)
+                for request in taken:
+                    self._raise_failure(request)
+                    yield self._store.get(request.key, lambda request=request: self._make(request))
+        finally:
+            self.background.forget(left)
 
 
 def _compile_family(requests: list[ProgramRequest]) -> Iterator[tuple[ProgramRequest, Executable]]:
     """For a `BackgroundCompiler`."""
-    for executable in compile_programs(requests, jobs=1):
-        yield executable.request, executable
+    source = None
+    for request in sorted(requests, key=lambda request: request.devices):
+        executable, source = compile_program(request, source)
+        if next(_background_count) % _TRIM_EVERY == 0:
+            trim_host_memory()
+        yield request, executable
 
 
 def _not_compiled(request: ProgramRequest) -> NotCompiledError:
