@@ -129,7 +129,7 @@ def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> Non
         results = _run_on_first(instance, request.kind, program)
     elif request.kind in ("split", "join"):
         hidden = instance.runner.hidden
-        results = program(hidden.take(instance.group, replicated=False))
+        results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
         hidden.put(instance.group, results, replicated=False)
     elif request.kind == "page_copy":
         instance.copy_page(instance.lane, *np.zeros((2, instance.tp), np.int32))

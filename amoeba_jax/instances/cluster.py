@@ -24,7 +24,8 @@ from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.catalogue import catalogue
-from amoeba_jax.programs.executables import Executable, Executables
+from amoeba_jax.programs.compiling import Executable
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.loading import OpenWeights

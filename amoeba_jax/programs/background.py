@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-# Of the threads that compile: their share of a processor that serving wants is a third of its.
+# Of the threads that compile beside serving: their share of a processor that serving wants is a third of its.
 _NICENESS = 5
 _MAX_JOBS = 8
 # XLA's passes recurse, more deeply than the stack that a thread gets by default.
@@ -54,12 +55,12 @@ class Arrival(NamedTuple, Generic[R, T]):
 
 
 class BackgroundCompiler(Generic[R, T]):
-    """Compiles what it is asked for in `jobs` threads of lower priority, urgent programs first, then in order.
+    """Compiles what it is asked for in `jobs` threads, urgent programs first, then in order.
 
     Threads begin with the first program. Methods may be called from any thread, but `take` from one alone.
 
     Attributes:
-        serving: requests run: half of the threads compile, and the others begin nothing new.
+        serving: requests run: half of the threads compile, at lower priority, and the others begin nothing new.
 
     Args:
         compile: compiles programs of one family, and yields each when it is there.
@@ -81,6 +82,7 @@ class BackgroundCompiler(Generic[R, T]):
         self._arrived: deque[Arrival[R, T]] = deque()
         self._threads: list[threading.Thread] = []
         self._serving = self._closed = False
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else None
 
     @property
     def serving(self) -> bool:
@@ -91,6 +93,7 @@ class BackgroundCompiler(Generic[R, T]):
         if serving != self._serving:
             with self._changed:
                 self._serving = serving
+                self._set_priorities()
                 self._changed.notify_all()
 
     @property
@@ -117,12 +120,11 @@ class BackgroundCompiler(Generic[R, T]):
                     self._later.setdefault(key, request)
             if (self._urgent or self._later) and not self._threads:
                 self._threads = [
-                    threading.Thread(
-                        target=self._work, args=(index,), name=f"amoeba-background-{index}", daemon=True
-                    )
+                    threading.Thread(target=self._work, args=(index,), name=f"amoeba-background-{index}", daemon=True)
                     for index in range(self._jobs)
                 ]
                 start_compile_threads(self._threads)
+                self._set_priorities()
             self._changed.notify_all()
         return new
 
@@ -186,9 +188,18 @@ class BackgroundCompiler(Generic[R, T]):
     def _num_working(self) -> int:
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
+    def _set_priorities(self) -> None:
+        """Threads have priorities of their own on Linux. Without leave to raise them, they stay low once requests have
+        run."""
+        if self._niceness is None:
+            return
+        for thread in self._threads:
+            assert thread.native_id is not None, "it has been started"
+            with contextlib.suppress(OSError):
+                niceness = self._niceness + (_NICENESS if self._serving else 0)
+                os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
+
     def _work(self, index: int) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # where threads have priorities of their own: on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while requests := self._next(index):
             left = {request.key: request for request in requests}
             try:

@@ -24,7 +24,8 @@ from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.catalogue import catalogue
-from amoeba_jax.programs.executables import Executables, compile_programs
+from amoeba_jax.programs.compiling import compile_programs
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import DeviceTooSmallError
 from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_requests import ProgramRequest
