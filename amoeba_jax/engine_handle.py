@@ -42,7 +42,14 @@ P = TypeVar("P", bound=SchedulerHook)
 class EngineHandle:
     """An engine with its threads, and everything that one can do with it besides generating. See `LLM`."""
 
-    def __init__(self, model: str | Path = EngineConfig.model, *, progress: bool = True, **settings: Any):
+    def __init__(
+        self,
+        model: str | Path = EngineConfig.model,
+        *,
+        progress: bool = True,
+        warmup: tuple[int, ...] | list[int] = (),
+        **settings: Any,
+    ):
         self.config = EngineConfig.from_fields({"model": model, **settings})
         self._progress = progress
         source = ModelSource(self.config)
@@ -63,7 +70,9 @@ class EngineHandle:
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
-                engine = Engine(self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]))
+                engine = Engine(
+                    self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]), tuple(warmup)
+                )
         finally:
             source.close()
         self._engine = engine
@@ -72,6 +81,12 @@ class EngineHandle:
         self._dispatcher.hold = self._outputs
         self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
         self._registry = RequestRegistry(engine, self._dispatcher, self._outputs, self.tokenizer, self.config.seed)
+        if warmup:
+            try:
+                self.warmup(list(warmup))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_devices(self) -> int:
@@ -175,8 +190,8 @@ class EngineHandle:
         refused; `stats.late_programs` counts. Raises `RequestError` if requests are waiting or running,
         `MemoryBudgetError` if the programs' temporaries do not fit the budget.
 
-        With `background` it returns at once how many are missing. They are compiled while requests run, with half of
-        the threads and lower priority, and not run; `stats.degrees` tells which degrees are ready.
+        With `background` it returns at once how many are missing. They are compiled at lower priority, with all threads
+        while no request runs, else with half of them, and not run; `stats.degrees` tells which degrees are ready.
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})

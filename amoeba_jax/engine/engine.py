@@ -40,7 +40,8 @@ class Engine:
     The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
     to two steps launched: the device computes one while the host takes in the results of the one before it.
 
-    Construction loads the weights. `on_load(name)` is called after each parameter.
+    Construction loads the weights, and meanwhile begins to compile the programs of the degrees `compile_first`.
+    `on_load(name)` is called after each parameter.
 
     Attributes:
         on_result: called from other threads whenever `collect` has something to take; must not block.
@@ -55,10 +56,11 @@ class Engine:
         devices: tuple[jax.Device, ...],
         open_weights: OpenWeights,
         on_load: Callable[[str], None],
+        compile_first: tuple[int, ...] = (),
     ):
         self.config = config
         self.dims = dims
-        self.cluster = Cluster(config, dims, devices, open_weights, on_load)
+        self.cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
         self.cluster.on_result = self.cluster.executables.background.on_arrival = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
         self.stats = EngineStats()
@@ -236,6 +238,7 @@ class Engine:
         """
         if self._take_programs() or self.cluster.revive():
             self.sequences.num_changes += 1
+        self.cluster.executables.background.serving = any(instance.running for instance in self.cluster.all_instances)
         self._admit()
         launched, seen = False, ()
         while seen != self.instances:  # a transformation may end here and leave others

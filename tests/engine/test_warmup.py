@@ -21,7 +21,8 @@ from transform_cases import Background, wait_until_decoding
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
 from amoeba_jax.programs.catalogue import catalogue
-from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
+from amoeba_jax.programs.compiling import compile_program, compile_programs
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
 from amoeba_jax.programs.program_store import ProgramStore
 
