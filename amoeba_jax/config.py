@@ -72,6 +72,9 @@ class EngineConfig:
     strict_compile: bool = False
     """After a warm-up of all degrees, refuse a request or transformation that would need another program, instead of
     compiling it while requests wait."""
+    prepare_pausing: bool = False
+    """Have warm-ups compile besides what instances of higher degrees need that keep all weights, as they do while
+    requests are paused: see `LLM.transform`."""
     seed: int = 0
     """Seed of requests that set none, and of random weights."""
 

@@ -42,7 +42,14 @@ P = TypeVar("P", bound=SchedulerHook)
 class EngineHandle:
     """An engine with its threads, and everything that one can do with it besides generating. See `LLM`."""
 
-    def __init__(self, model: str | Path = EngineConfig.model, *, progress: bool = True, **settings: Any):
+    def __init__(
+        self,
+        model: str | Path = EngineConfig.model,
+        *,
+        progress: bool = True,
+        warmup: tuple[int, ...] | list[int] = (),
+        **settings: Any,
+    ):
         self.config = EngineConfig.from_fields({"model": model, **settings})
         self._progress = progress
         source = ModelSource(self.config)
@@ -63,7 +70,9 @@ class EngineHandle:
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
-                engine = Engine(self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]))
+                engine = Engine(
+                    self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]), tuple(warmup)
+                )
         finally:
             source.close()
         self._engine = engine
@@ -72,6 +81,12 @@ class EngineHandle:
         self._dispatcher.hold = self._outputs
         self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
         self._registry = RequestRegistry(engine, self._dispatcher, self._outputs, self.tokenizer, self.config.seed)
+        if warmup:
+            try:
+                self.warmup(list(warmup))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_devices(self) -> int:
@@ -121,7 +136,8 @@ class EngineHandle:
             variant: how; see `TransformVariant`.
             release_weights: whether merging instances give FFN weights that their ranks do not need to the KV cache.
                 Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
-                Splitting restores what the lower degree needs.
+                Splitting restores what the lower degree needs. Instances that have the degree already release or
+                restore theirs, all layers in one go between two steps.
             layers_per_step: layers that change between two steps, up to whole segments (`EngineConfig.segment_layers`);
                 `"auto"`: as many as keep the longest wait for a token under 1.25 steps, by measured times, and all at
                 once when nothing runs.
@@ -132,7 +148,8 @@ class EngineHandle:
                 instance serves others from the free pages, at once, and transforming it back to the degree before lets
                 them go on where they were. Where others lack pages, those of cached prefixes are taken first, then
                 those of the paused request that is served last, of the same priority or a lower one, which is computed
-                again later. `"wait"`: the change begins when they have ended, and no others start there meanwhile.
+                again later. `"wait"`, also of instances that split: the change begins when they have ended, and no
+                others start there meanwhile.
 
         Raises:
             LayoutError: if such instances cannot be made of these devices.
@@ -173,8 +190,8 @@ class EngineHandle:
         refused; `stats.late_programs` counts. Raises `RequestError` if requests are waiting or running,
         `MemoryBudgetError` if the programs' temporaries do not fit the budget.
 
-        With `background` it returns at once how many are missing. They are compiled while requests run, with half of
-        the threads and lower priority, and not run; `stats.degrees` tells which degrees are ready.
+        With `background` it returns at once how many are missing. They are compiled at lower priority, with all threads
+        while no request runs, else with half of them, and not run; `stats.degrees` tells which degrees are ready.
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})

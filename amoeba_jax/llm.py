@@ -28,7 +28,8 @@ class LLM(EngineHandle):
 
     `LLM(model=..., num_devices=4, tensor_parallel_size=1, ...)`: every field of `EngineConfig` is accepted by name.
     Construction loads the weights onto every device; executables are compiled on first use, or all at once by
-    `warmup()`, and kept in a cache across processes. Close it, or use it as a context manager, to free the memory.
+    `warmup()`, and kept in a cache across processes. `LLM(..., warmup=[1])` does what `LLM(...).warmup([1])` does in
+    less time: it compiles while weights are loaded. Close it, or use it as a context manager, to free the memory.
 
     Methods may be called from several threads.
 

@@ -49,6 +49,8 @@ class InstanceView:
     """Pages that hold prompts of earlier requests for later ones, and are free for others when needed."""
     paused: int = 0
     """Requests on its devices that go on when it is transformed back to the degree that they had."""
+    paused_degree: int = 0
+    """That degree; 0 where none are paused."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ decode step.
 """
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -51,11 +52,16 @@ def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str,
     from amoeba_jax import LLM, SamplingParams
 
     imported = time.perf_counter()
-    llm = LLM(model, num_devices=devices, device_memory=device_memory, compile_cache=cache, progress=False)
-    loaded = time.perf_counter()
     degrees = [degree for degree in (1, 2, 4) if degree <= devices]
+    settings: dict[str, Any] = {"num_devices": devices, "device_memory": device_memory, "compile_cache": cache}
+    meanwhile = "warmup" in inspect.signature(LLM.__init__).parameters
+    if meanwhile:
+        settings["warmup"] = degrees[:1]
+    llm = LLM(model, progress=False, **settings)
+    loaded = time.perf_counter()
     beside = hasattr(llm.stats, "degrees")
-    llm.warmup(degrees[:1] if beside else degrees)
+    if not meanwhile:
+        llm.warmup(degrees[:1] if beside else degrees)
     ready = time.perf_counter()
     if beside:
         llm.warmup(degrees, background=True)
@@ -104,7 +110,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
     from amoeba_jax import LLM
     from amoeba_jax.instances.instance import Instance
     from amoeba_jax.instances.step_plan import StepPlan
-    from amoeba_jax.programs.executables import compile_programs
+    from amoeba_jax.programs.compiling import compile_programs
 
     def compile_s(instance: Instance) -> float:
         buckets = instance.buckets

@@ -224,16 +224,10 @@ class BuddyAllocator:
             self._references[piece] = references
         return units
 
-    def alias(self) -> "BuddyAllocator":
-        """Another name for the blocks that it has now, for it to `become` again."""
-        alias = BuddyAllocator(self.max_tp)
-        alias.become(self)
-        return alias
-
     def become(self, other: "BuddyAllocator") -> None:
         """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.
 
-        Whoever has this allocator goes on with it: a device has one for life.
+        Those that have this allocator go on with it: a device has one for life.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

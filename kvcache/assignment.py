@@ -15,7 +15,7 @@ def assign_down(
     *,
     together: bool = True,
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
-    limit: int | None = None,
+    limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " S"]:
     """The instance that each of `S` sequences of a group goes to when the group splits.
 
@@ -32,7 +32,7 @@ def assign_down(
         staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`). It
             goes to the one with most, but for those that are moved on until the free pages of instances differ by no
             more than the longest sequence.
-        limit: sequences that an instance takes at most; as many as fit if None.
+        limit: sequences that each instance, or any, takes at most; as many as fit if None.
 
     Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
     few ways.
@@ -40,7 +40,7 @@ def assign_down(
     numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
     ends = list(itertools.accumulate(len(p) for p in pages))
     pages = np.split(index, ends)[: len(pages)]
-    most = len(pages) if limit is None else limit
+    most = list(limit) if isinstance(limit, Sequence) else [len(pages) if limit is None else limit] * len(room)
     if staying is not None:
         assignment = _assign_staying(pages, len(numbers), room, staying, most)
         if assignment is not None:
@@ -60,7 +60,7 @@ def assign_down(
     raise OutOfPagesError(
         f"{len(pages)} sequences with {len(numbers)} pages together, {max(len(p) for p in pages)} the longest, "
         f"do not fit into {len(room)} instances with room for {list(room)} pages"
-        + (f" and for {limit} sequences each" if limit is not None else "")
+        + (f" and for {most} sequences" if limit is not None else "")
     )
 
 
@@ -74,10 +74,10 @@ def _assign(
     room: Sequence[int],
     groups: list[list[int]],
     preference: _Preference,
-    limit: int,
+    limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
     """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
-    free, left = list(room), [limit] * len(room)
+    free, left = list(room), list(limit)
     held = np.zeros((len(room), num_pages), bool)
     assignment = np.zeros(len(pages), np.int32)
 
@@ -107,7 +107,7 @@ def _assign_staying(
     num_pages: int,
     room: Sequence[int],
     staying: Sequence[Int[np.ndarray, " _"]],
-    limit: int,
+    limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
     """Each sequence where most of its pieces can stay, and some on from there; None if that finds no room for all."""
     if not pages:
@@ -132,10 +132,10 @@ class _Staying:
         num_pages: int,
         room: Int[np.ndarray, " k"],
         staying: Int[np.ndarray, "S k"],
-        limit: int,
+        limit: list[int],
     ) -> None:
         self.assignment = np.argmax(staying, axis=1).astype(np.int32)
-        self._pages, self._room, self._staying, self._limit = pages, room, staying, limit
+        self._pages, self._room, self._staying, self._limit = pages, room, staying, np.array(limit)
         self._lengths = np.array([len(own) for own in pages])
         self._all = np.concatenate(pages)
         self._ends = np.cumsum(self._lengths)
@@ -174,7 +174,7 @@ class _Staying:
             own = np.flatnonzero(self.assignment == instance)
             if instance == to or not len(own):
                 continue
-            crowded, difference = counts[instance] > self._limit, free[to] - free[instance]
+            crowded, difference = counts[instance] > self._limit[instance], free[to] - free[instance]
             if not crowded and free[instance] >= 0 and difference <= self._lengths[own].max():
                 continue
             gain = self._per_sequence(self._users[instance] == 1)[own]

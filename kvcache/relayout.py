@@ -132,6 +132,36 @@ def place_down(
     return new_tables
 
 
+def place_within(
+    table: Int32[np.ndarray, "tp _"],
+    references: Int[np.ndarray, " _"],
+    geometry: PageGeometry,
+    allocators: Sequence[BuddyAllocator],
+) -> Int32[np.ndarray, "tp _"]:
+    """Places an instance's distinct pages again at the same degree: those that lie in free blocks stay.
+
+    Args:
+        table: `[tp, P]` local page ids.
+        references: `[P]` references that each page gets.
+        allocators: of the view to come, one a rank. Its extents are the first ones of the old view.
+
+    Raises `OutOfPagesError`, with nothing changed, where they do not fit.
+    """
+    tp, num_pages = table.shape
+    room = [allocator.num_free(geometry.order(tp)) for allocator in allocators]
+    if num_pages > min(room):
+        raise OutOfPagesError(f"{num_pages} pages at TP{tp} do not fit: the ranks have room for {room} pages")
+    placed = table.copy()
+    for ids, allocator in zip(placed, allocators, strict=True):
+        free = _free_blocks(allocator, geometry.units_per_page(tp))
+        stays = ids < len(free)
+        stays[stays] = free[ids[stays]]
+        free[ids[stays]] = False
+        ids[~stays] = np.flatnonzero(free)[: np.count_nonzero(~stays)]
+        _claim(allocator, ids, references, geometry, tp)
+    return placed
+
+
 def moves(
     old_tables: Sequence[Int32[np.ndarray, "_ _"]],
     new_tables: Sequence[Int32[np.ndarray, "_ _"]],

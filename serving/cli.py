@@ -210,6 +210,16 @@ def transform(
     variant: Annotated[
         str, typer.Option(help="How pages and weights move: see docs/transformation.md.")
     ] = "in_place_overlapped",
+    keep_weights: Annotated[
+        bool, typer.Option("--keep-weights", help="Do not give weights to the KV cache that a rank does not need.")
+    ] = False,
+    running: Annotated[
+        str,
+        typer.Option(
+            help="What becomes of running requests: 'migrate'; 'pause', until the instance is transformed back "
+            "(keeps weights); or 'wait' until they have ended."
+        ),
+    ] = "migrate",
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for a degree whose programs are still being compiled.")
     ] = False,
@@ -223,7 +233,15 @@ def transform(
 
         token = os.environ.get("AMOEBA_ADMIN_TOKEN")
         with open_client(target, token_file, token, tls_ca) as client:
-            run_transform(client, tensor_parallel_size, devices, variant, wait)
+            run_transform(
+                client,
+                tensor_parallel_size,
+                devices,
+                variant,
+                keep_weights=keep_weights or running == "pause",
+                running=running,
+                wait=wait,
+            )
 
 
 @app.command()

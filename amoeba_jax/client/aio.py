@@ -155,11 +155,12 @@ class AsyncClient:
         layers_per_step: int | None = None,
         *,
         wait_for_programs: bool = False,
+        running: str = "migrate",
         timeout_s: float | None = None,
     ) -> results.Transformation:
         """Merge or split instances while requests run; see `LLM.transform`."""
         message = requests.transform_request(
-            tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs
+            tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )
         # Not tried again: the server may have begun.
         response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)

@@ -67,12 +67,18 @@ def transform_request(
     release_weights: bool,
     layers_per_step: int | None,
     wait_for_programs: bool,
+    running: str,
 ) -> pb.TransformRequest:
-    """Raises `RequestError` for a variant that is not known."""
+    """Raises `RequestError` for a variant, or a way of `running`, that is not known."""
     name = f"TRANSFORM_VARIANT_{variant.upper()}"
     if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
         known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]
         raise RequestError(f"variant={variant!r} is not known: it must be one of {', '.join(known)}")
+    what = f"RUNNING_REQUESTS_{running.upper()}"
+    ways = list(pb.RunningRequests.keys())
+    if what not in ways:
+        known = [way.removeprefix("RUNNING_REQUESTS_").lower() for way in ways]
+        raise RequestError(f"running={running!r} is not known: it must be one of {', '.join(known)}")
     return pb.TransformRequest(
         tensor_parallel_size=tensor_parallel_size,
         devices=devices,
@@ -80,4 +86,5 @@ def transform_request(
         release_weights=release_weights,
         layers_per_step=layers_per_step or 0,
         wait_for_programs=wait_for_programs,
+        running=what,
     )

@@ -87,6 +87,9 @@ class Instance:
     kv_used_pages: int
     kv_total_pages: int
     kv_cached_pages: int
+    paused: int = 0
+    """Requests that go on when it is transformed back to `paused_degree`."""
+    paused_degree: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Transformation:
     extra_bytes: int
     steps: int
     tokens: int
+    paused: int
+    resumed: int
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
@@ -202,6 +207,8 @@ def read_cluster(message: pb.Cluster) -> Cluster:
             instance.kv_used_pages,
             instance.kv_total_pages,
             instance.kv_cached_pages,
+            instance.paused,
+            instance.paused_degree,
         )
         for instance in message.instances
     )

@@ -23,7 +23,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
-from amoeba_jax.programs.catalogue import catalogue_by_degree
+from amoeba_jax.programs.catalogue import catalogue_by_degree, kept_weights
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
@@ -40,7 +40,8 @@ class Engine:
     The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
     to two steps launched: the device computes one while the host takes in the results of the one before it.
 
-    Construction loads the weights. `on_load(name)` is called after each parameter.
+    Construction loads the weights, and meanwhile begins to compile the programs of the degrees `compile_first`.
+    `on_load(name)` is called after each parameter.
 
     Attributes:
         on_result: called from other threads whenever `collect` has something to take; must not block.
@@ -55,10 +56,11 @@ class Engine:
         devices: tuple[jax.Device, ...],
         open_weights: OpenWeights,
         on_load: Callable[[str], None],
+        compile_first: tuple[int, ...] = (),
     ):
         self.config = config
         self.dims = dims
-        self.cluster = Cluster(config, dims, devices, open_weights, on_load)
+        self.cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
         self.cluster.on_result = self.cluster.executables.background.on_arrival = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
         self.stats = EngineStats()
@@ -112,8 +114,8 @@ class Engine:
             if self.transformations.awaits_programs:
                 self.cluster.executables.background.wait()
 
-    def set_layout(self, tp: int) -> float:
-        """Regroup all devices into instances of degree `tp`; returns the seconds it took.
+    def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
+        """Regroup all devices into instances of degree `tp`; returns the seconds it took. See `transform`.
 
         Raises `RequestError` while requests are waiting or running.
         """
@@ -121,7 +123,7 @@ class Engine:
         self.check_idle("the layout cannot change")
         start = time.perf_counter()
         devices = tuple(range(len(self.cluster.sub_meshes.devices)))
-        report = self.transform(TransformOptions(tp, devices))
+        report = self.transform(TransformOptions(tp, devices, release_weights=release_weights))
         self.end_transformations()
         report.result()
         return time.perf_counter() - start
@@ -236,6 +238,7 @@ class Engine:
         """
         if self._take_programs() or self.cluster.revive():
             self.sequences.num_changes += 1
+        self.cluster.executables.background.serving = any(instance.running for instance in self.cluster.all_instances)
         self._admit()
         launched, seen = False, ()
         while seen != self.instances:  # a transformation may end here and leave others
@@ -280,6 +283,9 @@ class Engine:
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         executables = self.cluster.executables
         by_degree = catalogue_by_degree(self.cluster.plan, executables, order)
+        if self.config.prepare_pausing:
+            for request in kept_weights(self.cluster.plan, executables, tuple(sorted(set(degrees)))):
+                by_degree[len(request.devices)].append(request)
         missing = executables.compile_later(request for mine in by_degree.values() for request in mine)
         self.readiness.begin(by_degree, missing)
         if not missing and self._is_complete:

@@ -21,7 +21,8 @@ def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
             kv_used_pages=counts[instance].total - counts[instance].available,
             kv_total_pages=counts[instance].total,
             num_cached_pages=counts[instance].cached,
-            paused=len(instance.paused_sequences),
+            paused=(paused := len(instance.paused_sequences)),
+            paused_degree=instance.paused[0].tp if paused else 0,
         )
         for instance in engine.instances
     )

@@ -1,8 +1,7 @@
 """Compiling all that serving can need, and running each program once: the first call of a program does more."""
 
-import os
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.catalogue import catalogue, kept_weights
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
@@ -19,7 +18,6 @@ from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
 
-_MAX_JOBS = 8
 ON_FIRST = ("draw", "draw_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run on an instance's first device alone."""
 
@@ -31,19 +29,14 @@ class Warmup:
     Attributes:
         made: programs that were not there before.
         cached: how many of these came from the compile cache.
-        compile_s: seconds until all were there.
-        run_s: seconds in which each was run once, changes of the layout included.
+        compile_s: seconds until all were there, and those of the present layout had run once.
+        run_s: seconds in which those of other layouts than the present one were run once, changes of layout included.
     """
 
     made: int
     cached: int
     compile_s: float
     run_s: float
-
-
-def compile_jobs(jobs: int | None) -> int:
-    """Programs to compile at once; None: as many as there are processors."""
-    return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
@@ -55,7 +48,14 @@ def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
     cluster = engine.cluster
     for tp in degrees:
         cluster.sub_meshes.check_degree(tp)
-    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
+    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees)))) + _kept(engine, degrees)
+
+
+def _kept(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
+    """Programs of instances that keep all weights, if they are wanted."""
+    if not engine.config.prepare_pausing:
+        return []
+    return kept_weights(engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees))))
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> Warmup:
@@ -70,23 +70,28 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
     start, before, known = time.perf_counter(), executables.num_made, {e.request.key for e in executables}
     requests = _wanted(engine, degrees)
-    jobs = compile_jobs(engine.config.compile_jobs)
+    waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}
+    kept: dict[Hashable, ProgramRequest] = {request.key: waiting.pop(request.key) for request in _kept(engine, degrees)}
     cached = 0
-    for executable in executables.prepare(requests, jobs):
+    _clear_caches(engine)
+    for executable in executables.prepare(requests):
         engine.cluster.reserve_temporaries(executable)
         cached += executable.info.cached and executable.request.key not in known
         on_program()
+        # What the present instances can run need not wait for the other programs.
+        if executable.request.key not in kept and _run_here(engine, executable.request):
+            waiting.pop(executable.request.key, None)
+            on_program()
     compiled = time.perf_counter()
-    waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}
     try:
         # The present layout first: it need not be made.
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
-            for instance in engine.instances:
-                instance.lane.cache.clear()  # whose pages a restored weight may be written over
-            for request in _run_here(engine, tp, waiting):
-                del waiting[request.key]
-                on_program()
+            _run_all(engine, waiting, on_program)
+        for tp in sorted(set(degrees))[1:] if kept else ():
+            engine.set_layout(min(degrees))
+            engine.set_layout(tp, release_weights=False)
+            _run_all(engine, kept, on_program, released=min(degrees))
     finally:
         engine.set_layout(min(tp for tp, _ in present))
         for tp, devices in present:
@@ -97,14 +102,36 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     return Warmup(executables.num_made - before, cached, compiled - start, time.perf_counter() - compiled)
 
 
-def _run_here(engine: Engine, tp: int, waiting: dict[Hashable, ProgramRequest]) -> Iterator[ProgramRequest]:
-    """Run those programs that the present instances, all of degree `tp`, have the buffers for, and yield them."""
-    homes = {instance.id: instance for instance in engine.instances}
+def _clear_caches(engine: Engine) -> None:
+    """Drop cached pages: a restored weight may be written over them."""
+    for instance in engine.instances:
+        instance.lane.cache.clear()
+
+
+def _run_all(
+    engine: Engine,
+    waiting: dict[Hashable, ProgramRequest],
+    on_program: Callable[[], None],
+    released: int | None = None,
+) -> None:
+    """Run what the present instances can, and take it off the list. See `_run_here`."""
+    _clear_caches(engine)
     for request in list(waiting.values()):
-        instance = homes.get(request.devices[0])
-        if instance is not None and (request.kind in ON_FIRST or len(request.devices) == tp):
+        if _run_here(engine, request, released):
+            del waiting[request.key]
+            on_program()
+
+
+def _run_here(engine: Engine, request: ProgramRequest, released: int | None = None) -> bool:
+    """Run a program if a present instance has the buffers for it, with weights released for a degree, by default its
+    own."""
+    for instance in engine.instances:
+        if instance.id == request.devices[0] and instance.released == (released or instance.tp):
+            if request.kind not in ON_FIRST and len(request.devices) != instance.tp:
+                return False
             run_once(engine, instance, request)
-            yield request
+            return True
+    return False
 
 
 def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> None:
@@ -125,7 +152,7 @@ def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> Non
         results = _run_on_first(instance, request.kind, program)
     elif request.kind in ("split", "join"):
         hidden = instance.runner.hidden
-        results = program(hidden.take(instance.group, replicated=False))
+        results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
         hidden.put(instance.group, results, replicated=False)
     elif request.kind == "page_copy":
         instance.copy_page(instance.lane, *np.zeros((2, instance.tp), np.int32))

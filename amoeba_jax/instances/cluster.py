@@ -5,7 +5,6 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,16 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.instances.step_plan import SamplingState
 from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs.background import background_jobs
+from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.executables import Executable, Executables
+from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.compiling import Executable
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.loading import OpenWeights
@@ -47,34 +49,10 @@ spends a tenth of its time on attempts at most, though each may read the weights
 _TAKE_BACK_ATTEMPTS = 3
 
 
-class Scratch(NamedTuple):
-    """Buffers of a group's ranks, of which only the memory outlives an instance: a slot's last token is read after
-    something was sampled for it, and hidden states within a step.
-
-    Attributes:
-        last_tokens: `[num_slots]` of each rank.
-        hidden: `[D, hidden_tokens]` of each rank.
-    """
-
-    last_tokens: list[jax.Array]
-    hidden: list[jax.Array]
-
-    @classmethod
-    def joined(cls, parts: Iterable["Scratch"]) -> "Scratch":
-        """Of groups side by side."""
-        parts = list(parts)
-        return cls([t for part in parts for t in part.last_tokens], [h for part in parts for h in part.hidden])
-
-    def split(self, size: int) -> list["Scratch"]:
-        """Of groups of `size` ranks."""
-        return [
-            Scratch(self.last_tokens[first : first + size], self.hidden[first : first + size])
-            for first in range(0, len(self.hidden), size)
-        ]
-
-
 class Cluster:
     """Loads the weights onto every device, divides the rest of its memory, and makes instances.
+
+    Programs for the degrees `compile_first` are compiled meanwhile, in the background.
 
     Attributes:
         instances: the present ones, by their first device.
@@ -92,6 +70,7 @@ class Cluster:
         devices: tuple[jax.Device, ...],
         open_weights: OpenWeights,
         on_load: Callable[[str], None],
+        compile_first: tuple[int, ...] = (),
     ):
         self.config, self.dims, self.open_weights = config, dims, open_weights
         self.weights = WeightStore(dims, devices)
@@ -99,20 +78,8 @@ class Cluster:
         self.sub_meshes, self.memory_plan = self.plan.sub_meshes, self.plan.memory
         self.max_model_len = self.plan.max_model_len
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
-        with open_weights() as reader:
-            self.weights.load(reader, self.ledgers, on_load)
-        self._sampling_states = [
-            SamplingState.zeros(self.plan.num_slots, dims.config.vocab_size, device) for device in devices
-        ]
-        self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
-        for ledger in self.ledgers:
-            ledger.add(Owner.SAMPLING, self.memory_plan.sampling_bytes)
-            ledger.add(Owner.HIDDEN, self.memory_plan.hidden_bytes)
         self.executables = Executables(
-            dims,
-            strict=config.strict_compile,
-            beside=config.compile_beside,
-            jobs=background_jobs(config.compile_jobs),
+            dims, strict=config.strict_compile, beside=config.compile_beside, jobs=compile_jobs(config.compile_jobs)
         )
         self.on_result: Callable[[], None] = lambda: None
         self.allocators: list[BuddyAllocator] = []
@@ -120,10 +87,31 @@ class Cluster:
         self.lost: dict[SubMesh, int] = {}
         self._next_revival_s = 0.0
         self._activation_bytes = self.memory_plan.activation_bytes
-        self._build(config.tensor_parallel_size)
+        for tp in compile_first:
+            self.sub_meshes.check_degree(tp)
+        self.executables.compile_later(catalogue(self.plan, self.executables, compile_first))
+        try:
+            self._fill_memory(on_load)
+        except BaseException:
+            self.executables.background.close()
+            raise
+
+    def _fill_memory(self, on_load: Callable[[str], None]) -> None:
+        """Load the weights, and make all else that lies on the devices, the first instances among it."""
+        devices, plan = self.sub_meshes.devices, self.memory_plan
+        with self.open_weights() as reader:
+            self.weights.load(reader, self.ledgers, on_load)
+        self._sampling_states = [
+            SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, device) for device in devices
+        ]
+        self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
+        for ledger in self.ledgers:
+            ledger.add(Owner.SAMPLING, plan.sampling_bytes)
+            ledger.add(Owner.HIDDEN, plan.hidden_bytes)
+        self._build(self.config.tensor_parallel_size)
         for ledger in self.ledgers:
             ledger.reserve("activations", self._activation_bytes)
-            ledger.reserve("staging", self.memory_plan.staging_bytes)
+            ledger.reserve("staging", plan.staging_bytes)
 
     def reserve_temporaries(self, executable: Executable) -> None:
         """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
@@ -207,7 +195,7 @@ class Cluster:
         allocators: list[BuddyAllocator],
         kv: KvBuffers,
         released: int,
-        scratch: "Scratch | None" = None,
+        scratch: Scratch | None = None,
     ) -> Instance:
         """An instance over extents and the allocators of their pages, one a rank.
 
@@ -234,7 +222,7 @@ class Cluster:
             released=released,
         )
 
-    def _new_scratch(self, group: SubMesh) -> "Scratch":
+    def _new_scratch(self, group: SubMesh) -> Scratch:
         shape = (self.dims.config.hidden_size, self.plan.hidden_tokens)
         return Scratch(
             self.new_last_tokens(group),
@@ -246,7 +234,7 @@ class Cluster:
         zeros = np.zeros(self.plan.num_slots, np.int32)
         return [jax.device_put(zeros, device) for device in group.devices]
 
-    def scratch_of(self, instance: Instance) -> "Scratch":
+    def scratch_of(self, instance: Instance) -> Scratch:
         """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
         runner = instance.runner
         if is_lost(runner.last_tokens):

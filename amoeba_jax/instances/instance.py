@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
@@ -26,39 +27,6 @@ from amoeba_jax.sampling.rows import SamplerKind
 from kvcache.allocator import OutOfPagesError
 from sharding.mesh import assemble, disassemble
 from sharding.placement import Home
-
-
-class ChangePace(Protocol):
-    """How fast layers change their home."""
-
-    behind_step: int
-    """Bytes of the switches that the next step is launched behind."""
-
-    def step_taken(self, seconds: float, num_bytes: int) -> None:
-        """Take note of a decode step that was launched behind switches of that many bytes."""
-        ...
-
-
-class Changing(Protocol):
-    """What changes the placement of an instance's layers, from one step to the next."""
-
-    @property
-    def pace(self) -> ChangePace:
-        """How fast they change."""
-        ...
-
-
-class PageCounts(NamedTuple):
-    """Pages of an instance.
-
-    Attributes:
-        available: that are free, or hold prefixes that no sequence uses.
-        cached: of these, the latter.
-    """
-
-    total: int
-    available: int
-    cached: int
 
 
 class _Prepared(NamedTuple):
@@ -225,14 +193,18 @@ class Instance:
     def remove(self, sequence: Sequence) -> None:
         """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
         lane = self.lane_of(sequence)
-        lane.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
+        self.leave(sequence, lane)
         sequence.slot = -1
         assert sequence.pages is not None
         lane.cache.release(sequence.pages)
         sequence.pages = None
 
-    def page_counts(self) -> "PageCounts":
+    def leave(self, sequence: Sequence, lane: Lane) -> None:
+        """Have a sequence not run here any more, which keeps its pages."""
+        lane.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+
+    def page_counts(self) -> PageCounts:
         """How its pages are used, at its own degree."""
         lane = self.lanes[0]
         ranks = lane.ranks[self.runner.placement.ends]
@@ -242,8 +214,6 @@ class Instance:
         else:
             free = self._paused_pages.num_free_pages()
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
-
-    # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
         """Serve, without a sequence yet, while the sequences of instances over the same devices are paused. They keep
@@ -271,16 +241,8 @@ class Instance:
     def paused_in_the_way(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """The paused sequences, of this rank or behind it, that would have to go for that many pages to be available:
         those that are served last first. None where that would not do."""
-        if self._paused_pages is None:
-            return []
-        going: list[Sequence] = []
-        needed = num_pages - self.lane.cache.num_evictable_pages
-        while in_the_way := self._paused_pages.in_the_way(needed, going):
-            yielding = [s for s in in_the_way if s.rank >= rank]
-            if not yielding:
-                return []
-            going.append(max(yielding, key=lambda s: s.order))
-        return going if self._paused_pages.num_free_pages(going) >= needed else []
+        needed, pages = num_pages - self.lane.cache.num_evictable_pages, self._paused_pages
+        return [] if pages is None else pages.yielding(needed, rank)
 
     # Steps
 
@@ -299,6 +261,10 @@ class Instance:
         if (known := self._known.get(what)) is None:
             known = self._known[what] = self._executables.available(self.requests(plan))
         return known
+
+    def extents_changed(self) -> None:
+        """Its cache has other extents: steps need other programs."""
+        self._known_at = None
 
     def launch_plan(self, plan: StepPlan) -> None:
         """Dispatch a step and what samples its tokens, and have the results read in the background.
@@ -396,8 +362,6 @@ class Instance:
         future.add_done_callback(lambda _: self._on_result())
         return future
 
-    # Pages
-
     def page_copy_requests(self) -> list[ProgramRequest]:
         """What `copy_page` launches."""
         requests, sites = self._executables.requests, self.runner.sites.values()
@@ -419,8 +383,6 @@ class Instance:
                 ids[home] = program, jax.device_put(columns, site.group.sharded)
             program, columns = ids[home]
             site.kv[layer] = program(site.kv[layer], columns)
-
-    # The end
 
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""

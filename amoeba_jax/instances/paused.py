@@ -46,6 +46,17 @@ class PausedPages:
             if sequence not in without
         ]
 
+    def yielding(self, num_pages: int, rank: tuple[int, int]) -> list[Continuation]:
+        """The paused sequences, of this rank or behind it, that would have to go for that many pages to be free: those
+        that are served last first. None where that would not do."""
+        going: list[Continuation] = []
+        while in_the_way := self.in_the_way(num_pages, going):
+            yielding = [s for s in in_the_way if s.rank >= rank]
+            if not yielding:
+                return []
+            going.append(max(yielding, key=lambda s: s.order))
+        return going if self.num_free_pages(going) >= num_pages else []
+
     def _free_by_rank(self, without: Collection[Continuation]) -> list[int]:
         free = self._pool.free_by_rank()
         for index, lane in enumerate(self._lanes):

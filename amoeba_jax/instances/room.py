@@ -82,7 +82,7 @@ class Room:
         for instance, _, lane in self._suitable(sequence):
             lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
-            if instance.paused and lane.has_free_slot:
+            if instance.paused and instance.transition is None and lane.has_free_slot:
                 needed = self._cluster.dims.pages.pages_for(self._tokens_needed(lane, sequence))
                 if paused := instance.paused_in_the_way(needed, sequence.rank):
                     found.append(([paused[-1].order, (-len(paused),)], instance, paused))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.site import Site
@@ -59,10 +60,11 @@ class PreparedPart(NamedTuple):
 
 
 class PreparedMove(NamedTuple):
-    """A move with its program, if it has one."""
+    """A move with its program, if it has one, and the rows of each lane's block, a scalar on all ranks."""
 
     move: Move
     program: jax.stages.Compiled | None
+    rows: jax.Array | None
 
 
 class StepInputs(NamedTuple):
@@ -129,7 +131,7 @@ class Runner:
             if isinstance(work, Part):
                 found = self.sites[work.home].requests(work.segments, self._shape_at(work, shape))
             else:
-                found = [request] if (request := self._move_request(work, shape)) is not None else []
+                found = [request] if (request := self._move_request(work)) is not None else []
             needed.update((request.key, request) for request in found)
         requests = self._executables.requests
         return [*needed.values(), self._plan.head_request(requests, self.group, shape, logits_of)]
@@ -162,8 +164,7 @@ class Runner:
                 programs = site.programs(what.segments, at)
                 work.append(PreparedPart(what, programs, put(what.home, what.lane, at)[0]))
             else:
-                request = self._move_request(what, shape)
-                work.append(PreparedMove(what, None if request is None else self._executables.get(request)))
+                work.append(self._prepared_move(what, shape))
         requests = self._executables.requests
         head = self._executables.get(self._plan.head_request(requests, self.group, shape, logits_of))
         _, rows = put(self.placement.ends, None, shape)
@@ -184,7 +185,7 @@ class Runner:
             elif work.program is None:
                 hidden.spread(self.sites[work.move.source].group, self.sites[work.move.target].group)
             else:
-                states = work.program(hidden.take(self.group, replicated=False))
+                states = work.program(hidden.take(self.group, replicated=False), work.rows)
                 hidden.put(self.group, states, replicated=False)
         ends = self.sites[self.placement.ends]
         states = hidden.take(self.group)
@@ -222,13 +223,19 @@ class Runner:
             return shape
         return BatchShape(((shape.num_rows // self.placement.num_lanes, 1),), shape.table_width)
 
-    def _move_request(self, move: Move, shape: BatchShape) -> ProgramRequest | None:
-        requests, rows = self._executables.requests, shape.num_rows // self.placement.num_lanes
+    def _move_request(self, move: Move) -> ProgramRequest | None:
+        requests = self._executables.requests
         if move.kind == "spread":
             return None
         make = requests.split if move.kind == "split" else requests.join
         lower = min(move.source.degree, move.target.degree)
-        return make(self.group, lower, rows, self._plan.hidden_tokens)
+        return make(self.group, lower, self._plan.most_rows(lower), self._plan.hidden_tokens)
+
+    def _prepared_move(self, move: Move, shape: BatchShape) -> PreparedMove:
+        if (request := self._move_request(move)) is None:
+            return PreparedMove(move, None, None)
+        rows = np.int32(shape.num_rows // self.placement.num_lanes)
+        return PreparedMove(move, self._executables.get(request), jax.device_put(rows, self.group.replicated))
 
 
 def _block(stage: Stage, home: Home, lane: int | None) -> int | None:

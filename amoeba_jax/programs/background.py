@@ -2,18 +2,34 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-# Of the threads that compile: their share of a processor that serving wants is a third of its.
+# Of the threads that compile beside serving: their share of a processor that serving wants is a third of its.
 _NICENESS = 5
+_MAX_JOBS = 8
+# XLA's passes recurse, more deeply than the stack that a thread gets by default.
+STACK_BYTES = 64 << 20
+_starting_threads = threading.Lock()
 
 
-def background_jobs(jobs: int | None) -> int:
-    """Programs to compile at once beside serving; None: half as many as there are processors, at most 4."""
-    return max(1, (jobs or min(os.cpu_count() or 1, 8)) // 2)
+def compile_jobs(jobs: int | None) -> int:
+    """Programs to compile at once while nothing is served; None: as many as there are processors, at most 8."""
+    return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
+
+
+def start_compile_threads(threads: Iterable[threading.Thread]) -> None:
+    """Start threads with a stack that is deep enough for XLA."""
+    with _starting_threads:
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(previous)
 
 
 class Wanted(Protocol):
@@ -39,9 +55,12 @@ class Arrival(NamedTuple, Generic[R, T]):
 
 
 class BackgroundCompiler(Generic[R, T]):
-    """Compiles what it is asked for in `jobs` threads of lower priority, urgent programs first, then in order.
+    """Compiles what it is asked for in `jobs` threads, urgent programs first, then in order.
 
     Threads begin with the first program. Methods may be called from any thread, but `take` from one alone.
+
+    Attributes:
+        serving: requests run: half of the threads compile, at lower priority, and the others begin nothing new.
 
     Args:
         compile: compiles programs of one family, and yields each when it is there.
@@ -62,7 +81,20 @@ class BackgroundCompiler(Generic[R, T]):
         self._compiling: set[Hashable] = set()
         self._arrived: deque[Arrival[R, T]] = deque()
         self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._serving = self._closed = False
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else None
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
+    @serving.setter
+    def serving(self, serving: bool) -> None:
+        if serving != self._serving:
+            with self._changed:
+                self._serving = serving
+                self._set_priorities()
+                self._changed.notify_all()
 
     @property
     def num_left(self) -> int:
@@ -86,24 +118,43 @@ class BackgroundCompiler(Generic[R, T]):
                     self._urgent[key] = request
                 else:
                     self._later.setdefault(key, request)
-            if (self._urgent or self._later) and len(self._threads) < self._jobs:
-                name = f"amoeba-compile-beside-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
+            if (self._urgent or self._later) and not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._work, args=(index,), name=f"amoeba-background-{index}", daemon=True)
+                    for index in range(self._jobs)
+                ]
+                start_compile_threads(self._threads)
+                self._set_priorities()
             self._changed.notify_all()
         return new
 
-    def take(self) -> list[Arrival[R, T]]:
-        """What has arrived since the last time."""
+    def forget(self, keys: Collection[Hashable]) -> None:
+        """Do not compile these programs, but for those that are being compiled."""
         with self._changed:
-            arrived = list(self._arrived)
-            self._arrived.clear()
+            for key in keys:
+                self._urgent.pop(key, None)
+                self._later.pop(key, None)
+            self._changed.notify_all()
+
+    def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival[R, T]]:
+        """What has arrived since the last time; of these programs alone if `keys` are given."""
+        with self._changed:
+            arrived = [arrival for arrival in self._arrived if keys is None or arrival.request.key in keys]
+            for arrival in arrived:
+                self._arrived.remove(arrival)
         return arrived
 
-    def wait(self) -> None:
-        """Wait until there is something to take, or nothing is left."""
+    def wait(self, keys: Collection[Hashable] | None = None) -> None:
+        """Wait until there is something to take, or nothing is left; of these programs alone if `keys` are given."""
+
+        def over() -> bool:
+            if any(keys is None or arrival.request.key in keys for arrival in self._arrived):
+                return True
+            queues = self._urgent, self._later, self._compiling
+            return not any(key in queue for queue in queues for key in (queue if keys is None else keys))
+
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived or not (self._urgent or self._later or self._compiling))
+            self._changed.wait_for(over)
 
     def close(self) -> None:
         """Forget what was asked for, and wait for programs that are being compiled: the interpreter must not end under
@@ -117,10 +168,10 @@ class BackgroundCompiler(Generic[R, T]):
         for thread in self._threads:
             thread.join()
 
-    def _next(self) -> list[R]:
-        """Programs of one family to compile; none when it is closed."""
+    def _next(self, index: int) -> list[R]:
+        """Programs of one family for a thread to compile; none when it is closed."""
         with self._changed:
-            while not self._closed and not self._urgent and not self._later:
+            while not self._closed and (not (self._urgent or self._later) or index >= self._num_working):
                 self._changed.wait()
             if self._closed:
                 return []
@@ -133,10 +184,23 @@ class BackgroundCompiler(Generic[R, T]):
                 self._compiling.add(request.key)
         return found
 
-    def _work(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # where threads have priorities of their own: on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        while requests := self._next():
+    @property
+    def _num_working(self) -> int:
+        return max(1, self._jobs // 2) if self._serving else self._jobs
+
+    def _set_priorities(self) -> None:
+        """Threads have priorities of their own on Linux. Without leave to raise them, they stay low once requests have
+        run."""
+        if self._niceness is None:
+            return
+        for thread in self._threads:
+            assert thread.native_id is not None, "it has been started"
+            with contextlib.suppress(OSError):
+                niceness = self._niceness + (_NICENESS if self._serving else 0)
+                os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
+
+    def _work(self, index: int) -> None:
+        while requests := self._next(index):
             left = {request.key: request for request in requests}
             try:
                 for request, program in self._compile(requests):

@@ -15,7 +15,8 @@ from sharding.mesh import SubMesh
 def catalogue(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramRequest]:
     """Programs of all instances of some degrees, and of transitions between any two of them, each once.
 
-    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights or are not in place.
+    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights, for which there is
+    `kept_weights`, or are not in place.
     """
     by_degree = catalogue_by_degree(plan, executables, degrees)
     return [request for requests in by_degree.values() for request in requests]
@@ -29,23 +30,36 @@ def catalogue_by_degree(
     found: dict[object, ProgramRequest] = {}
     by_degree: dict[int, list[ProgramRequest]] = {}
     for index, tp in enumerate(degrees):
-        mine = list(_instances(plan, executables, tp))
+        mine = list(_instances(plan, executables, tp, tp))
         for before in degrees[:index]:
             for group in plan.sub_meshes.groups(max(tp, before)):
-                mine += _transition(plan, executables, group, min(tp, before))
+                mine += _transition(plan, executables, group, min(tp, before), group.tp)
         by_degree[tp] = [request for request in mine if found.setdefault(request.key, request) is request]
     return by_degree
 
 
-def _instances(plan: EnginePlan, executables: Executables, tp: int) -> Iterator[ProgramRequest]:
+def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramRequest]:
+    """What `catalogue` lacks for instances of some degrees that keep the weights that those of the lowest of them have,
+    as while requests are paused; and for transitions between them and those of the lowest."""
+    known = {request.key for request in catalogue(plan, executables, degrees)}
+    lowest, found = min(degrees), dict[object, ProgramRequest]()
+    for tp in degrees:
+        requests = list(_instances(plan, executables, tp, lowest)) if tp > lowest else []
+        for group in plan.sub_meshes.groups(tp) if tp > lowest else ():
+            requests += _transition(plan, executables, group, lowest, lowest)
+        found.update((request.key, request) for request in requests if request.key not in known)
+    return list(found.values())
+
+
+def _instances(plan: EnginePlan, executables: Executables, tp: int, released: int) -> Iterator[ProgramRequest]:
     for group in plan.sub_meshes.groups(tp):
-        yield from _steps(plan, executables, group)
+        yield from _steps(plan, executables, group, released)
         yield from _sampling(plan, executables, group)
-        yield executables.requests.page_copy(group, plan.extent_pages(tp))
+        yield executables.requests.page_copy(group, plan.extent_pages(released))
 
 
-def _steps(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramRequest]:
-    buckets, extents = plan.buckets(group.tp), plan.extent_pages(group.tp)
+def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released: int) -> Iterator[ProgramRequest]:
+    buckets, extents = plan.buckets(group.tp), plan.extent_pages(released)
     prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
     steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
     for shape, logits_of in steps:
@@ -81,10 +95,12 @@ def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Ite
     yield requests.set_state(group, slots)
 
 
-def _transition(plan: EnginePlan, executables: Executables, group: SubMesh, lower: int) -> Iterator[ProgramRequest]:
+def _transition(
+    plan: EnginePlan, executables: Executables, group: SubMesh, lower: int, higher_released: int
+) -> Iterator[ProgramRequest]:
     for rows in plan.buckets(lower).decode_sizes:
         for up in (True, False):
-            released = (lower, group.tp) if up else (group.tp, lower)
+            released = (lower, higher_released) if up else (higher_released, lower)
             programs = TransitionPrograms(plan, executables, group, lower, up=up, released=released, rows=rows)
             yield from programs.step_requests()
             yield from programs.exchange_requests()

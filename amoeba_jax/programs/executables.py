@@ -1,198 +1,18 @@
 """The registry of compiled programs."""
 
-import contextlib
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 
 import jax
-from jax import monitoring
 
 from amoeba_jax.errors import NotCompiledError
-from amoeba_jax.host_memory import trim_host_memory
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs import program_cache
-from amoeba_jax.programs.background import BackgroundCompiler
+from amoeba_jax.programs.background import Arrival, BackgroundCompiler
+from amoeba_jax.programs.compiling import Executable, compile_family, compile_programs
 from amoeba_jax.programs.program_requests import ProgramRequest, ProgramRequests
 from amoeba_jax.programs.program_store import ProgramStore
-from amoeba_jax.programs.relocation import PortableProgram, give_up
-from amoeba_jax.views import ExecutableInfo
 
 logger = logging.getLogger(__name__)
-
-# What compiling has freed stays with the process otherwise: 30 MiB a program, measured with SmolLM2 on CPU.
-_TRIM_EVERY = 16
-# XLA's passes recurse, more deeply than the stack that a thread gets by default.
-STACK_BYTES = 64 << 20
-# One event for each program, whether XLA compiled it or the compile cache had it; none where JAX has it in memory.
-_PROGRAM = "/jax/core/compile/backend_compile_duration"
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_starting_threads = threading.Lock()
-
-
-class _Compiled(threading.local):
-    """Programs that XLA compiled in this thread: JAX calls listeners in the thread that compiles.
-
-    Attributes:
-        count: of them.
-        latest_is_new: XLA compiled the latest program; else the compile cache had it, or JAX in its memory.
-    """
-
-    count = 0
-    latest_is_new = False
-    hit = False
-
-
-_compiled = _Compiled()
-
-
-def _on_duration(event: str, duration_secs: float, **_: object) -> None:
-    if event == _PROGRAM:
-        _compiled.count += 1
-        _compiled.latest_is_new, _compiled.hit = not _compiled.hit, False
-
-
-def _on_event(event: str, **_: object) -> None:
-    if event == _CACHE_HIT:  # before the event of its program
-        _compiled.count -= 1
-        _compiled.hit = True
-
-
-monitoring.register_event_duration_secs_listener(_on_duration)
-monitoring.register_event_listener(_on_event)
-
-
-@dataclass(frozen=True)
-class Executable:
-    """A compiled program, and what is known of it."""
-
-    request: ProgramRequest
-    compiled: jax.stages.Compiled
-    info: ExecutableInfo
-
-
-def compile_program(
-    request: ProgramRequest, source: PortableProgram | None = None
-) -> tuple[Executable, PortableProgram | None]:
-    """Compile a program, or load it: from `source`, the same program of other devices, or from the compile cache.
-
-    Also returns what it can be loaded from for others. Raises `RuntimeError` where XLA would copy what the program is
-    to update in place.
-    """
-    before, start = _compiled.count, time.perf_counter()
-    compiled, relocated = None, source is not None
-    entry = program_cache.Entry.of(request)
-    if source is None and entry is not None:
-        source = entry.find()
-    if source is not None:
-        try:
-            compiled = source.load(request.on)
-        except Exception as error:
-            if relocated:
-                give_up(error)
-            elif entry is not None:
-                logger.warning("program %s cannot be loaded, and is compiled again: %s", request, error)
-                entry.remove()
-            source, relocated = None, False
-    if compiled is None:
-        with contextlib.nullcontext() if entry is None else program_cache.unwritten_by_jax():
-            _compiled.latest_is_new = False
-            compiled = request.compile()
-        # What XLA has not just compiled it may give no bytes of, or bytes that do not work.
-        if entry is not None and _compiled.latest_is_new:
-            source = PortableProgram.of(compiled, request.on)
-            if source is not None:
-                entry.keep(source)
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    aliased = request.donated_bytes if memory is None else memory.alias_size_in_bytes
-    if aliased < request.donated_bytes:
-        raise RuntimeError(
-            f"program {request} would copy what it is to update in place: {aliased} of {request.donated_bytes} bytes "
-            "are aliased"
-        )
-    info = ExecutableInfo(
-        kind=request.kind,
-        name=str(request),
-        devices=request.devices,
-        compile_s=seconds,
-        cached=_compiled.count == before,
-        relocated=relocated,
-        code_bytes=0 if memory is None else memory.generated_code_size_in_bytes,
-        temp_bytes=0 if memory is None else memory.temp_size_in_bytes,
-        argument_bytes=0 if memory is None else memory.argument_size_in_bytes,
-        output_bytes=0 if memory is None else memory.output_size_in_bytes,
-        aliased_bytes=aliased,
-    )
-    return Executable(request, compiled, info), source
-
-
-def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[Executable]:
-    """Compile programs in `jobs` threads at a time (XLA releases the GIL), yielding each when it is done.
-
-    Those that differ in their devices alone are one thread's, after each other: the first is compiled, and loaded for
-    the devices of the others (see `relocation`). Raises the first error, when the programs that other threads were
-    compiling are done.
-    """
-    families: dict[object, list[ProgramRequest]] = {}
-    for request in requests:
-        families.setdefault(request.family, []).append(request)
-    if not families:
-        return
-    waiting: queue.SimpleQueue[list[ProgramRequest]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Executable | BaseException | None] = queue.SimpleQueue()
-    stop = threading.Event()
-    for family in families.values():
-        waiting.put(family)
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                source = None
-                for request in sorted(waiting.get(block=False), key=lambda request: request.devices):
-                    if stop.is_set():
-                        break
-                    executable, source = compile_program(request, source)
-                    done.put(executable)
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            stop.set()
-            done.put(error)
-        finally:
-            done.put(None)
-
-    threads = [threading.Thread(target=work, name=f"amoeba-compile-{index}", daemon=True) for index in range(jobs)]
-    with _starting_threads:
-        previous = threading.stack_size(STACK_BYTES)
-        try:
-            for thread in threads:
-                thread.start()
-        finally:
-            threading.stack_size(previous)
-    running, count, error = len(threads), 0, None
-    try:
-        while running:
-            item = done.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, BaseException):
-                error = error or item
-            elif error is None:
-                count += 1
-                if count % _TRIM_EVERY == 0:
-                    trim_host_memory()
-                yield item
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        trim_host_memory()
-    if error is not None:
-        raise error
 
 
 class Executables:
@@ -221,8 +41,9 @@ class Executables:
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
         self._failed: dict[Hashable, Exception] = {}
+        self._prepared: list[Hashable] = []  # keys that `take_arrived` has not returned yet
         self._num_failures = 0  # that came, and that were raised
-        self.background: BackgroundCompiler[ProgramRequest, Executable] = BackgroundCompiler(_compile_family, jobs)
+        self.background: BackgroundCompiler[ProgramRequest, Executable] = BackgroundCompiler(compile_family, jobs)
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._store)
@@ -286,7 +107,14 @@ class Executables:
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
         program has raised, or what `check` raises for it."""
-        arrived = self.background.take()
+        taken = self._take_in(self.background.take(), check)
+        keys, self._prepared = self._prepared + [request.key for request in taken], []
+        return keys
+
+    def _take_in(
+        self, arrived: list[Arrival[ProgramRequest, Executable]], check: Callable[[Executable], None] = lambda _: None
+    ) -> list[ProgramRequest]:
+        """Keep programs, or why there are none. Return all requests."""
         for request, executable, error in arrived:
             try:
                 if executable is None:
@@ -299,7 +127,7 @@ class Executables:
             else:
                 self._known.add(request.key)
                 self._store.add(request.key, executable)
-        return [arrival.request.key for arrival in arrived]
+        return [arrival.request for arrival in arrived]
 
     def _absent(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
         refuse = self.strict and self._complete
@@ -358,10 +186,11 @@ class Executables:
         why = "it was dropped for others" if dropped else "it was not before the engine was ready"
         logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
 
-    def prepare(self, requests: Iterable[ProgramRequest], jobs: int = 2) -> Iterator[Executable]:
-        """Compile what is missing, `jobs` at a time, and yield each program, those that were there first.
+    def prepare(self, requests: Iterable[ProgramRequest]) -> Iterator[Executable]:
+        """Have what is missing compiled in the background, wait for it, and yield each program, those that were there
+        first.
 
-        Raises `NotCompiledError` as `get` does.
+        Raises what compiling one raises, and `NotCompiledError` as `get` does.
         """
         missing = []
         for key, request in {request.key: request for request in requests}.items():
@@ -374,16 +203,20 @@ class Executables:
         if self._complete:
             yield from map(self.executable, missing)
             return
-        for executable in compile_programs(self._with_originals(missing), jobs):
-            self._known.add(executable.request.key)
-            self._store.add(executable.request.key, executable)
-            yield executable
-
-
-def _compile_family(requests: list[ProgramRequest]) -> Iterator[tuple[ProgramRequest, Executable]]:
-    """For a `BackgroundCompiler`."""
-    for executable in compile_programs(requests, jobs=1):
-        yield executable.request, executable
+        wanted = self._with_originals(missing)
+        left = {request.key for request in wanted}
+        self.background.want(wanted)
+        try:
+            while left:
+                self.background.wait(left)
+                taken = self._take_in(self.background.take(left))
+                self._prepared += [request.key for request in taken]
+                left.difference_update(self._prepared)
+                for request in taken:
+                    self._raise_failure(request)
+                    yield self._store.get(request.key, lambda request=request: self._make(request))
+        finally:
+            self.background.forget(left)
 
 
 def _not_compiled(request: ProgramRequest) -> NotCompiledError:

@@ -71,6 +71,10 @@ class EnginePlan:
         """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
         return self._buckets[tp]
 
+    def most_rows(self, tp: int) -> int:
+        """Sequences that an instance of degree `tp` decodes in a step, at most."""
+        return self.buckets(tp).max_num_seqs
+
     def extent_pages(self, released: int) -> tuple[int, ...]:
         """Pages of each extent of a layer, with weights released for a degree."""
         return (self.memory.num_pages, *self.weights.extent_pages(released))

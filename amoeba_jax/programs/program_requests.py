@@ -182,40 +182,49 @@ class ProgramRequests:
         return program
 
     @_of_any_group
-    def split(self, group: SubMesh, lower: int, rows: int, hidden_tokens: int) -> ProgramRequest:
-        """Of a group's buffers of hidden states, `[tp * D, hidden_tokens]`, all of which have the same first columns:
-        moves each member's `rows` columns to the front of its ranks' buffers, which are donated.
+    def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramRequest:
+        """A program `(hidden, rows) -> hidden`. Of a group's buffers of hidden states, `[tp * D, hidden_tokens]`, all
+        of which have the same first columns: moves each member's `rows` columns, a scalar on all ranks, to the front of
+        its ranks' buffers, which are donated.
 
-        Members are `lower` ranks each.
+        Members are `lower` ranks each, with at most `most_rows` columns, all of which are moved: what follows a
+        member's own `rows` is not used.
         """
 
-        def split(hidden: jax.Array) -> jax.Array:
+        def split(hidden: jax.Array, rows: jax.Array) -> jax.Array:
             member = lax.axis_index("tp") // lower
-            own = lax.dynamic_slice_in_dim(hidden, member * rows, rows, axis=1)
+            own = lax.dynamic_slice_in_dim(hidden, member * rows, most_rows, axis=1)
             return lax.dynamic_update_slice(hidden, own, (0, 0))
 
-        return self._regroup("split", group, split, (lower, rows, hidden_tokens))
+        return self._regroup("split", group, split, (lower, most_rows, hidden_tokens))
 
     @_of_any_group
-    def join(self, group: SubMesh, lower: int, rows: int, hidden_tokens: int) -> ProgramRequest:
+    def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramRequest:
         """The inverse of `split`."""
 
-        def join(hidden: jax.Array) -> jax.Array:
-            every = lax.all_gather(hidden[:, :rows], "tp")[::lower]
-            whole = every.transpose(1, 0, 2).reshape(hidden.shape[0], -1)
-            return lax.dynamic_update_slice(hidden, whole, (0, 0))
+        def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+            every = lax.all_gather(hidden[:, :most_rows], "tp")[::lower]
+            for member, columns in enumerate(every):  # each over what is none of the one before it
+                hidden = lax.dynamic_update_slice(hidden, columns, (0, member * rows))
+            return hidden
 
-        return self._regroup("join", group, join, (lower, rows, hidden_tokens))
+        return self._regroup("join", group, join, (lower, most_rows, hidden_tokens))
 
     def _regroup(
-        self, kind: str, group: SubMesh, function: Callable[[jax.Array], jax.Array], shape: tuple[int, int, int]
+        self,
+        kind: str,
+        group: SubMesh,
+        function: Callable[[jax.Array, jax.Array], jax.Array],
+        shape: tuple[int, int, int],
     ) -> ProgramRequest:
         hidden_size, num_tokens = self.dims.config.hidden_size, shape[-1]
 
         def compile() -> jax.stages.Compiled:
-            run = jax.shard_map(function, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
-            jitted = jax.jit(run, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)
-            return jitted.lower(jax.ShapeDtypeStruct((group.tp * hidden_size, num_tokens), self._dtype)).compile()
+            run = jax.shard_map(function, mesh=group.mesh, in_specs=(P("tp"), P()), out_specs=P("tp"), check_vma=False)
+            inputs = (group.sharded, group.replicated)
+            jitted = jax.jit(run, donate_argnums=0, in_shardings=inputs, out_shardings=group.sharded)
+            hidden = jax.ShapeDtypeStruct((group.tp * hidden_size, num_tokens), self._dtype)
+            return jitted.lower(hidden, jax.ShapeDtypeStruct((), _I32)).compile()
 
         donated = hidden_size * num_tokens * self._dtype.itemsize
         return ProgramRequest(ProgramKey(kind, group.device_indices, shape), compile, donated)

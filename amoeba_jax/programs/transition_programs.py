@@ -93,28 +93,26 @@ class TransitionPrograms:
         return [self._exchange_request(kind) for kind in exchange_kinds(self.group.tp)]
 
     def _exchange_request(self, kind: ExchangeKind) -> ProgramRequest:
-        requests = self._executables.requests
-        return requests.exchange(self.group, self.old_extents, self.new_extents, self.phase_pieces, kind)
+        requests, old, new = self._executables.requests, self.old_extents, self.new_extents
+        if not kind.distance:
+            # Few phases are general, or of a rank's own pieces: one program for both directions, and for all lower
+            # degrees, reads and writes the extents of either view.
+            old = new = max(old, new, key=len)
+        return requests.exchange(self.group, old, new, self.phase_pieces, kind)
 
     # Steps
 
     @property
     def _split_request(self) -> ProgramRequest:
-        return self._executables.requests.split(self.group, self.lower, self.rows, self.plan.hidden_tokens)
+        return self._executables.requests.split(*self._regrouped)
 
     @property
     def _join_request(self) -> ProgramRequest:
-        return self._executables.requests.join(self.group, self.lower, self.rows, self.plan.hidden_tokens)
+        return self._executables.requests.join(*self._regrouped)
 
-    @cached_property
-    def split(self) -> jax.stages.Compiled:
-        """Moves each member's columns of hidden states to the front of its ranks' buffers."""
-        return self._executables.get(self._split_request)
-
-    @cached_property
-    def join(self) -> jax.stages.Compiled:
-        """The inverse of `split`."""
-        return self._executables.get(self._join_request)
+    @property
+    def _regrouped(self) -> tuple[SubMesh, int, int, int]:
+        return self.group, self.lower, self.plan.most_rows(self.lower), self.plan.hidden_tokens
 
     # Pages and weights
 

@@ -1,7 +1,7 @@
 """What a call of `LLM.transform` asks for, and how far it has come."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -31,6 +31,8 @@ class Job:
     """It cannot begin, or go on, before programs have come that are being compiled."""
     awaits_requests: bool = False
     """It begins when the requests of its instances have ended."""
+    residencies: set[int] = field(default_factory=set)
+    """Instances that have the degree already, and release or restore weights."""
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""
@@ -147,11 +149,12 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
             )
 
 
-def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
-    """Instances that change next: one that splits, or several of one degree that merge."""
+def next_groups(options: TransformOptions, cluster: Cluster, residencies: Collection[int] = ()) -> list[list[Instance]]:
+    """Instances that change next: one that splits, several of one degree that merge, or one, of `residencies`, that
+    keeps its degree."""
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
-    groups = [[instance] for instance in mine if instance.tp > tp]
+    groups = [[instance] for instance in mine if instance.tp > tp or (instance.tp == tp and instance.id in residencies)]
     size = tp
     while size > 1:
         for start in range(0, len(cluster.sub_meshes.devices), size):

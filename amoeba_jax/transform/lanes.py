@@ -56,7 +56,7 @@ class LanePages:
         return np.searchsorted(self.table[0], ids)
 
 
-def deal(lane: Lane, room: list[int], limit: int) -> list[LanePages]:
+def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
     """What each of the instances to come gets of a lane, by their room in pages, and at most that many sequences.
 
     Raises `OutOfPagesError`.
@@ -65,7 +65,7 @@ def deal(lane: Lane, room: list[int], limit: int) -> list[LanePages]:
     if lane.running:
         tables = [s.pages.table for s in lane.running if s.pages is not None]
         staying = [staying_pieces(table, len(room)) for table in tables]
-        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limit)
+        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limits)
         for sequence, index in zip(lane.running, indices, strict=True):
             parts[index].append(sequence)
     cached = _deal_prefixes(lane.cache.pages(), parts, room)
@@ -153,17 +153,30 @@ def joined_lane(
     return lane, pages
 
 
-def move_into(target: Lane, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+def move_into(target: Lane, lanes: list[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
     """Give a lane of one home what several have there, but for their sequences: these are returned with their pages.
 
     Takes over the references that the lanes have to pages at that home.
     """
-    pages = []
-    for old in lanes:
-        rows = old.ranks[home]
-        pages += [(s, SequencePages(target.pages, s.pages.table[rows])) for s in old.running if s.pages is not None]
-        target.cache.adopt(page._replace(column=page.column[rows]) for page in old.cache.pages())
-    return pages
+    adopt_prefixes(target, lanes, home)
+    return pages_at(target.pages, lanes, home)
+
+
+def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+    """The sequences of lanes with the pages that they have at a home, whose pool is given. Changes nothing."""
+    return [
+        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[home]]))
+        for lane in lanes
+        for sequence in lane.running
+        if sequence.pages is not None
+    ]
+
+
+def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
+    """Have a lane take over what others have cached at a home, with their references."""
+    for lane in lanes:
+        rows = lane.ranks[home]
+        target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
 
 
 def _table(columns: list[tuple[int, ...]], tp: int) -> Int32[np.ndarray, "tp pages"]:

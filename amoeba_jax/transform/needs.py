@@ -10,6 +10,7 @@ from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE, TransformVariant
+from amoeba_jax.transform.residency import move_requests, wanted
 from sharding.mesh import SubMesh
 
 
@@ -63,7 +64,12 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     Without running sequences none of steps meanwhile. What only `basic` and `host_memory` move pages with depends on
     how many there are, and is left out.
     """
-    change, kinds = GroupChange.of(cluster, options, old), samplers(old)
+    kinds = samplers(old)
+    if old[0].tp == options.tensor_parallel_size:
+        degree = wanted(options)
+        least = least_requests(cluster.plan, cluster.executables, old[0].group, degree, kinds)
+        return [*move_requests(cluster, old[0], degree), *least]
+    change = GroupChange.of(cluster, options, old)
     group, buckets = change.group, cluster.buckets(change.lower)
     most = max(len(instance.running) for instance in old)
     rows = min(most, buckets.max_num_seqs)  # however they are dealt

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.cluster import Cluster, Scratch
+from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE
 from kvcache.allocator import BuddyAllocator

@@ -91,10 +91,8 @@ class GroupTransform:
         cls, devices: tuple[int, ...], degrees: tuple[int, int], start: float, **counts: int
     ) -> "GroupTransform":
         """Of a group that went from one degree to another at once, which began at `start` by `time.perf_counter()`."""
-        seconds = time.perf_counter() - start
-        return cls(
-            devices, *degrees, seconds, layers=(), steps=0, tokens=0, staging_bytes=0, restored_bytes=0, **counts
-        )
+        counts = {"steps": 0, "tokens": 0, "staging_bytes": 0, "restored_bytes": 0} | counts
+        return cls(devices, *degrees, time.perf_counter() - start, layers=(), **counts)
 
     @property
     def step_overhead(self) -> float | None:

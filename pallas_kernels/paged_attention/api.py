@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -11,13 +11,22 @@ from jaxtyping import Array, Float, Int32, Shaped
 from pallas_kernels.paged_attention.base import Options, PageTable, reference_paged_attention
 from pallas_kernels.paged_attention.checks import check_arguments, checked_tables
 from pallas_kernels.paged_attention.layouts import PageLayout
-from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, unsupported
+from pallas_kernels.paged_attention.mosaic_gpu.support import unsupported
 from pallas_kernels.paged_attention.tuning import gpu_device
 from pallas_kernels.paged_attention.xla import xla_paged_attention
 
 Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
+
+
+def _mosaic_gpu_paged_attention(*args: Any, **kwargs: Any) -> jax.Array:
+    """Import the kernel with its first call: Mosaic takes long to import, and most machines never need it."""
+    from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
+
+    return mosaic_gpu_paged_attention(*args, **kwargs)
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": mosaic_gpu_paged_attention,
+    "mosaic_gpu": _mosaic_gpu_paged_attention,
     "xla": xla_paged_attention,
     "reference": reference_paged_attention,
 }
@@ -84,7 +93,7 @@ def paged_attention(
         list(extents),
         list(tables),
         query_positions,
-        cuda=partial(mosaic_gpu_paged_attention, options=options),
+        cuda=partial(_mosaic_gpu_paged_attention, options=options),
         default=partial(xla_paged_attention, options=options),
     )
 

@@ -70,15 +70,26 @@ def _answer(client: Client, prompt: str | list[dict[str, str]], params: Sampling
 
 
 def run_transform(
-    client: Client, tensor_parallel_size: int, devices: list[int] | None, variant: str, wait: bool
+    client: Client,
+    tensor_parallel_size: int,
+    devices: list[int] | None,
+    variant: str,
+    *,
+    keep_weights: bool,
+    running: str,
+    wait: bool,
 ) -> None:
     """Ask for a transformation, and print what it did."""
     with server_errors():
-        done = client.transform(tensor_parallel_size, devices, variant, wait_for_programs=wait)
+        done = client.transform(
+            tensor_parallel_size, devices, variant, not keep_weights, wait_for_programs=wait, running=running
+        )
         degrees = [instance.tensor_parallel_size for instance in client.cluster().instances]
     print(
         f"{' + '.join(f'TP{degree}' for degree in degrees)} after {done.seconds:.2f} s ({done.prepare_s:.2f} s of it "
         f"compiling): {done.moved_bytes / 2**20:.1f} MiB moved, {done.steps} steps and {done.tokens} tokens meanwhile"
+        + (f", {done.paused} requests paused" if done.paused else "")
+        + (f", {done.resumed} requests go on" if done.resumed else "")
     )
 
 

@@ -136,12 +136,12 @@ def _load(config: EngineConfig, warm_up: str | None):
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    llm = LLM(**settings, progress=sys.stderr.isatty())
+    degrees: list[int] = []
     if warm_up:
         degrees = _degrees(config) if warm_up == "all" else [config.tensor_parallel_size]
         names = ", ".join(f"TP{degree}" for degree in degrees)
-        _say(f"loaded; compiling the programs of {names}, or loading them from the compile cache")
-        llm.warmup(degrees)
+        _say(f"compiling the programs of {names} meanwhile, or loading them from the compile cache")
+    llm = LLM(**settings, progress=sys.stderr.isatty(), warmup=degrees)
     # What is there now stays: looking through half a million objects for garbage takes some tenths of a second, in
     # which no step is launched.
     gc.collect()

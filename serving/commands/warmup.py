@@ -17,14 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from amoeba_jax import EngineConfig
 from amoeba_jax.checkpoint.resolve import resolve_model
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, reading_only
-from amoeba_jax.engine.warmup import compile_jobs
 from amoeba_jax.errors import ConfigError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import resolve_dtype, serving_devices
-from amoeba_jax.programs.catalogue import catalogue
-from amoeba_jax.programs.executables import Executables, compile_programs
+from amoeba_jax.programs.background import compile_jobs
+from amoeba_jax.programs.catalogue import catalogue, kept_weights
+from amoeba_jax.programs.compiling import compile_programs
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import DeviceTooSmallError
 from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_requests import ProgramRequest
@@ -67,7 +68,10 @@ def run_warmup(
     wanted = degrees or list(plan.sub_meshes.degrees())
     for tp in wanted:
         plan.sub_meshes.check_degree(tp)
-    requests = catalogue(plan, Executables(plan.dims), tuple(sorted(set(wanted))))
+    executables, in_order = Executables(plan.dims), tuple(sorted(set(wanted)))
+    requests = catalogue(plan, executables, in_order)
+    if config.prepare_pausing:
+        requests += kept_weights(plan, executables, in_order)
     if dry_run:
         _print_dry_run(config, plan, short_bytes, requests, as_json)
         return 0

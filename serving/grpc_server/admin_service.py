@@ -9,6 +9,7 @@ import grpc
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
+from amoeba_jax.transform.options import RunningRequests
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceView
 from serving.grpc_server.request_handler import RequestHandler, State
@@ -29,6 +30,11 @@ _VARIANTS = {
     pb.TRANSFORM_VARIANT_BASIC: TransformVariant.BASIC,
     pb.TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant.HOST_MEMORY,
     pb.TRANSFORM_VARIANT_RESTART: TransformVariant.RESTART,
+}
+_RUNNING: dict[int, RunningRequests] = {
+    pb.RUNNING_REQUESTS_MIGRATE: "migrate",
+    pb.RUNNING_REQUESTS_PAUSE: "pause",
+    pb.RUNNING_REQUESTS_WAIT: "wait",
 }
 
 
@@ -65,6 +71,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         variant = _VARIANTS.get(request.variant)
         if variant is None:
             raise RequestError(f"variant={request.variant} is not known")
+        if (running := _RUNNING.get(request.running)) is None:
+            raise RequestError(f"running={request.running} is not known")
         if len(request.devices) > (most := self._handler.backend.num_devices):
             raise RequestError(f"devices has {len(request.devices)} elements: this server has {most} devices")
         release = request.release_weights if request.HasField("release_weights") else True
@@ -81,6 +89,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             release,
             layers,
             request.wait_for_programs,
+            running,
         )
 
         # The transformation goes on if the client leaves, and is counted all the same.
@@ -95,6 +104,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
             extra_bytes=report.extra_bytes,
             steps=report.steps,
             tokens=report.tokens,
+            paused=sum(group.paused for group in report.groups),
+            resumed=sum(group.resumed for group in report.groups),
         )
 
     async def _transform(self, transform, request: pb.TransformRequest, variant: TransformVariant) -> TransformReport:
@@ -141,6 +152,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     kv_used_pages=view.kv_used_pages,
                     kv_total_pages=view.kv_total_pages,
                     kv_cached_pages=view.num_cached_pages,
+                    paused=view.paused,
+                    paused_degree=view.paused_degree,
                 )
                 for view in snapshot.instances
             ],

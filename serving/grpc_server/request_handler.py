@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,15 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from amoeba_jax.errors import DeadlineError, EngineClosedError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.errors import (
+    DeadlineError,
+    EngineClosedError,
+    LayoutError,
+    NotANumberError,
+    RequestError,
+    RequestFailedError,
+    TransformError,
+)
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.admission import Admission, Ticket
 from serving.grpc_server.callers import Caller, Callers
@@ -35,6 +44,8 @@ _LAST_WRITE_S = 0.5
 _LONG_TEXT_CHARS = 32_768
 # Calls that wait for a transformation at once.
 _MAX_TRANSFORM_CALLS = 4
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -273,6 +284,9 @@ class RequestHandler:
 
     async def drain(self, timeout_s: float | None) -> int:
         """Take no new requests, wait for those that run (None: for ever), then abort. Returns how many were aborted."""
+        if self.state is State.READY:
+            # Beside this: whether or not it succeeds, those that have not ended in time are aborted.
+            asyncio.get_running_loop().run_in_executor(self._transforming, resume_paused, self.backend)
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
         with contextlib.suppress(TimeoutError):
@@ -289,6 +303,16 @@ class RequestHandler:
             async with asyncio.timeout(_SHUTDOWN_GRACE_S):
                 await self._idle.wait()
         return len(left)
+
+
+def resume_paused(backend: Backend) -> None:
+    """Let paused requests go on. Does not raise: what cannot is logged, and stays paused."""
+    try:
+        for view in backend.instances:
+            if view.paused:
+                backend.transform(view.paused_degree, list(view.devices))
+    except (RequestError, LayoutError, TransformError, EngineClosedError) as error:
+        logger.warning("paused requests do not go on: %s", error)
 
 
 @contextlib.asynccontextmanager

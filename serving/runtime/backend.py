@@ -8,6 +8,7 @@ from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.transform.options import RunningRequests
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceView, MemoryReport
 
@@ -49,6 +50,7 @@ class Backend(Protocol):
         release_weights: bool = True,
         layers_per_step: int | Literal["auto"] = "auto",
         wait_for_programs: bool = True,
+        running: RunningRequests = "migrate",
     ) -> TransformReport:
         """Merge or split instances; returns when it is done."""
         ...

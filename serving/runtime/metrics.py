@@ -170,6 +170,7 @@ class _EngineMetrics(Collector):
         if snapshot is None:
             return
         yield _gauge("num_requests_running", "Requests that an instance has taken up.", snapshot.running)
+        yield _gauge("num_requests_paused", "Requests that keep their pages and do not run.", snapshot.paused)
         yield _gauge("num_requests_waiting", "Requests that wait for an instance.", snapshot.waiting)
         yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", snapshot.kv_usage)
         yield _counter("num_preemptions", "Times that a request lost its pages.", snapshot.stats.preemptions)

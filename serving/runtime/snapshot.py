@@ -25,6 +25,11 @@ class Snapshot:
         return sum(view.running for view in self.instances)
 
     @property
+    def paused(self) -> int:
+        """Sequences that keep their pages while others run on their devices."""
+        return sum(view.paused for view in self.instances)
+
+    @property
     def waiting(self) -> int:
         """Sequences in the queue that all instances share."""
         return max((view.waiting for view in self.instances), default=0)

@@ -20,10 +20,14 @@ from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
+from amoeba_jax.programs.background import BackgroundCompiler
 from amoeba_jax.programs.catalogue import catalogue
-from amoeba_jax.programs.executables import Executables, compile_program, compile_programs
+from amoeba_jax.programs.compiling import compile_program, compile_programs
+from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
 from amoeba_jax.programs.program_store import ProgramStore
+from amoeba_jax.weights.store import WeightStore
+from sharding.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -104,6 +108,24 @@ def test_transformation_without_programs_is_refused(llm: LLM, variant: str):
         llm.transform(2, release_weights=False, variant=variant)
     assert [view.tensor_parallel_size for view in llm.instances] == [1, 1]
     assert llm.generate([5, 6, 7], LONG)[0].error is None
+
+
+def test_pausing_compiles_nothing_where_it_was_prepared(directory: Path, compile_cache: str):
+    """Nor do merges and splits that keep weights, also of instances whose requests are paused."""
+    with make(directory, compile_cache, strict_compile=True, prepare_pausing=True) as llm:
+        llm.warmup([1, 2])
+        with CompileWatch() as watch:
+            for seed, way in enumerate(("pause", "migrate")):
+                prompts, params = random_requests(seed, 8)
+                load = Background(llm, prompts, params)
+                wait_until_decoding(llm, 1)
+                llm.transform(2, release_weights=False, running=way)
+                more = Background(llm, *random_requests(seed + 10, 8))
+                wait_until_decoding(llm, 1)
+                llm.transform(1, running="wait" if way == "pause" else way)
+                assert all(output.error is None for output in (*load.result(), *more.result()))
+        assert watch.programs == 0
+        assert llm.stats.late_programs == 0
 
 
 def test_second_warmup_finds_everything(llm: LLM):
@@ -276,3 +298,48 @@ def test_running_requests_refuse_a_warmup(llm: LLM):
     with pytest.raises(RequestError, match="programs cannot be warmed up with 1 running"):
         llm.warmup()
     load.result()
+
+
+def test_programs_are_compiled_while_weights_are_loaded(
+    directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+    load = WeightStore.load
+
+    def counted(self: WeightStore, *args: Any) -> None:
+        (compiler,) = compilers
+        asked.append(compiler.num_left)
+        load(self, *args)
+
+    compilers: list[BackgroundCompiler] = []
+    make_compiler = BackgroundCompiler.__init__
+
+    def noted(self: BackgroundCompiler, *args: Any) -> None:
+        make_compiler(self, *args)
+        compilers.append(self)
+
+    monkeypatch.setattr(BackgroundCompiler, "__init__", noted)
+    monkeypatch.setattr(WeightStore, "load", counted)
+    with make(directory, compile_cache, warmup=[1]) as llm:
+        assert asked == [len(llm.executables())]
+        assert llm.warmup([1]) == 0
+        assert llm.generate([5, 6, 7], LONG)[0].error is None
+        assert llm.stats.late_programs == 0
+
+
+def test_weights_that_cannot_be_loaded_end_the_compiling(
+    directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise OSError("no such weights")
+
+    monkeypatch.setattr(WeightStore, "load", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="no such weights"):
+        make(directory, compile_cache, warmup=[1])
+    assert not [thread for thread in set(threading.enumerate()) - before if "background" in thread.name]
+
+
+def test_warmup_of_a_degree_that_there_cannot_be_is_refused_at_once(directory: Path, compile_cache: str):
+    with pytest.raises(LayoutError, match="4"):
+        make(directory, compile_cache, warmup=[4])

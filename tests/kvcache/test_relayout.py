@@ -359,7 +359,8 @@ def test_no_instance_gets_more_sequences_than_it_takes():
     # Many short ones beside a long one, which would even out the pages.
     pages = alone(20, *[1] * 7)
     assert max(Counter(assign_down(pages, [40] * 2, together=False, limit=4).tolist()).values()) == 4
-    with pytest.raises(OutOfPagesError, match="and for 3 sequences each"):
+    assert Counter(assign_down(pages, [40] * 2, together=False, limit=[7, 1]).tolist()) == {0: 7, 1: 1}
+    with pytest.raises(OutOfPagesError, match=r"and for \[3, 3\] sequences"):
         assign_down(pages, [40] * 2, together=False, limit=3)
 
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.programs import relocation
-from amoeba_jax.programs.executables import Executable
+from amoeba_jax.programs.compiling import Executable
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 

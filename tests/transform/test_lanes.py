@@ -9,7 +9,7 @@ from amoeba_jax import SamplingParams
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import sampling_row
-from amoeba_jax.transform.lanes import deal, one_home, settle_references
+from amoeba_jax.transform.lanes import deal, move_into, settle_references
 from kvcache.allocator import BuddyAllocator
 from kvcache.geometry import PageGeometry
 from kvcache.pages import PagePool, SequencePages
@@ -62,7 +62,7 @@ def tokens_of(prefix: int, pages: int, shared: int = 0) -> list[int]:
 
 def test_what_is_used_goes_with_its_sequence_and_the_rest_where_there_is_room():
     lane = lane_with([tokens_of(i, 3) for i in range(4)], running=[1])
-    parts = deal(lane, [10, 10, 10, 10], 16)
+    parts = deal(lane, [10, 10, 10, 10], [16] * 4)
     (home,) = [part for part in parts if part.sequences]
     used = {page.key for page in home.cached} & {page.key for page in lane.cache.pages()[:3]}
     assert len(used) == 3
@@ -71,7 +71,7 @@ def test_what_is_used_goes_with_its_sequence_and_the_rest_where_there_is_room():
 
 def test_what_finds_no_room_is_dropped_from_its_end():
     lane = lane_with([tokens_of(i, 4) for i in range(3)], running=[])
-    (part, other) = deal(lane, [4, 3], 16)
+    (part, other) = deal(lane, [4, 3], [16] * 2)
     assert [len(part.cached), len(other.cached)] == [4, 3]
     latest = lane.cache.pages()[-4:]
     assert {page.key for page in latest} <= {page.key for page in part.cached}, "the last to be evicted is kept whole"
@@ -90,7 +90,7 @@ def test_any_deal_keeps_whole_beginnings_within_the_room_and_every_reference(
     lane = lane_with(prefixes, [i for i in running if i < len(prefixes)])
     room = [free + sum(lengths) if lane.running else free for free in room]
     before = lane.cache.pages()
-    parts = deal(lane, room, 16)
+    parts = deal(lane, room, [16] * len(room))
     assert sum(len(part.sequences) for part in parts) == len(lane.running)
     for part, free in zip(parts, room, strict=True):
         keys = {page.key for page in part.cached}
@@ -114,8 +114,8 @@ def test_lanes_of_one_home_share_what_both_have_cached():
     lane.pages.share(lane.cache.table())  # as two lanes have them
     twin = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
     twin.cache.adopt(pages)
-    merged, sequences = one_home([lane, twin], GROUP, lane.pages, enabled=True, max_running=16)
-    assert sequences == []
+    merged = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
+    assert move_into(merged, [lane, twin], GROUP) == []
     assert [page.key for page in merged.cache.pages()] == [page.key for page in pages]
     np.testing.assert_array_equal(lane.pages.references(merged.cache.table()), 1)
     assert merged.cache.num_evictable_pages == 3

@@ -1,22 +1,34 @@
 """Requests that pause while an instance over all devices serves others, and go on where they were."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from harness import engine_of, in_dispatcher, registry_of
-from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
+from pausing_cases import (
+    KINDS,
+    URGENT,
+    done,
+    expected_of,
+    greedy,
+    options,
+    outputs,
+    prompt,
+    state_of,
+    steps,
+    submit,
+    transform,
+)
+from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
-from transform_cases import SHARED, make, tokens
+from transform_cases import SHARED, make
 
-from amoeba_jax import LLM, SamplingParams
+from amoeba_jax import LLM
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.request import Request
-from amoeba_jax.transform.options import RunningRequests, TransformOptions
-from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -41,79 +53,6 @@ def idle(llm: LLM) -> Iterator[LLM]:
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
     check_idle(llm)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 200, length).tolist()
-
-
-def greedy(max_tokens: int, **settings: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **settings)
-
-
-KINDS: list[tuple[list[int], SamplingParams]] = [
-    (prompt(9, 1), greedy(40)),
-    (prompt(70, 2), greedy(30)),
-    (prompt(7, 3), SamplingParams(temperature=0.9, seed=7, n=2, max_tokens=40, ignore_eos=True)),
-    (prompt(6, 4), greedy(40, repetition_penalty=1.4)),
-    (prompt(11, 5), greedy(30, prompt_logprobs=2, logprobs=2)),
-    (prompt(5, 6), SamplingParams(temperature=1.0, seed=3, presence_penalty=0.5, max_tokens=50, ignore_eos=True)),
-]
-URGENT = prompt(100, 7), greedy(12, priority=-1)
-
-
-def options(degree: int, running: RunningRequests = "migrate", release: bool = False) -> TransformOptions:
-    return TransformOptions(degree, ALL, release_weights=release, running=running)
-
-
-def submit(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[Request]:
-    requests = [registry_of(llm).make(p, params, lambda _: None, None, None) for p, params in asked]
-    for request in requests:
-        engine_of(llm).submit([request.sequences[0]])
-    return requests
-
-
-def outputs(requests: list[Request]) -> list[list[tuple[int, ...]]]:
-    return [[tuple(sequence.output) for sequence in request.sequences] for request in requests]
-
-
-def steps(llm: LLM, until: Callable[[], bool], most: int = 1000) -> None:
-    engine = engine_of(llm)
-    for _ in range(most):
-        if until():
-            return
-        engine.advance()
-        engine.drain()
-    raise AssertionError("it never came to that")
-
-
-def done(requests: list[Request]) -> bool:
-    return all(sequence.finished for request in requests for sequence in request.sequences)
-
-
-def transform(llm: LLM, what: TransformOptions) -> TransformReport:
-    engine = engine_of(llm)
-    future = engine.transform(what)
-    engine.end_transformations()
-    return future.result()
-
-
-def expected_of(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
-    found = tokens([llm.generate(p, params)[0] for p, params in asked])
-    forget_prefixes(llm)
-    return found
-
-
-def expected_of_group(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
-    """Of requests that only fit an instance over all devices."""
-    llm.set_layout(4)
-    found = expected_of(llm, asked)
-    llm.set_layout(1)
-    return found
-
-
-def state_of(instance: Instance) -> list[Any]:
-    return [(s.slot, s.num_computed, s.pages.table.tolist(), len(s.output)) for s in instance.running if s.pages]
 
 
 @pytest.mark.parametrize("pause_after", [1, 5, 20], ids=lambda count: f"{count} tokens")
@@ -201,92 +140,6 @@ def test_what_ends_a_paused_request_frees_its_pages_at_once(idle: LLM):
         registry_of(idle).end(requests)
 
     in_dispatcher(idle, drive)
-
-
-@pytest.fixture(scope="module")
-def small(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """64 tokens on each device."""
-    settings = {"kv_cache_tokens": 64, "device_memory": "8MiB", "max_num_seqs": 4}
-    with make(directory, compile_cache, **settings) as llm:
-        yield llm
-
-
-def test_requests_that_lack_pages_take_those_that_are_served_last(small: LLM):
-    """Cached prefixes first, then of each device the paused request with the lowest priority. It is computed again."""
-    asked = [(prompt(24, 20 + i), greedy(6, priority=1 + i // 4)) for i in range(8)]
-    long = prompt(112, 30), greedy(8, priority=2)
-    expected, long_expected = expected_of(small, asked), expected_of_group(small, [long])
-    small.generate([prompt(20, 60 + i) for i in range(4)], greedy(2))  # leaves cached prefixes
-
-    def drive() -> None:
-        engine = engine_of(small)
-        requests = submit(small, asked)
-        steps(small, lambda: all(r.sequences[0].output for r in requests))
-        assert all(len(instance.running) == 2 for instance in engine.instances)
-        transform(small, options(4, "pause"))
-        later = submit(small, [long])
-        steps(small, lambda: done(later))
-        assert outputs(later) == long_expected
-        assert [request.sequences[0].num_preemptions for request in requests] == [0] * 4 + [1] * 4
-        transform(small, options(1))
-        steps(small, lambda: done(requests))
-        assert outputs(requests) == expected
-        registry_of(small).end([*requests, *later])
-
-    in_dispatcher(small, drive)
-    check_idle(small)
-
-
-def test_paused_requests_of_higher_priority_keep_their_pages(small: LLM):
-    """Another waits for them, however long."""
-    asked = [(prompt(36, 40 + i), greedy(8, priority=-1)) for i in range(4)]
-    expected = expected_of(small, asked)
-
-    def drive() -> None:
-        engine = engine_of(small)
-        requests = submit(small, asked)
-        steps(small, lambda: all(r.sequences[0].output for r in requests))
-        transform(small, options(4, "pause"))
-        later = submit(small, [(prompt(112, 50), greedy(4))])
-        for _ in range(20):
-            engine.advance()
-            engine.drain()
-        assert not later[0].sequences[0].output
-        assert not any(r.sequences[0].num_preemptions for r in requests)
-        engine.finish(later[0].sequences, "abort")
-        transform(small, options(1))
-        steps(small, lambda: done(requests))
-        assert outputs(requests) == expected
-        registry_of(small).end([*requests, *later])
-
-    in_dispatcher(small, drive)
-    check_idle(small)
-
-
-def test_requests_of_the_group_that_grow_take_pages_of_paused_ones(small: LLM):
-    """One that began while there was room."""
-    asked = [(prompt(36, 70 + i), greedy(8, priority=1)) for i in range(4)]
-    growing = prompt(60, 80), greedy(60, priority=1)
-    expected, growing_expected = expected_of(small, asked), expected_of_group(small, [growing])
-
-    def drive() -> None:
-        requests = submit(small, asked)
-        steps(small, lambda: all(r.sequences[0].output for r in requests))
-        transform(small, options(4, "pause"))
-        later = submit(small, [growing])
-        steps(small, lambda: bool(later[0].sequences[0].output))
-        assert not any(r.sequences[0].num_preemptions for r in requests)
-        steps(small, lambda: done(later))
-        assert outputs(later) == growing_expected
-        assert later[0].sequences[0].num_preemptions == 0
-        assert all(r.sequences[0].num_preemptions == 1 for r in requests)
-        transform(small, options(1))
-        steps(small, lambda: done(requests))
-        assert outputs(requests) == expected
-        registry_of(small).end([*requests, *later])
-
-    in_dispatcher(small, drive)
-    check_idle(small)
 
 
 def test_what_would_lose_paused_requests_is_refused(idle: LLM):
@@ -396,3 +249,35 @@ def test_closing_ends_paused_requests(directory: Path, compile_cache: str):
 
         requests = in_dispatcher(llm, begin)
     assert all(s.error is not None for r in requests for s in r.sequences)
+
+
+def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """While the group's requests change hands beside the paused ones: all are computed again."""
+    asked = [*KINDS, URGENT, (prompt(30, 8), greedy(40, repetition_penalty=1.2))]
+    expected = expected_of(idle, asked)
+
+    def fail(self: StepSampler, sequence: Any, slot: int) -> None:
+        raise RuntimeError("injected")
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, asked[:-2])
+        steps(idle, lambda: all(r.sequences[0].output for r in requests))
+        transform(idle, options(4, "pause"))
+        later = submit(idle, asked[-2:])
+        steps(idle, lambda: all(r.sequences[0].output for r in later))
+        with monkeypatch.context() as patch:
+            future = engine.transform(TransformOptions(1, ALL))
+            patch.setattr(StepSampler, "remember", fail)
+            while engine.transformations.busy:
+                for instance in engine.instances:
+                    engine._launching.launch(instance)  # no new requests: they would fail by themselves
+                engine.drain()
+                engine.transformations.wait()
+        assert "injected" in str(future.exception())
+        assert not engine.num_paused
+        steps(idle, lambda: done([*requests, *later]))
+        assert outputs([*requests, *later]) == expected
+        registry_of(idle).end([*requests, *later])
+
+    in_dispatcher(idle, drive)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
-from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from kvcache.allocator import BuddyAllocator
 from sharding.placement import Home
@@ -96,11 +97,18 @@ class Machine(RuleBasedStateMachine):
         variant=st.sampled_from(list(TransformVariant)),
         release=st.booleans(),
         layers=st.integers(1, 4),
+        running=st.sampled_from(get_args(RunningRequests)),
     )
     def transform(
-        self, tp: int, devices: tuple[int, ...], variant: TransformVariant, release: bool, layers: int
+        self,
+        tp: int,
+        devices: tuple[int, ...],
+        variant: TransformVariant,
+        release: bool,
+        layers: int,
+        running: RunningRequests,
     ) -> None:
-        options = TransformOptions(tp, devices, variant, release, layers)
+        options = TransformOptions(tp, devices, variant, release and running != "pause", layers, running)
         # These devices may not be whole instances, or busy, or the requests may not fit.
         with contextlib.suppress(LayoutError, RequestError):
             self.transformations.append(self.engine.transform(options))
@@ -121,24 +129,55 @@ class Machine(RuleBasedStateMachine):
                     site.group.home: low[index * tp : (index + 1) * tp] for index, site in enumerate(transition.members)
                 }
                 assert len(instance.lanes) == len(transition.members)
+            paused = {member.group.home: [member.lane] for member in instance.paused}
             for home, allocators in views.items():
-                check_live(allocators, [lane for lane in instance.lanes if home in lane.ranks], home)
-            slots = [sequence.slot for sequence in instance.running]
-            assert len(set(slots)) == len(slots)
-            assert set(slots).isdisjoint(instance._free_slots)
-            assert len(slots) + len(instance._free_slots) == instance.sampler.num_slots
+                lanes = {home: [lane for lane in instance.lanes if home in lane.ranks]}
+                # In the layout to come, what paused sequences have given up since is still theirs.
+                at_most = bool(instance.paused) and home != instance.group.home
+                check_live(allocators, home, lanes | within(paused, home), at_most=at_most)
+            for each in (instance, *instance.paused):
+                slots = [sequence.slot for sequence in each.running]
+                assert len(set(slots)) == len(slots)
+                assert set(slots).isdisjoint(each._free_slots)
+                if not instance.paused:
+                    assert len(slots) + len(each._free_slots) == each.sampler.num_slots
+            if instance.paused:
+                first = instance.paused[0]
+                assert {s.slot for s in first.running}.isdisjoint({s.slot for s in instance.running})
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not s.finished for _, _, sequences in self.requests for s in sequences)
+
+    def resume(self) -> None:
+        """Let paused requests go on."""
+        for instance in self.engine.instances:
+            if instance.paused_sequences:
+                options = TransformOptions(instance.paused[0].tp, instance.group.device_indices)
+                self.transformations.append(self.engine.transform(options))
+        self.engine.end_transformations()
 
     def teardown(self) -> None:
         for _ in range(MAX_STEPS):
             self.engine.advance()
             self.engine.drain()
             self.engine.transformations.wait()
-            if not self.engine.has_requests and not self.engine.transformations.busy:
+            if self.engine.num_paused == self.num_unfinished and not self.engine.transformations.busy:
                 break
+            if self.engine.num_paused and not self.engine.transformations.busy and not self.engine.advance():
+                self.resume()  # what waits may wait for paused requests
         else:
             raise AssertionError("the requests never ended")
         for future in self.transformations:
             future.result(0)
+        self.resume()
+        for _ in range(MAX_STEPS):
+            self.engine.advance()
+            self.engine.drain()
+            if not self.engine.has_requests:
+                break
+        else:
+            raise AssertionError("paused requests never ended")
         for index, (case, _, sequences) in enumerate(self.requests):
             outputs = [tuple(sequence.output) for sequence in sequences]
             if index in self.cancelled:
@@ -154,16 +193,28 @@ class Machine(RuleBasedStateMachine):
         self.llm._registry.end([request for _, request, _ in self.requests])
 
 
-def check_live(allocators: list[BuddyAllocator], lanes: list[Lane], home: Home) -> None:
-    """Live blocks of a home are those of its lanes' sequences and caches, with a reference for each."""
+def within(paused: dict[Home, list[Lane]], home: Home) -> dict[Home, list[Lane]]:
+    """The paused lanes with pages on a home's devices."""
+    return {other: lanes for other, lanes in paused.items() if set(other.devices) & set(home.devices)}
+
+
+def check_live(
+    allocators: list[BuddyAllocator], home: Home, lanes_at: dict[Home, list[Lane]], *, at_most: bool = False
+) -> None:
+    """Live blocks of a home's devices are those of lanes' sequences and caches, with a reference for each."""
     assert len(allocators) == home.degree
-    for rank, allocator in enumerate(allocators):
-        units, used = allocator.max_tp // home.degree, Counter[int]()
-        for lane in lanes:
-            tables = [s.pages.table for s in lane.running] + [lane.cache.table()]
-            for table in tables:
-                used.update(unit * units for unit in table[lane.ranks[home]][rank].tolist())
-        assert {block[0]: allocator.references(block[0]) for block in allocator.live_blocks()} == dict(used)
+    for device, allocator in zip(home.devices, allocators, strict=True):
+        used = Counter[int]()
+        for at, lanes in lanes_at.items():
+            if device not in at.devices:
+                continue
+            rank, units = device - at.devices[0], allocator.max_tp // at.degree
+            for lane in lanes:
+                tables = [s.pages.table for s in lane.running] + [lane.cache.table()]
+                for table in tables:
+                    used.update(unit * units for unit in table[lane.ranks[at]][rank].tolist())
+        live = Counter({block[0]: allocator.references(block[0]) for block in allocator.live_blocks()})
+        assert used <= live if at_most else used == live
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,12 @@ class TransformVariant(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFORM_VARIANT_BASIC: _ClassVar[TransformVariant]
     TRANSFORM_VARIANT_HOST_MEMORY: _ClassVar[TransformVariant]
     TRANSFORM_VARIANT_RESTART: _ClassVar[TransformVariant]
+
+class RunningRequests(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUNNING_REQUESTS_MIGRATE: _ClassVar[RunningRequests]
+    RUNNING_REQUESTS_PAUSE: _ClassVar[RunningRequests]
+    RUNNING_REQUESTS_WAIT: _ClassVar[RunningRequests]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -45,6 +51,9 @@ TRANSFORM_VARIANT_IN_PLACE: TransformVariant
 TRANSFORM_VARIANT_BASIC: TransformVariant
 TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant
 TRANSFORM_VARIANT_RESTART: TransformVariant
+RUNNING_REQUESTS_MIGRATE: RunningRequests
+RUNNING_REQUESTS_PAUSE: RunningRequests
+RUNNING_REQUESTS_WAIT: RunningRequests
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -297,7 +306,7 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages")
+    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages", "paused", "paused_degree")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +314,8 @@ class Instance(_message.Message):
     KV_USED_PAGES_FIELD_NUMBER: _ClassVar[int]
     KV_TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     KV_CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_DEGREE_FIELD_NUMBER: _ClassVar[int]
     id: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     tensor_parallel_size: int
@@ -312,7 +323,9 @@ class Instance(_message.Message):
     kv_used_pages: int
     kv_total_pages: int
     kv_cached_pages: int
-    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ...) -> None: ...
+    paused: int
+    paused_degree: int
+    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ..., paused: _Optional[int] = ..., paused_degree: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("device", "budget_bytes", "weight_bytes", "kv_bytes", "kv_used_bytes")
@@ -357,23 +370,25 @@ class DegreePrograms(_message.Message):
     def __init__(self, tensor_parallel_size: _Optional[int] = ..., ready: _Optional[bool] = ..., num_programs: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
 
 class TransformRequest(_message.Message):
-    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step", "wait_for_programs")
+    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step", "wait_for_programs", "running")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     WAIT_FOR_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     variant: TransformVariant
     release_weights: bool
     layers_per_step: int
     wait_for_programs: bool
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ...) -> None: ...
+    running: RunningRequests
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ..., running: _Optional[_Union[RunningRequests, str]] = ...) -> None: ...
 
 class TransformResponse(_message.Message):
-    __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens")
+    __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens", "paused", "resumed")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +397,8 @@ class TransformResponse(_message.Message):
     EXTRA_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     variant: TransformVariant
     seconds: float
@@ -390,7 +407,9 @@ class TransformResponse(_message.Message):
     extra_bytes: int
     steps: int
     tokens: int
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., seconds: _Optional[float] = ..., prepare_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., extra_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    paused: int
+    resumed: int
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., seconds: _Optional[float] = ..., prepare_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., extra_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., paused: _Optional[int] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

@@ -58,6 +58,34 @@ def test_instances_merge_and_split_while_a_request_runs(live: Live):
     live.check_idle()
 
 
+def test_requests_pause_while_another_runs_on_all_devices(live: Live):
+    """GetCluster and the metrics show how many; transforming back lets them go on, token for token."""
+    params = pb.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = live.generate(text="hello", params=params)
+    tokens = list(next(stream).completions[0].token_ids)
+    pause = pb.TransformRequest(tensor_parallel_size=2, running=pb.RUNNING_REQUESTS_PAUSE, release_weights=False)
+    done = live.admin.Transform(pause, timeout=TIMEOUT_S)
+    assert (done.paused, done.moved_bytes) == (1, 0)
+    (instance,) = live.admin.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S).instances
+    assert (instance.running, instance.paused, instance.paused_degree) == (0, 1, 1)
+    wait_until(lambda: "amoeba:num_requests_paused 1.0" in generate_latest(live.server.metrics.registry).decode())
+    short = pb.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    urgent = [t for m in live.generate(text="urgent", params=short) for c in m.completions for t in c.token_ids]
+    assert live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S).resumed == 1
+    tokens += [token for message in stream for c in message.completions for token in c.token_ids]
+    for text, found in (("hello", tokens), ("urgent", urgent)):
+        asked = SamplingParams(temperature=0, max_tokens=len(found), ignore_eos=True)
+        assert list(live.llm.generate(text, asked)[0].outputs[0].token_ids) == found
+    live.check_idle()
+
+
+def test_pausing_with_released_weights_is_a_failed_precondition(live: Live):
+    request = pb.TransformRequest(tensor_parallel_size=2, running=pb.RUNNING_REQUESTS_PAUSE)
+    code, text = code_and_text(lambda: live.admin.Transform(request, timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "needs release_weights=False" in text
+
+
 @pytest.mark.parametrize(
     "request_fields",
     [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 3}, {"tensor_parallel_size": 2, "devices": [0]}, {}],
@@ -112,8 +140,9 @@ def test_a_refused_split_of_one_instance_is_counted_as_a_split(live: Live):
     live.check_idle()
 
 
-def test_unknown_variant_is_invalid(live: Live):
-    request = pb.TransformRequest(tensor_parallel_size=2, variant=99)  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["variant", "running"])
+def test_unknown_variant_is_invalid(live: Live, field: str):
+    request = pb.TransformRequest(tensor_parallel_size=2, **{field: 99})  # type: ignore[arg-type]
     code, _ = code_and_text(lambda: live.admin.Transform(request, timeout=TIMEOUT_S))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
 

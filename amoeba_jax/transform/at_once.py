@@ -1,0 +1,95 @@
+"""Changes of instances that are over before the next step: nothing moves layer by layer."""
+
+import time
+from collections.abc import Callable
+
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.transform.job import Job
+from amoeba_jax.transform.needs import GroupChange
+from amoeba_jax.transform.pausing import pause, resume
+from amoeba_jax.transform.report import GroupTransform
+from amoeba_jax.transform.residency import RestoreError, release, restore, wanted
+from amoeba_jax.transform.restart import RestartError, restart
+from amoeba_jax.transform.staging import reserve_staging
+
+
+class AtOnce:
+    """Makes such changes, and adds what they did to their job. Used by the dispatcher thread only.
+
+    Args:
+        drain: waits for what an instance has launched, and takes in the results.
+        requeue: takes a sequence off its instance, to be computed again.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        drain: Callable[[Instance], None],
+        requeue: Callable[[Instance, Sequence], None],
+    ):
+        self._cluster, self._drain, self._requeue = cluster, drain, requeue
+
+    def pause(self, job: Job, old: list[Instance]) -> None:
+        """Pause the requests of instances, and have one over their devices serve."""
+        start = time.perf_counter()
+        change, cluster = GroupChange.of(self._cluster, job.options, old), self._cluster
+        cluster.check_compiled(change.group, change.group.tp, change.released[1])
+        for instance in old:
+            if instance.released < change.released[0]:
+                self._drain(instance)
+                cluster.release_more(instance, change.released[0])
+        count = len(pause(cluster, old).paused_sequences)
+        degrees = old[0].tp, change.group.tp
+        job.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
+
+    def resume(self, job: Job, instance: Instance) -> None:
+        """Have paused requests go on, in the place of an instance that has none."""
+        start = time.perf_counter()
+        dropped = instance.lane.cache.num_cached_pages
+        members = resume(self._cluster, instance)
+        job.groups.append(
+            GroupTransform.without_moves(
+                instance.group.device_indices,
+                (instance.tp, members[0].tp),
+                start,
+                resumed=sum(len(member.running) for member in members),
+                prefix_pages_dropped=dropped,
+            )
+        )
+
+    def change_residency(self, job: Job, instance: Instance) -> None:
+        """Have an instance of the degree asked for release or restore weights."""
+        start, degree, devices = time.perf_counter(), wanted(job.options), instance.group.device_indices
+        job.residencies.discard(instance.id)
+        counts: dict[str, int] = {}
+        try:
+            if degree > instance.released:
+                release(self._cluster, instance, degree)
+            else:
+                staging, kept, dropped = restore(
+                    self._cluster,
+                    self._requeue,
+                    lambda more: reserve_staging(self._cluster, devices, more),
+                    instance,
+                    degree,
+                )
+                counts = {"staging_bytes": staging, "prefix_pages_kept": kept, "prefix_pages_dropped": dropped}
+        except RestoreError as error:
+            job.fail(error, devices, "its requests are computed again")
+        else:
+            degrees = instance.tp, instance.tp
+            job.groups.append(GroupTransform.without_moves(devices, degrees, start, **counts))
+        finally:
+            reserve_staging(self._cluster, devices, 0)
+
+    def restart(self, job: Job, old: list[Instance]) -> None:
+        options = job.options
+        try:
+            done = restart(self._cluster, self._requeue, old, options.tensor_parallel_size, options.release_weights)
+        except RestartError as error:
+            devices = [device for instance in old for device in instance.group.device_indices]
+            job.fail(error, devices, error.outcome)
+        else:
+            job.groups.append(done)

@@ -1,0 +1,156 @@
+"""Pausing requests and letting them go on: host time, and the first step of the request that they pause for.
+
+    python benchmarks/pausing.py [--layers 48] [--paused 8] [--repeats 9] [--json pausing.json]
+
+A random model of as many layers on 4 virtual devices, TP1. So many requests decode, with the cache 90% full; they are
+paused for a TP4 instance, another request is submitted and served there, and they go on. The dispatcher's thread is
+driven by hand, with a step in flight when they are paused; the other request's first step is launched when that has
+run. Moved, restored and recomputed must be nothing; tokens are compared with those of an undisturbed run.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.request import Request
+from amoeba_jax.transform.options import RunningRequests, TransformOptions
+from amoeba_jax.transform.report import TransformReport
+
+DEVICES = (0, 1, 2, 3)
+PAGE_SIZE = 16
+PARTS = ("pause", "first launch", "resume")
+
+
+def model(directory: Path, layers: int) -> Path:
+    """A config of random weights."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+        "hidden_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 704,
+        "vocab_size": 2048,
+        "tie_word_embeddings": True,
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[float, TransformReport]:
+    """Milliseconds of the host until it is done, and what it did."""
+    start = time.perf_counter()
+    future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
+    taken_ms = (time.perf_counter() - start) * 1e3
+    engine.end_transformations()  # where programs are compiled first, before anything is timed
+    return taken_ms, future.result(0)
+
+
+def run_until(engine: Engine, requests: list[Request], tokens: int | None = None) -> None:
+    """Go on until requests have that many tokens each, or have ended."""
+    sequences = [request.sequences[0] for request in requests]
+    while not all(s.finished or (tokens is not None and len(s.output) >= tokens) for s in sequences):
+        engine.advance()
+        engine.drain()
+
+
+def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
+    """In the dispatcher's thread."""
+    engine, random = llm._engine, np.random.default_rng(0)
+    tokens = int(0.9 * engine.capacity_tokens(1)) * len(DEVICES) // num_paused
+    prompts = [random.integers(3, 2000, tokens - 64).tolist() for _ in range(num_paused)]
+    urgent = random.integers(3, 2000, 64).tolist()
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, priority=-1)
+    taken: dict[str, list[float]] = {part: [] for part in PARTS}
+    outputs: list[list[list[int]]] = []
+    moved = recomputed = 0
+    for index in range(repeats + 2):  # the first undisturbed, the second to warm up
+        requests = [llm._registry.make(prompt, params, lambda _: None, None, None) for prompt in prompts]
+        engine.submit([request.sequences[0] for request in requests])
+        run_until(engine, requests, 16)
+        if index:
+            engine.advance()
+            ms, report = change(engine, 4, "pause")
+            engine.drain()  # the steps in flight
+            later = llm._registry.make(urgent, short, lambda _: None, None, None)
+            start = time.perf_counter()
+            engine.submit([later.sequences[0]])
+            engine.admission.admit()
+            engine._launching.launch(engine.instances[0])
+            launch_ms = (time.perf_counter() - start) * 1e3
+            run_until(engine, [later])
+            engine.drain()
+            back_ms, back = change(engine, 1, "migrate")
+            moved += report.moved_bytes + back.moved_bytes
+            if index > 1:
+                for part, value in zip(PARTS, (ms, launch_ms, back_ms), strict=True):
+                    taken[part].append(value)
+            llm._registry.end([later])
+        run_until(engine, requests)
+        outputs.append([list(request.sequences[0].output) for request in requests])
+        recomputed += sum(request.sequences[0].num_preemptions for request in requests)
+        llm._registry.end(requests)
+        for instance in engine.instances:
+            instance.lane.cache.clear()
+    return {
+        "ms": {part: median(values) for part, values in taken.items()},
+        "most_ms": {part: max(values) for part, values in taken.items()},
+        "moved_bytes": moved,
+        "recomputed": recomputed,
+        "tokens_equal": all(each == outputs[0] for each in outputs),
+    }
+
+
+def main() -> None:
+    """Print and save the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--paused", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LLM(
+            model(Path(directory) / "model", options.layers),
+            load_format="random",
+            num_devices=4,
+            kv_cache_tokens=2048,
+            page_size=PAGE_SIZE,
+            max_num_seqs=8,
+            progress=False,
+        ) as llm,
+    ):
+        found = llm._dispatcher.call(rounds, llm, options.paused, options.repeats).result()
+    table = Table(title=f"{options.paused} requests paused, {options.layers} layers")
+    for column in ("host time", "median, ms", "most, ms"):
+        table.add_column(column)
+    for part in PARTS:
+        table.add_row(part, f"{found['ms'][part]:.2f}", f"{found['most_ms'][part]:.2f}")
+    Console().print(table)
+    print(
+        f"moved {found['moved_bytes']} bytes, {found['recomputed']} requests computed again, "
+        f"tokens {'equal' if found['tokens_equal'] else 'NOT equal'} to those of an undisturbed run"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
