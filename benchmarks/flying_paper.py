@@ -25,7 +25,7 @@ BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
 Of a few that were tried, those with which static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static
 TP and DP the peaks of Table 1. The third is the longest context of the model (6.5)."""
 FITTED = ("peak tokens/s",)
-"""Of Table 1's static rows, those that the lengths were chosen by."""
+"""The static rows of Table 1 that the lengths were chosen by."""
 TEXT = {
     "static-tp8": (22.0, 22.0, 63.0, 2130.0, 2530.0),
     "static-tp2": (32.0, 32.0, 166.0, 166.0, 3164.0),

@@ -2,7 +2,7 @@
 
     python benchmarks/pausing.py [--layers 48] [--paused 8] [--repeats 9] [--json pausing.json]
 
-A random model of as many layers on 4 virtual devices, TP1. So many requests decode, with the cache 90% full; they are
+A random model of as many layers on 4 virtual devices, TP1. The requests decode, with the cache 90% full; they are
 paused for a TP4 instance, another request is submitted and served there, and they go on. The dispatcher's thread is
 driven by hand, with a step in flight when they are paused; the other request's first step is launched when that has
 run. Moved, restored and recomputed must be nothing; tokens are compared with those of an undisturbed run.

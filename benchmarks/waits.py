@@ -92,7 +92,7 @@ class Watched:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> float:
-    """Of a request alone or beside those that run."""
+    """Seconds to the first token of a request alone, or beside those that run."""
     watched = Watched(llm, [prompt], SHORT).start()
     watched.ended.wait()
     watched.end()

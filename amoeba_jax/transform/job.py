@@ -140,6 +140,13 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
             raise LayoutError(
                 f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
             )
+    for group in meshes.groups(tp) if options.running == "pause" else ():
+        found = {i.tp for i in cluster.instances if i.id in group.device_indices and i.id in devices}
+        if len(found) > 1:
+            raise RequestError(
+                f"devices {list(group.device_indices)} have instances of degrees {sorted(found)}: those of one degree "
+                "can pause together; transform them to one first"
+            )
     for start in range(0, len(meshes.devices), tp):
         named = set(range(start, start + tp)) & set(devices)
         if named and len(named) < tp:

@@ -167,6 +167,14 @@ def test_what_would_lose_paused_requests_is_refused(idle: LLM):
     in_dispatcher(idle, drive)
 
 
+def test_instances_of_two_degrees_do_not_pause_together(idle: LLM):
+    """The smaller ones would pause in an instance that pauses itself."""
+    idle.transform(2, devices=[0, 1])
+    with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] have instances of degrees \[1, 2\]"):
+        idle.transform(4, release_weights=False, running="pause")
+    assert [view.tensor_parallel_size for view in idle.instances] == [2, 1, 1]
+
+
 def test_requests_that_are_waited_for_end_first(idle: LLM):
     """No other starts on these devices meanwhile; it runs on those that were merged."""
     asked = [*KINDS[:3], URGENT]
