@@ -26,7 +26,7 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.programs import executables as executables_module
+from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_requests import ProgramRequest
 from amoeba_jax.programs.relocation import PortableProgram
@@ -186,7 +186,7 @@ class Faults:
         """While this lasts. The programs that are to fail when they are made are dropped first."""
         if self.how in ("compile", "load"):
             in_dispatcher(llm, drop_programs, engine_of(llm), self.kind)
-        get, compile_program, read = Executables.get, executables_module.compile_program, Instance._read
+        get, compile_program, read = Executables.get, compiling.compile_program, Instance._read
         load, when_ready = PortableProgram.load, Instance.when_ready
 
         def faulty_get(executables: Executables, request: ProgramRequest) -> Any:
@@ -219,7 +219,7 @@ class Faults:
         loading = threading.local()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Executables, "get", faulty_get)
-            patch.setattr(executables_module, "compile_program", faulty_compile)
+            patch.setattr(compiling, "compile_program", faulty_compile)
             patch.setattr(PortableProgram, "load", faulty_load)
             patch.setattr(Instance, "_read", faulty_read)
             patch.setattr(Instance, "when_ready", faulty_when_ready)

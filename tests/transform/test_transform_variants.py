@@ -16,7 +16,7 @@ from transform_cases import SHARED, Background, decoding, kv_of, make, requests,
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.transform import transformation
+from amoeba_jax.transform import beginning
 from amoeba_jax.transform.movers import CopyMover, HostMover
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformVariant
@@ -262,7 +262,7 @@ def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.M
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transformation, "place_up" if up else "place_down", fails)
+        patch.setattr(beginning, "place_up" if up else "place_down", fails)
         with pytest.raises(RuntimeError, match="injected") as raised:
             idle.transform(4 if up else 1, variant="basic")
     assert raised.value.__cause__ is not raised.value
