@@ -10,7 +10,7 @@ from amoeba_jax.transform.job import Job
 from amoeba_jax.transform.needs import GroupChange
 from amoeba_jax.transform.pausing import pause, resume
 from amoeba_jax.transform.report import GroupTransform
-from amoeba_jax.transform.residency import RestoreError, release, restore, wanted
+from amoeba_jax.transform.residency import RestoreError, release, released_for, restore
 from amoeba_jax.transform.restart import RestartError, restart
 from amoeba_jax.transform.staging import reserve_staging
 
@@ -61,7 +61,7 @@ class AtOnce:
 
     def change_residency(self, job: Job, instance: Instance) -> None:
         """Have an instance of the degree asked for release or restore weights."""
-        start, degree, devices = time.perf_counter(), wanted(job.options), instance.group.device_indices
+        start, degree, devices = time.perf_counter(), released_for(job.options), instance.group.device_indices
         job.residencies.discard(instance.id)
         counts: dict[str, int] = {}
         try:

@@ -10,7 +10,7 @@ from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE, TransformVariant
-from amoeba_jax.transform.residency import move_requests, wanted
+from amoeba_jax.transform.residency import move_requests, released_for
 from sharding.mesh import SubMesh
 
 
@@ -66,7 +66,7 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     """
     kinds = samplers(old)
     if old[0].tp == options.tensor_parallel_size:
-        degree = wanted(options)
+        degree = released_for(options)
         least = least_requests(cluster.plan, cluster.executables, old[0].group, degree, kinds)
         return [*move_requests(cluster, old[0], degree), *least]
     change = GroupChange.of(cluster, options, old)

@@ -41,8 +41,9 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     """Put an instance over the devices of several, which have released the same weights, in their place."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     kv = [_viewed_together(group, members, layer) for layer in range(cluster.dims.config.num_layers)]
+    last_tokens = cluster.new_last_tokens(group)  # all that needs memory comes before anything is taken
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
-    scratch = Scratch(cluster.new_last_tokens(group), hidden)
+    scratch = Scratch(last_tokens, hidden)
     instance = cluster.new_instance(group, cluster.allocators_of(group), kv, members[0].released, scratch)
     for member in members:
         member.site.kv[:] = [[] for _ in kv]
@@ -62,7 +63,11 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
         for index, member in enumerate(members):
             ranks = slice(index * tp, (index + 1) * tp)
             member.site.kv[layer] = [assemble(member.group, ranks_of[ranks]) for ranks_of in buffers]
-    hand_back(cluster, instance, members)
+    hidden = instance.runner.hidden.release(check=False)
+    for index, member in enumerate(members):
+        member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
+    instance.site.kv.clear()
+    cluster.replace([instance], list(members))
     return members
 
 
@@ -108,15 +113,6 @@ def _references(lane: Lane) -> Counter[tuple[int, ...]]:
     """How many references a lane's sequences and cache have to each page, by its column of a table."""
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())
-
-
-def hand_back(cluster: Cluster, instance: Instance, members: tuple[Instance, ...]) -> None:
-    """Have members whose caches are theirs again serve in the place of an instance."""
-    tp, hidden = members[0].tp, instance.runner.hidden.release(check=False)
-    for index, member in enumerate(members):
-        member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
-    instance.site.kv.clear()
-    cluster.replace([instance], list(members))
 
 
 def _viewed_together(group: SubMesh, members: list[Instance], layer: int) -> list[jax.Array]:

@@ -25,8 +25,8 @@ class RestoreError(RuntimeError):
     """Weights could not be restored. The instance has none of them, as before, and an empty cache."""
 
 
-def wanted(options: TransformOptions) -> int:
-    """The degree for which instances are to have released their weights that have the degree asked for already."""
+def released_for(options: TransformOptions) -> int:
+    """The degree for which an instance is to have released weights afterwards that has the degree asked for already."""
     return options.tensor_parallel_size if options.release_weights else 1
 
 

@@ -26,7 +26,7 @@ from amoeba_jax.transform.needs import needed_programs
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from amoeba_jax.transform.residency import wanted
+from amoeba_jax.transform.residency import released_for
 from amoeba_jax.transform.staging import reserve_staging
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool
@@ -85,8 +85,8 @@ class Transformations:
         return self._request_programs(options, next_groups(options, self._cluster))
 
     def _request_programs(self, options: TransformOptions, groups: list[list[Instance]]) -> bool:
-        wanted = [request for old in groups for request in needed_programs(self._cluster, options, old)]
-        return self._cluster.executables.request(wanted)
+        needed = [request for old in groups for request in needed_programs(self._cluster, options, old)]
+        return self._cluster.executables.request(needed)
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
@@ -100,7 +100,7 @@ class Transformations:
         if options.tensor_parallel_size == instance.tp:
             if job is not None and instance.id not in job.residencies:
                 return instance.capacity_tokens, instance.tp
-            return self._cluster.capacity_tokens(instance.tp, wanted(options)), instance.tp
+            return self._cluster.capacity_tokens(instance.tp, released_for(options)), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:
             released = min(released, tp)
@@ -116,7 +116,7 @@ class Transformations:
         check_paused(named, options)
         job = Job(options)
         degree = options.tensor_parallel_size
-        job.residencies = {i.id for i in named if i.tp == degree and i.released != wanted(options)}
+        job.residencies = {i.id for i in named if i.tp == degree and i.released != released_for(options)}
         self._jobs.append(job)
         self._proceed(job)
         return job.future
@@ -174,15 +174,16 @@ class Transformations:
                 job.future.set_exception(error)
 
     def _begin(self, job: Job, old: list[Instance]) -> None:
+        degree = job.options.tensor_parallel_size
         for instance in old:
-            if instance.paused and not instance.paused_sequences:
-                forget(instance)
+            if instance.paused and instance.paused[0].tp != degree:
+                forget(instance)  # they have no requests: see `check_paused`
         if job.options.running == "pause" and len(old) > 1:
             self._at_once.pause(job, old)
             return
         for instance in old:
             self._drain(instance)
-        if old[0].tp == job.options.tensor_parallel_size:
+        if old[0].tp == degree:
             self._at_once.change_residency(job, old[0])
             return
         if old[0].paused and not old[0].running:

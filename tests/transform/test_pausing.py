@@ -226,6 +226,28 @@ def test_paused_requests_survive_a_step_that_fails(idle: LLM, monkeypatch: pytes
     in_dispatcher(idle, drive)
 
 
+def test_instances_whose_paused_requests_have_ended_keep_their_prefixes(idle: LLM):
+    """They are the same ones afterwards, with nothing moved."""
+    asked = [(prompt(40, 90 + i), greedy(20)) for i in range(4)]
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, asked)
+        steps(idle, lambda: all(r.sequences[0].output for r in requests))
+        members = engine.instances
+        transform(idle, options(4, "pause"))
+        engine.finish([r.sequences[0] for r in requests], "abort")
+        report = transform(idle, options(1))
+        assert engine.instances == members
+        assert report.moved_bytes == 0
+        registry_of(idle).end(requests)
+
+    in_dispatcher(idle, drive)
+    before = idle.stats.cached_tokens
+    idle.generate([[*tokens, 5] for tokens, _ in asked], greedy(1))
+    assert idle.stats.cached_tokens - before >= 0.9 * 4 * 40
+
+
 def test_views_and_sets_of_layouts_show_what_is_paused(idle: LLM):
     def begin() -> list[Request]:
         requests = submit(idle, KINDS)
