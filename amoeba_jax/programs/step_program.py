@@ -110,11 +110,16 @@ class StepProgram:
     arguments: tuple[Any, ...]
     sharded_weights: tuple[bool, ...]
 
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a head, which takes no cache."""
+        return len(self.arguments) == 4
+
     def compile(self, group: SubMesh) -> jax.stages.Compiled:
         """Lower and compile it for a group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
-        if len(self.arguments) == 4:
+        if self.is_head:
             inputs, outputs, donated = (weights, replicated, group.sharded, replicated), replicated, ()
         else:
             inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)
@@ -128,7 +133,7 @@ class StepProgram:
         """Layers are compiled with LLVM's level 1 on CPU: 0.67 to 0.75 of the time, and steps of SmolLM2 take as long
         (contexts of 0 and 512 tokens, TP1 and TP4). The head's is the default: with level 1 it took longer."""
         # Tests turn optimizations off, which that would undo.
-        if platform != "cpu" or len(self.arguments) == 4 or jax.config.values["jax_disable_most_optimizations"]:
+        if platform != "cpu" or self.is_head or jax.config.values["jax_disable_most_optimizations"]:
             return None
         return {"xla_backend_optimization_level": "1"}
 

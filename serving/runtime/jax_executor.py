@@ -159,16 +159,9 @@ class JaxExecutor:
                 raise RequestError(f"this executor cannot carry out {type(action).__name__}")
 
     def _options(self, action: ScaleUp | ScaleDown) -> TransformOptions:
-        """Raises `RequestError` for what the engine would carry out in several steps."""
         options = TransformOptions(action.degree, action.devices, layers_per_step=self._layers_per_step)
         if isinstance(action, ScaleDown):
             return options
-        members = {i.tp for i in self._engine.instances if i.id in action.devices}
-        if action.running == "pause" and len(members) > 1:
-            raise RequestError(
-                f"the instances on devices {list(action.devices)} have degrees {sorted(members)}: running='pause' "
-                "needs one degree"
-            )
         return replace(options, release_weights=action.release_weights, running=action.running)
 
     def _waits(self, name: str) -> Sequence:

@@ -8,7 +8,7 @@ from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
-from serving.scheduler.room import Room
+from serving.scheduler.room import KeptRoom, Room
 from serving.scheduler.split_rule import SplitRule
 from serving.scheduler.view import ClusterView
 
@@ -25,8 +25,7 @@ class AmoebaPolicy:
         self.config = config or AmoebaConfig()
         self.admission = admission or Admission(order or QueueOrder())
         self._splits, self._index = SplitRule(self.config.splits), self.admission.index()
-        self._room: Room | None = None
-        self._room_of: tuple[int, int, int] | None = None
+        self._room = KeptRoom(self.config.reserved_growth)
         self._largest = (0.0, 0)
         """The largest recent long request: when it was last seen, and its tokens."""
         self._pressed = False
@@ -40,7 +39,7 @@ class AmoebaPolicy:
             *self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         ]
         gone = {action.request_id for action in actions if isinstance(action, Reject)}
-        room = self._refreshed(view)
+        room = self._room.of(view)
         leaving = self._splits.leaving(view, room.merged.values(), index.largest, self._pressed)
         splits = self._splits.split(view, room, leaving)
         actions += splits
@@ -56,15 +55,6 @@ class AmoebaPolicy:
                 break
         self._pressed = round_.pressed
         return actions
-
-    def _refreshed(self, view: ClusterView) -> Room:
-        base = view.limits[view.base_degree].capacity_tokens
-        if self._room is None or self._room_of != (view.page_size, view.base_degree, base):
-            self._room = Room(view, self.config.reserved_growth)
-            self._room_of = view.page_size, view.base_degree, base
-        else:
-            self._room.refresh(view)
-        return self._room
 
     def _largest_long(self, view: ClusterView, room: Room) -> int:
         """Tokens of the largest recent long request; 0 if there was none."""

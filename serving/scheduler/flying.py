@@ -7,7 +7,7 @@ from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.flying_round import FlyingRound, is_urgent
 from serving.scheduler.load_watch import LoadWatch
 from serving.scheduler.pausing import PauseBudget, misfits
-from serving.scheduler.room import Room
+from serving.scheduler.room import KeptRoom, Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
@@ -24,8 +24,7 @@ class FlyingPolicy:
         self.load = LoadWatch(self.config)
         self._index = self.admission.index()
         self._budget = PauseBudget(self.config.max_pause_s)
-        self._room: Room | None = None
-        self._room_of: tuple[int, int, int] | None = None
+        self._room = KeptRoom(self.config.reserved_growth)
         self._for_load: set[tuple[int, ...]] = set()
         """Devices of groups that were made as there were few requests."""
         self._for_urgent: set[tuple[int, ...]] = set()
@@ -39,7 +38,7 @@ class FlyingPolicy:
         index.update(view.queue)
         rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         gone = {reject.request_id for reject in rejects}
-        room = self._refreshed(view)
+        room = self._room.of(view)
         paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
         late = self._crowded_s is not None and view.now_s - self._crowded_s >= self.config.burst_wait_s
@@ -69,15 +68,6 @@ class FlyingPolicy:
         if self.load.bound:
             actions += self._bound(view, room, round_)
         return actions
-
-    def _refreshed(self, view: ClusterView) -> Room:
-        base = view.limits[view.base_degree].capacity_tokens
-        if self._room is None or self._room_of != (view.page_size, view.base_degree, base):
-            self._room = Room(view, self.config.reserved_growth)
-            self._room_of = view.page_size, view.base_degree, base
-        else:
-            self._room.refresh(view)
-        return self._room
 
     # Groups split
 

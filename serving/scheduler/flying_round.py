@@ -8,6 +8,9 @@ from serving.scheduler.pausing import PauseBudget, in_the_way
 from serving.scheduler.room import Room, fits_split
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
 
+_RUNNING: dict[str, RunningRequests] = {"hard": "pause", "soft": "migrate", "sequential": "wait"}
+"""What becomes of requests where a group is made for an urgent one, by `FlyingConfig.preemption`."""
+
 
 def is_urgent(request: WaitingRequest | RunningRequest) -> bool:
     """It has a group of its own, or shares one with other urgent requests."""
@@ -94,7 +97,7 @@ class FlyingRound:
 
     def _bind(self, request: WaitingRequest) -> list[Action]:
         """Make a group: of the highest degree that there can be, where the fewest requests run."""
-        how: RunningRequests = {"hard": "pause", "soft": "migrate"}.get(self.config.preemption, "wait")  # type: ignore
+        how = _RUNNING[self.config.preemption]
         found = None if self._in_vain else self._group_for_urgent(pause=how == "pause")
         if found is None and how == "pause" and not self._in_vain:  # other urgent requests run there: they move
             how, found = "migrate", self._group_for_urgent(pause=False)

@@ -46,7 +46,7 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
     limits, parts = view.limits[instance.paused_degree], instance.paused
     capacity = instance.capacity_tokens // len(parts)
     free = [capacity - sum(view.whole_pages(r.num_tokens) for r in part) for part in parts]
-    slots = [limits.max_requests - max(len(part) for part in parts)] * len(parts)
+    slots = [limits.max_requests - len(part) for part in parts]
     found = []
     for request in sorted(instance.running, key=lambda r: (-r.num_tokens, r.request_id)):
         place = max(range(len(parts)), key=lambda index: (slots[index] > 0, free[index], -index))

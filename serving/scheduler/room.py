@@ -244,6 +244,24 @@ class Room:
         return gained + sum(self._free[i.id] for i in members)
 
 
+class KeptRoom:
+    """The room of one snapshot after the other, made again where sizes have changed. See `Room`."""
+
+    def __init__(self, reserved_growth: float):
+        self._growth = reserved_growth
+        self._room: Room | None = None
+        self._sizes: tuple[int, int, int] | None = None
+
+    def of(self, view: ClusterView) -> Room:
+        """The room of a snapshot; what was given away of the one before counts no more."""
+        sizes = view.page_size, view.base_degree, view.limits[view.base_degree].capacity_tokens
+        if self._room is None or self._sizes != sizes:
+            self._room, self._sizes = Room(view, self._growth), sizes
+        else:
+            self._room.refresh(view)
+        return self._room
+
+
 def _discard(entries: list, entry: tuple) -> None:
     place = bisect_left(entries, entry)
     assert entries[place] == entry, "it was listed"
