@@ -91,7 +91,7 @@ def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
     total += memory["num_pages"] * memory["page_bytes"] * 80
     assert 0.99 * 160e9 < total <= 160e9
     assert found["capacity_tokens"]["4"] > found["capacity_tokens"]["1"] * 4
-    assert len(found["programs"]) == found["total"] > 300
+    assert 200 < len(found["programs"]) == found["total"] <= 300
     assert int(done.stderr.split()[-1]) < 1 << 20  # KiB
 
 
