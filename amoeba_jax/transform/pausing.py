@@ -18,6 +18,7 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.scratch import Scratch
+from amoeba_jax.instances.site import Site
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE
 from kvcache.allocator import BuddyAllocator
@@ -40,13 +41,14 @@ def check_paused(instances: Iterable[Instance], options: TransformOptions) -> No
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     """Put an instance over the devices of several, which have released the same weights, in their place."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
-    kv = [_viewed_together(group, members, layer) for layer in range(cluster.dims.config.num_layers)]
+    sites = [member.site for member in members]
+    kv = [_viewed_together(group, sites, layer) for layer in range(cluster.dims.config.num_layers)]
     last_tokens = cluster.new_last_tokens(group)  # all that needs memory comes before anything is taken
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
     scratch = Scratch(last_tokens, hidden)
     instance = cluster.new_instance(group, cluster.allocators_of(group), kv, members[0].released, scratch)
-    for member in members:
-        member.site.kv[:] = [[] for _ in kv]
+    for site in sites:
+        site.kv[:] = [[] for _ in kv]
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
@@ -57,12 +59,12 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     sequence. Its cached prefixes are dropped."""
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    tp = members[0].tp
+    tp, sites = members[0].tp, [member.site for member in members]
     for layer, extents in enumerate(instance.site.kv):
         buffers = [disassemble(instance.group, extent) for extent in extents]
-        for index, member in enumerate(members):
+        for index, site in enumerate(sites):
             ranks = slice(index * tp, (index + 1) * tp)
-            member.site.kv[layer] = [assemble(member.group, ranks_of[ranks]) for ranks_of in buffers]
+            site.kv[layer] = [assemble(site.group, ranks_of[ranks]) for ranks_of in buffers]
     hidden = instance.runner.hidden.release(check=False)
     for index, member in enumerate(members):
         member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
@@ -115,9 +117,9 @@ def _references(lane: Lane) -> Counter[tuple[int, ...]]:
     return Counter(tuple(column) for table in tables for column in table.T.tolist())
 
 
-def _viewed_together(group: SubMesh, members: list[Instance], layer: int) -> list[jax.Array]:
-    extents = zip(*(member.site.kv[layer] for member in members), strict=True)
+def _viewed_together(group: SubMesh, sites: list[Site], layer: int) -> list[jax.Array]:
+    extents = zip(*(site.kv[layer] for site in sites), strict=True)
     return [
-        assemble(group, [b for m, extent in zip(members, same, strict=True) for b in disassemble(m.group, extent)])
+        assemble(group, [b for site, extent in zip(sites, same, strict=True) for b in disassemble(site.group, extent)])
         for same in extents
     ]
