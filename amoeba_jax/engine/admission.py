@@ -91,7 +91,7 @@ class SequenceAdmission:
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
         home = self._room.home(sequence)
-        if home.transition is not None:
+        if home.transition is not None or self._transformations.awaits_steps(home):
             raise RequestError(f"instance {home.id} is being transformed")
         self._sequences.preempt(home, sequence)
 

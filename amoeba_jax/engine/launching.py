@@ -34,6 +34,8 @@ class Launching:
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
         before it. Returns whether anything was done."""
+        if self._transformations.awaits_steps(instance):
+            return False
         num_preempted = self._reserve_next_tokens(instance)
         if instance.transition is None:
             return self._launch_step(instance) is not None

@@ -387,7 +387,7 @@ class Instance:
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
         self.transition = None
-        self._reader.shutdown(wait=True)
+        self._reader.shutdown(wait=bool(self.pending))
         del self.sampler, self.runner
 
     def close(self) -> None:

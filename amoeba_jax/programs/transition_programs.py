@@ -122,6 +122,11 @@ class TransitionPrograms:
         kinds = exchange_kinds(self.group.tp)
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in kinds}
 
+    def move_temporaries(self, *, pages: bool) -> int:
+        """Bytes on a device of the temporaries of the programs that restore weights and, if `pages`, exchange pages."""
+        specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
+        return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
+
     def migrate(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""
         return self._executables.get(self._executables.specs.migrate(self.group, self.old_extents, num_pieces))

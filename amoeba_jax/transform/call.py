@@ -31,6 +31,8 @@ class TransformCall:
     """It cannot begin, or go on, before programs have come that are being compiled."""
     awaits_requests: bool = False
     """It begins when the requests of its instances have ended."""
+    awaited: list[Instance] = field(default_factory=list)
+    """It begins when the steps of these have run. They launch no others."""
     residencies: set[int] = field(default_factory=set)
     """Instances that have the degree already, and release or restore weights."""
     error: BaseException | None = None

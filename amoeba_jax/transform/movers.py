@@ -88,11 +88,8 @@ class InPlaceMover:
         self._exchanges: list[tuple[jax.stages.Compiled, jax.Array, jax.Array]] = []
 
     def prepare(self, max_pieces: int) -> int:
-        programs = self._programs
-        compiled = [programs.restore(shard) for shard in programs.restored(0)]
-        if max_pieces:
-            compiled += programs.exchanges.values()
-        return max((_temporaries(program) for program in compiled), default=0)
+        exchanges = self._programs.exchanges if max_pieces else {}  # before anything changes: one may fail
+        return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> Plan:
         programs = self._programs

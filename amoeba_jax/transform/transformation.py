@@ -48,7 +48,7 @@ class Transformations:
         drain: Callable[[Instance], None],
         requeue: Callable[[Instance, Sequence], None],
     ):
-        self._cluster, self._drain, self._requeue = cluster, drain, requeue
+        self._cluster, self._requeue = cluster, requeue
         self._beginning, self._ending = Beginning(cluster, requeue), Ending(cluster, requeue)
         self._at_once = AtOnce(cluster, drain, requeue)
         self._calls: list[TransformCall] = []
@@ -128,11 +128,14 @@ class Transformations:
         if call.error is None:
             try:
                 while not call.active and call.error is None and (groups := self._next_groups(call)):
+                    call.awaited = []
                     if self._await_requests(call, groups):
                         return  # until `collect` finds that they have ended
                     call.awaits_programs = not self._request_programs(call.options, groups)
                     if call.awaits_programs:
                         return  # until `retry`
+                    if self._await_steps(call, groups):
+                        return  # until `collect` finds that they have run
                     for old in groups:
                         self._begin(call, old)
                         if call.error is not None:
@@ -162,6 +165,13 @@ class Transformations:
     def _next_groups(self, call: TransformCall) -> list[list[Instance]]:
         return next_groups(call.options, self._cluster, call.residencies)
 
+    def awaits_steps(self, instance: Instance) -> bool:
+        """Whether an instance launches no steps until those that it has launched have run: it is about to change, or
+        all of its layers are where they are to be."""
+        if instance.transition is not None:
+            return bool(instance.pending) and self._active[instance].transition.done
+        return any(instance in call.awaited for call in self._calls)
+
     def retry(self) -> None:
         """Programs have come: go on with calls that wait for some."""
         self._proceed_with([call for call in self._calls if call.awaits_programs])
@@ -178,11 +188,9 @@ class Transformations:
         for instance in old:
             if instance.paused and instance.paused[0].tp != degree:
                 forget(instance)  # they have no requests: see `check_paused`
-        if call.options.running == "pause" and len(old) > 1:
+        if _keeps_steps(call, old):
             self._at_once.pause(call, old)
             return
-        for instance in old:
-            self._drain(instance)
         if old[0].tp == degree:
             self._at_once.change_residency(call, old[0])
             return
@@ -209,6 +217,13 @@ class Transformations:
         for lane in [lane for instance in instances for lane in instance.lanes]:
             lane.closed = call.awaits_requests
         return call.awaits_requests
+
+    def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
+        """Whether steps that were launched are waited for. No others are, and no requests start beside them."""
+        call.awaited = [i for old in groups if not _keeps_steps(call, old) for i in old if i.pending]
+        for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
+            lane.closed = True
+        return bool(call.awaited)
 
     # The course of a transition
 
@@ -250,10 +265,8 @@ class Transformations:
     def _finish(self, active: GroupTransition) -> None:
         cluster, transition = self._cluster, active.transition
         instance, group = transition.instance, transition.instance.group
-        if not transition.up:
-            self._drain(instance)
-            if instance not in self._active:
-                return  # a step's results could not be read: see `lost`
+        if not transition.up and instance.pending:
+            return  # until `collect` finds that they have run
         if active.steps and not instance.pending:  # no one else will tell when the last switch is over
             jax.block_until_ready([transition.high.kv, *(site.kv for site in transition.members)])
         if transition.up:
@@ -278,8 +291,14 @@ class Transformations:
         self.collect()
 
     def collect(self) -> None:
-        """End the transitions whose last step has run, and begin those whose requests have ended."""
-        self._proceed_with([call for call in self._calls if call.awaits_requests])
+        """End the transitions whose last step has run, and begin those whose instances' requests, or steps, have
+        ended."""
+        for active in [a for a in self._active.values() if a.transition.done and not a.transition.instance.pending]:
+            try:
+                self._finish(active)
+            except Exception as error:
+                self._fail(active, error)
+        self._proceed_with([call for call in self._calls if call.awaits_requests or _steps_have_run(call)])
         arrived = [finishing for finishing in self._finishing if finishing[1].done()]
         self._finishing = [finishing for finishing in self._finishing if finishing not in arrived]
         for active, result in arrived:
@@ -361,3 +380,13 @@ class Transformations:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         del self._active[active.transition.instance]
         self._ending.recover(active)
+
+
+def _keeps_steps(call: TransformCall, old: list[Instance]) -> bool:
+    """Whether a change leaves the steps that its instances have launched to themselves: their requests pause."""
+    return call.options.running == "pause" and len(old) > 1
+
+
+def _steps_have_run(call: TransformCall) -> bool:
+    """Whether a call can begin that has waited for steps."""
+    return bool(call.awaited) and not any(instance.pending for instance in call.awaited)

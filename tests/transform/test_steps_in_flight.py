@@ -1,0 +1,130 @@
+"""Changes wait for the steps that their instances have launched, and hold up no other instance meanwhile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import engine_of, in_dispatcher
+from pausing_cases import done, expected_of, greedy, outputs, prompt, steps, submit
+from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
+from transform_cases import SHARED, make
+
+from amoeba_jax import LLM
+from amoeba_jax.engine.engine import MAX_PENDING_STEPS
+from amoeba_jax.errors import RequestError
+from amoeba_jax.transform.options import TransformOptions
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+ASKED = [(prompt(5 + i, 30 + i), greedy(24)) for i in range(4)]
+HALF = 0, 1
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    directory: Path = tiny_model("llama2", tmp_path_factory.mktemp("models"))
+    with make(directory, compile_cache, **SHARED) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
+    yield llm
+    if any(view.tensor_parallel_size > 1 for view in llm.instances):
+        llm.transform(1)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, up: bool):
+    """The call returns at once; results are taken in as they come, and the change begins with the last of them."""
+    expected = expected_of(idle, ASKED)
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        if not up:
+            engine.transform(TransformOptions(2, HALF))
+            engine.end_transformations()
+        requests = submit(idle, ASKED)
+        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine.advance()
+        changing = [i for i in engine.instances if i.id in HALF]
+        others = [i for i in engine.instances if i.id not in HALF]
+        assert all(len(instance.pending) == MAX_PENDING_STEPS for instance in engine.instances)
+        future = engine.transform(TransformOptions(2 if up else 1, HALF))
+        assert [i for i in engine.instances if i.id in HALF] == changing, "it has not begun"
+        with pytest.raises(RequestError, match="is being transformed"):
+            engine.preempt(changing[0].running[0])
+        late = submit(idle, [(prompt(9, 50), greedy(4))])
+        for instance in others:  # their results come first
+            engine._drain(instance)
+        engine.advance()
+        assert all(len(instance.pending) == MAX_PENDING_STEPS for instance in others), "they go on"
+        assert not any(s in i.running for s in late[0].sequences for i in changing), "no request starts beside them"
+        engine._drain(changing[0])
+        engine.transformations.collect()
+        if up:
+            assert [i for i in engine.instances if i.id in HALF] == changing, "the other has not run yet"
+            engine.advance()
+            assert not changing[0].pending, "it launches nothing"
+            engine._drain(changing[1])
+            engine.transformations.collect()
+        assert all(i.transition is not None for i in engine.instances if i.id in HALF), "it has begun"
+        steps(idle, lambda: done(requests) and done(late) and not engine.transformations.busy)
+        assert future.result().groups[0].devices == HALF
+        assert outputs(requests) == expected
+
+    in_dispatcher(idle, drive)
+
+
+def test_requests_end_while_steps_in_flight_are_waited_for(idle: LLM):
+    """One ends with these steps, another is cancelled: both instances are idle, and all layers switch at once."""
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, [(prompt(6, 60), greedy(4)), (prompt(7, 61), greedy(40))])
+        steps(idle, lambda: len(requests[0].sequences[0].output) >= 2)
+        engine.advance()
+        future = engine.transform(TransformOptions(2, HALF))
+        engine.finish(requests[1].sequences, "abort")
+        engine.drain()
+        engine.end_transformations()
+        assert done(requests)
+        assert future.result().groups[0].steps == 0
+        assert [i.tp for i in engine.instances] == [2, 1, 1]
+        again = submit(idle, [(prompt(6, 62), greedy(4))])
+        steps(idle, lambda: done(again))
+
+    in_dispatcher(idle, drive)
+
+
+def test_change_that_is_refused_once_steps_have_run_leaves_all_as_it_was(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    expected = expected_of(idle, ASKED)
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, ASKED)
+        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine.advance()
+        before = engine.instances
+        future = engine.transform(TransformOptions(2, HALF))
+        with monkeypatch.context() as patched:
+            patched.setattr("amoeba_jax.transform.beginning.place_up", _no_room)
+            engine.drain()
+        with pytest.raises(RequestError, match="the transformation is refused: no room"):
+            future.result(0)
+        assert engine.instances == before
+        steps(idle, lambda: done(requests))
+        assert outputs(requests) == expected
+        again = submit(idle, ASKED)  # all instances take requests
+        engine.advance()
+        assert all(instance.running for instance in engine.instances)
+        steps(idle, lambda: done(again))
+
+    in_dispatcher(idle, drive)
+
+
+def _no_room(*_: object) -> None:
+    raise RequestError("no room")
