@@ -15,14 +15,16 @@ class Run:
         prompt_left: prompt tokens that are still to be computed.
         base, joined: tokens that it had when it began to decode, and the instance's count of decode steps then.
         last_token_s: when it got its last token, before it was preempted; None if it never ran.
+        added_s: when its instance got it.
     """
 
-    __slots__ = ("base", "index", "joined", "last_token_s", "output_left", "prompt_left", "request")
+    __slots__ = ("added_s", "base", "index", "joined", "last_token_s", "output_left", "prompt_left", "request")
 
     def __init__(self, request: WaitingRequest, index: int, output_left: int, last_token_s: float | None = None):
         self.request, self.index, self.output_left = request, index, output_left
         self.prompt_left = request.prompt_tokens
         self.base = self.joined = 0
+        self.added_s = 0.0
         self.last_token_s = last_token_s
 
     @property

@@ -139,13 +139,14 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
     host = HostConfig(
         num_devices=devices,
         limits=limits,
-        pricing=Pricing(calibration.step_cost(), config.batching(), calibration.crowding),
+        pricing=Pricing(calibration.step_cost(), config.batching(), calibration.crowding, calibration.latency_s),
         transformation=calibration.transformation(),
         degrees_at_start=_degrees_at_start(name, devices, limits),
         page_size=calibration.page_size,
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
         regroup_s=REGROUP_S,
+        launches_ahead=True,
         shows_timing=name == FlyingPolicy.name,
     )
     return Setup(name, host, _maker(name, config))
