@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -174,15 +174,16 @@ def main() -> None:
                 before = after
                 engine = run_engine(llm, load, options.policy, policy_config, options.layers_per_step)
                 after = calibrate(llm, options.layers_per_step)
+                calibration = mean(before, after)
                 config = SimulationConfig(
                     options.model,
                     load,
                     num_devices=options.num_devices,
-                    calibration=mean(before, after),
+                    calibration=calibration,
                     policy_config=policy_config,
                 )
                 twin = run_twin(config, options.policy)
-                found[rate].append({"engine": vars(engine), "twin": vars(twin)})
+                found[rate].append({"engine": vars(engine), "twin": vars(twin), "calibration": asdict(calibration)})
                 print(f"round {turn}, {rate:g}/s: {engine} {twin}", file=sys.stderr)
     for rate, rounds in found.items():
         for name in ("engine", "twin"):

@@ -152,7 +152,7 @@ class SimExecutor:
             raise Refusal(f"instance {name} is out of service")
         del self.queue[request_id]
         run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s)
-        run.added_s = self.now_s
+        run.added_s, run.queued_s = self.now_s, request.waited_s(self.now_s)
         self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
         if math.isnan(self.records.dispatch_s[waiting.index]):
             self.records.dispatch_s[waiting.index] = self.now_s
@@ -239,23 +239,23 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Take in the steps that have ended, and give up the one that runs: requests are taken off between two steps.
-        The next step is planned after all actions of this moment."""
+        """Take in the steps that have ended: requests are taken off between two steps. The one that runs goes on for
+        the others, and the next is planned after it."""
         block = instance.block
         if block is None:
             return
-        block.steps = block.done(self.now_s)
-        if block.steps == 0:
-            block.chunks = []
-        finished = instance.end_block(self.now_s)
+        running = block.rest(self.now_s)
+        block.steps -= 1 if running is not None else 0
+        finished = instance.end_block(self.now_s if running is None else running.start_s)
         for run in finished:
             self.finish(run, Ending.COMPLETED)
+        instance.block = running
         instance.version += 1
-        self._reschedule(instance, self.now_s)
+        self._reschedule(instance, self.now_s if running is None else running.end_s)
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
         """Take a request's pages, between two steps: it waits again."""
-        request = run.waiting_again(instance.steps)
+        request = run.waiting_again(instance.steps, self.now_s)
         instance.remove(run)
         self._home.pop(run.request.request_id, None)
         self.num_preempted += 1
