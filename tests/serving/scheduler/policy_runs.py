@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from serving.scheduler import Action, DegreeLimits, Outcome, Policy, Scheduler, WaitingRequest
+from serving.scheduler import Action, DegreeLimits, Outcome, Policy, Preempt, Scheduler, WaitingRequest
 from serving.simulator.batching import TokenBudget
 from serving.simulator.event_loop import Cluster, LoopConfig
 from serving.simulator.faults import Faults
@@ -30,6 +30,8 @@ RATES = RateStepCost(
 """Four TP1 instances generate 1600 tokens a second together, one TP4 instance 688: 57% less, the loss that Gyges' paper
 reports. Prompts and decodes share steps."""
 TRANSFORMATION_S, LAYERS = 1.0, 10
+PREEMPTION_S = 1e-3
+"""From a decision that took requests off their instances to the next one."""
 
 
 def host_config(degrees: tuple[DegreeLimits, ...], num_devices: int = 8, shows_timing: bool = False) -> HostConfig:
@@ -148,11 +150,16 @@ class DrivenHost:
 
     def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
         """Let time go on, with a decision after all that happens and each second."""
-        executor = self.executor
+        executor, not_before_s = self.executor, -1.0
         while self.now_s < until_s and not done():
-            self.scheduler.tick()
+            if self.now_s >= not_before_s:
+                decisions = self.scheduler.tick()
+                preempted = any(isinstance(d.action, Preempt) for d in decisions)
+                not_before_s = self.now_s + PREEMPTION_S if preempted else -1.0
             failing = [at_s for at_s, _ in executor.changes.failing]
             times_s = [until_s, self.now_s + 1.0, *failing, *(entry[0] for entry in self._events[:1])]
+            if not_before_s > self.now_s:
+                times_s.append(not_before_s)
             executor.now_s = max(min(times_s), self.now_s)
             executor.changes.end_failed()
             while self._events and self._events[0][0] <= self.now_s:
