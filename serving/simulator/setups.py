@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, FlyingPolicy, Policy, StaticPolicy, make_policy
 from serving.simulator.comparators import (
     HostMemoryCost,
+    LayerExchangeCost,
     PipelineCost,
     SequenceParallelCost,
     ShiftCost,
@@ -73,6 +74,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         transformation = HostMemoryCost(model, device)
     elif name == "kunserve":
         cost = PipelineCost(ModelStepCost(model, device, config.profile()))
+        transformation = LayerExchangeCost(model, device)
     elif name in ("loongserve", "shift"):
         base = ModelStepCost(model, device, config.profile())
         cost = SequenceParallelCost(base) if name == "loongserve" else ShiftCost(base)
