@@ -111,7 +111,8 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
         return (a + b) / 2
 
     names = (
-        "decode_s", "prompt_s", "prompts_s", "latency_s", "context_s", "crowding", "up_layer_s", "down_layer_s",
+        "decode_s", "prompt_s", "prompts_s", "latency_s", "context_s", "crowding", "prompt_crowding", "up_layer_s",
+        "down_layer_s",
     )  # fmt: skip
     return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in names})
 

@@ -1,5 +1,6 @@
 """`amoeba simulate --calibrate`: a short run of our own engine, so that this machine can be simulated."""
 
+import asyncio
 import platform
 import sys
 from pathlib import Path
@@ -87,6 +88,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
     latencies_s: list[float] = []
     context_s: dict[int, float] = {}
     crowding: dict[int, float] = {}
+    prompt_crowding: dict[int, float] = {}
     up, down = [], []
     for tp in degrees:
         if tp != _degree(llm):
@@ -99,6 +101,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         context_s[tp] = timer.context_s(decode_s[tp][1])
         if tp == degrees[0] and len(engine.instances) > 1:
             crowding = timer.crowding(len(engine.instances), decode_s[tp])
+            prompt_crowding = timer.prompt_crowding(len(engine.instances), alone_s, prompt_s[tp])
     for _ in range(_REPEATS if len(degrees) > 1 else 0):
         down.append(_layer_s(llm, degrees[0], layers_per_step, layers))
         up.append(_layer_s(llm, degrees[-1], layers_per_step, layers))
@@ -122,6 +125,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         latency_s=median(latencies_s),
         context_s=context_s,
         crowding=crowding,
+        prompt_crowding=prompt_crowding,
         up_layer_s=median(up) if up else 0.0,
         down_layer_s=median(down) if down else 0.0,
         machine={"platform": platform.platform(), "python": platform.python_version()},
@@ -222,6 +226,36 @@ class _Timer:
             ratios = [self._tpot_s(size, 16, busy) / alone_s for size, alone_s in decode_s.items()]
             found[busy] = max(median(ratios), 1.0)
         return found
+
+    def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
+        """By the number of busy instances, all but one of which decode, how many times as long a step with a prompt
+        takes as alone."""
+        chunk = min(steps_s)
+        latency_s = alone_s[chunk] - steps_s[chunk]
+        found = {}
+        for busy in range(2, instances + 1):
+            turns = [asyncio.run(self._ttft_beside_s(chunk, busy - 1)) for _ in range(2 * _REPEATS + 1)]
+            found[busy] = max((median(turns) - latency_s) / steps_s[chunk], 1.0)
+        return found
+
+    async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
+        """Seconds to the first token of a prompt on an instance of its own, while others decode a request each."""
+        llm, random = self._llm, self._random
+        llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
+        try:
+            params = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
+            streams = [llm.astream(random.integers(3, self._vocab, 16).tolist(), params) for _ in range(decoding)]
+            for stream in streams:
+                await anext(stream)
+            few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            tokens = random.integers(3, self._vocab, prompt).tolist()
+            found = [output.metrics async for output in llm.astream(tokens, few)]
+            for stream in streams:
+                async for _ in stream:
+                    pass
+        finally:
+            llm.remove_scheduler_hook()
+        return _value(found[-1], "ttft_s")
 
 
 def _value(metrics: Any, name: str) -> float:

@@ -45,6 +45,8 @@ class Calibration:
     crowding: dict[int, float]
     """Busy instances -> how many times as long their steps take as those of one that is busy alone: devices of one CPU
     share it."""
+    prompt_crowding: dict[int, float]
+    """The same of a step with a prompt, beside instances that decode."""
     up_layer_s: float
     down_layer_s: float
     page_layer_s: float = 0.0
@@ -86,7 +88,7 @@ class Calibration:
     def _from_json(cls, data: dict[str, Any]) -> "Calibration":
         if data.get("version") != VERSION:
             raise ValueError(f"version={data.get('version')!r} must be {VERSION}: calibrate again")
-        flat = ("capacity_tokens", "max_requests", "context_s", "crowding")
+        flat = ("capacity_tokens", "max_requests", "context_s", "crowding", "prompt_crowding")
         values = dict(data)
         for name in flat:
             values[name] = {int(k): v for k, v in data[name].items()}

@@ -73,8 +73,8 @@ class SimInstance:
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
         "launches_ahead", "limits",
-        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_tokens_per_s",
-        "prompts", "ready_s", "records",
+        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_slowdown",
+        "prompt_tokens_per_s", "prompts", "ready_s", "records",
         "room_tokens", "runs", "slowdown", "step_began_s", "step_s", "steps", "tally", "version", "waits_for",
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ class SimInstance:
         self.change: Change | None = None
         self.prefixes = PrefixStore()
         self.down_until_s = -1.0
-        self.slowdown = 1.0
+        self.slowdown = self.prompt_slowdown = 1.0
         self._idle_view: InstanceView | None = None
         self.paused: tuple[SimInstance, ...] = ()
         self.room_tokens, self.max_requests = limits.capacity_tokens, limits.max_requests
@@ -219,7 +219,7 @@ class SimInstance:
         pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
         context_s = pricing.context_s(degree) * self.context
         seconds = pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
-        block = Block(now_s, 1, seconds * self.slowdown)
+        block = Block(now_s, 1, seconds * self.prompt_slowdown)
         block.chunks = list(zip(self.prompts, chunks, strict=False))
         if decodes:
             plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.slowdown

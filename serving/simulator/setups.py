@@ -141,7 +141,13 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
     host = HostConfig(
         num_devices=devices,
         limits=limits,
-        pricing=Pricing(calibration.step_cost(), config.batching(), calibration.crowding, calibration.latency_s),
+        pricing=Pricing(
+            calibration.step_cost(),
+            config.batching(),
+            calibration.crowding,
+            calibration.latency_s,
+            calibration.prompt_crowding,
+        ),
         transformation=calibration.transformation(),
         degrees_at_start=_degrees_at_start(name, devices, limits),
         page_size=calibration.page_size,

@@ -179,6 +179,7 @@ class SimExecutor:
         if instance.pricing.crowding:
             busy = sum(other.block is not None for other in self.instances if other is not instance)
             instance.slowdown = instance.pricing.slowdown(busy + 1)
+            instance.prompt_slowdown = instance.pricing.slowdown(busy + 1, prompts=True)
         block = instance.begin(self.now_s)
         if block is not None:
             self._reschedule(instance, block.end_s)

@@ -34,6 +34,7 @@ def test_an_engine_is_timed_and_then_simulated(tmp_path: Path, compile_cache: st
     assert all(seconds > 0 for table in found.decode_s.values() for seconds in table.values())
     assert all(seconds > 0 for table in found.prompt_s.values() for seconds in table.values())
     assert found.crowding[2] >= 1.0
+    assert found.prompt_crowding[2] >= 1.0
     assert 0 <= found.latency_s < 10 * min(found.prompt_s[1].values())
     assert found.up_layer_s > 0
     assert found.down_layer_s > 0
@@ -69,6 +70,7 @@ MEASURED = Calibration(
     latency_s=0.003,
     context_s={1: 0.0, 2: 0.0},
     crowding={2: 1.5},
+    prompt_crowding={2: 2.0},
     up_layer_s=0.01,
     down_layer_s=0.02,
 )
@@ -85,6 +87,7 @@ def test_a_calibration_is_saved_and_simulated(tmp_path: Path):
     two = WorkloadConfig(num_prompts=2, random_input_len=64, random_output_len=11)
     beside = simulate(SimulationConfig("tiny", two, num_devices=2, calibration=MEASURED), "amoeba")
     assert 0.010 < beside.tpot_s.min() <= beside.tpot_s.max() <= 0.015 + 1e-9, "busy neighbours cost half of a step"
+    assert beside.ttft_s.max() == pytest.approx(2 * 0.05 + 0.003), "and twice the time of a prompt's step"
     long = WorkloadConfig(num_prompts=1, random_input_len=400, random_output_len=11)
     merged = simulate(SimulationConfig("tiny", long, num_devices=2, calibration=MEASURED), "amoeba")
     assert merged.counters["scale_ups"] == 1
