@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from serving.scheduler import DegreeLimits, StaticPolicy
+from serving.scheduler import DegreeLimits, Dispatch, Preempt, StaticPolicy, WaitingRequest
 from serving.simulator.batching import TokenBudget
 from serving.simulator.event_loop import Cluster
-from serving.simulator.host_config import HostConfig
+from serving.simulator.host_config import HostConfig, Waiting
 from serving.simulator.pricing import Pricing
 from serving.simulator.requests import RequestTable
 from serving.simulator.router import OneHost
+from serving.simulator.sim_executor import SimExecutor
 from serving.simulator.step_cost import StepShape, TableStepCost
+from serving.simulator.tally import Records, Tally
 from serving.simulator.transformation_cost import FixedTransformation
 
 DECODES = TableStepCost({1: {1: 0.010, 2: 0.010, 8: 0.010}}, {1: {16: 0.020}}, few_rows=8)
@@ -68,3 +70,44 @@ def test_a_step_with_a_prompt_has_rows_for_decodes_already():
     assert table.fixed_s(1, StepShape(0, 1, 16, 16)) == table.fixed_s(1, StepShape(7, 1, 16, 16)) == 0.020
     assert table.fixed_s(1, StepShape(8, 1, 16, 16)) == pytest.approx(0.020 + 0.012), "all rows"
     assert table.fixed_s(1, StepShape(2, 3, 40, 16)) == 0.045, "four at once"
+
+
+def test_preempting_a_request_leaves_the_running_step_to_the_others():
+    """Of two that decode, one goes at 35 ms, in the step that ends at 40 ms: the other still gets that step's token."""
+    records = Records(2)
+    limits = (DegreeLimits(1, 4096, 8),)
+    config = HostConfig(1, limits, Pricing(DECODES, TokenBudget(64)), FixedTransformation(), (1,), strict=True)
+    executor = SimExecutor(config, records, Tally(1.0), lambda instance, end_s: None)
+    for index in range(2):
+        request = WaitingRequest(f"r{index}", 16, 116)
+        executor.queue[request.request_id] = Waiting(request, index, 100, 0.0)
+        executor.apply(Dispatch(request.request_id, 0))
+    (instance,) = executor.instances
+    while instance.num_decoding < 2:
+        executor.now_s = instance.block.end_s
+        executor.end_block(instance)
+    start_s = executor.now_s
+    executor.now_s = start_s + 0.035
+    assert executor.apply(Preempt("r1")).accepted
+    assert instance.block.end_s == pytest.approx(start_s + 0.040)
+    before = instance.runs["r0"].num_tokens(instance.steps)
+    executor.now_s = instance.block.end_s
+    executor.end_block(instance)
+    assert instance.runs["r0"].num_tokens(instance.steps) == before + 1
+    waiting = executor.queue["r1"].request
+    assert waiting.started
+
+
+def test_what_a_request_waited_counts_after_a_preemption():
+    config = HostConfig(
+        1, (DegreeLimits(1, 4096, 8),), Pricing(DECODES, TokenBudget(64)), FixedTransformation(), (1,), strict=True
+    )
+    executor = SimExecutor(config, Records(1), Tally(1.0), lambda instance, end_s: None)
+    request = WaitingRequest("r", 16, 116)
+    executor.queue["r"] = Waiting(request, 0, 100, 0.0)
+    executor.now_s = 5.0
+    executor.apply(Dispatch("r", 0))
+    assert executor.snapshot().instances[0].running[0].queued_s == 5.0
+    executor.now_s = 20.0
+    executor.apply(Preempt("r"))
+    assert executor.queue["r"].request.waited_s(20.0) == pytest.approx(5.0)
