@@ -1,17 +1,20 @@
 """The digital twin beside our own engine: the same requests, policy and settings, at three loads.
 
-    python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--json twin.json]
+    python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--rounds 3] [--json twin.json]
 
-The engine is calibrated first (`amoeba simulate --calibrate`), then serves a mix of short requests and a few that only
-merged instances hold, with the scheduler in the loop. The simulation gets the calibration and the same requests. All
-virtual devices share this machine's cores, so other work on it shows in the figures.
+The engine is calibrated (`amoeba simulate --calibrate`), serves a mix of short requests and a few that only merged
+instances hold, with the scheduler in the loop, and is calibrated again. The simulation gets the mean of the two
+calibrations and the same requests. Times are those that the engine measures of each request. All virtual devices share
+this machine's cores, so other work on it shows in the figures: rounds alternate between the loads, and the table has
+medians over the rounds, and of their ratios.
 """
 
 import argparse
 import asyncio
 import json
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,24 +45,23 @@ class Row:
     splits: int
 
 
+FIGURES, CHANGES = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s"), ("merges", "splits")
+
+
 async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], list[float], float]:
-    """Send requests at their times. Returns times to the first token, times per token, and the seconds of it all."""
+    """Send requests at their times. Returns times to the first token, times per token, as the engine measured both, and
+    the seconds of it all."""
     start = time.perf_counter()
     ttft, tpot = [], []
 
     async def one(request: PlannedRequest) -> None:
         await asyncio.sleep(max(start + request.arrival_s - time.perf_counter(), 0.0))
-        sent = time.perf_counter()
         params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
-        first = last = None
-        async for _ in llm.astream(request.prompt(0, llm._engine.dims.config.vocab_size), params):
-            last = time.perf_counter()
-            first = first or last
-        assert first is not None
-        assert last is not None
-        ttft.append(first - sent)
+        prompt = request.prompt(0, llm._engine.dims.config.vocab_size)
+        metrics = [output.metrics async for output in llm.astream(prompt, params)][-1]
+        ttft.append(metrics.ttft_s)
         if request.output_len > 1:
-            tpot.append((last - first) / (request.output_len - 1))
+            tpot.append(metrics.tpot_s)
 
     await asyncio.gather(*(one(request) for request in requests))
     return ttft, tpot, time.perf_counter() - start
@@ -108,8 +110,26 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
             return {key: between(value, b[key]) for key, value in a.items() if key in b}
         return (a + b) / 2
 
-    names = ("decode_s", "prompt_s", "context_s", "crowding", "up_layer_s", "down_layer_s")
+    names = (
+        "decode_s", "prompt_s", "prompts_s", "latency_s", "context_s", "crowding", "prompt_crowding", "up_layer_s",
+        "down_layer_s",
+    )  # fmt: skip
     return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in names})
+
+
+def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:
+    """Short requests, and a few that only merged instances hold."""
+    return WorkloadConfig(
+        dataset_name="mix",
+        duration_s=options.duration,
+        short_input_len=48,
+        short_output_len=32,
+        short_per_minute=60 * rate,
+        long_input_len=options.long_input_len,
+        long_output_len=32,
+        long_per_minute=options.long_per_minute,
+        seed=options.seed,
+    )
 
 
 def main() -> None:
@@ -127,11 +147,12 @@ def main() -> None:
     parser.add_argument("--linger-s", type=float, default=2.0)
     parser.add_argument("--policy", default="amoeba")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     policy_config = AmoebaConfig(linger_s=options.linger_s)
     table = Table("short/s", "", "tokens/s", "TTFT p50 (s)", "p99 (s)", "TPOT p50 (s)", "merges", "splits")
-    found = []
+    found: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
     with LLM(
         options.model,
         num_devices=options.num_devices,
@@ -145,40 +166,33 @@ def main() -> None:
     ) as llm:
         llm.warmup()
         calibrate(llm, options.layers_per_step)
-        for turn, rate in enumerate((options.rates[-1], *options.rates)):
-            workload = WorkloadConfig(
-                dataset_name="mix",
-                duration_s=options.duration,
-                short_input_len=48,
-                short_output_len=32,
-                short_per_minute=60 * rate,
-                long_input_len=options.long_input_len,
-                long_output_len=32,
-                long_per_minute=options.long_per_minute,
-                seed=options.seed,
-            )
-            if not turn:  # what is compiled then is not counted
-                run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
-                continue
-            # Other work on this machine changes its speed: the twin gets the mean of what was before and after.
-            before = calibrate(llm, options.layers_per_step)
-            engine = run_engine(llm, workload, options.policy, policy_config, options.layers_per_step)
-            calibration = mean(before, calibrate(llm, options.layers_per_step))
-            config = SimulationConfig(
-                options.model,
-                workload,
-                num_devices=options.num_devices,
-                calibration=calibration,
-                policy_config=policy_config,
-            )
-            twin = run_twin(config, options.policy)
-            for name, row in (("engine", engine), ("twin", twin)):
-                times = [f"{v:.4f}" for v in (row.ttft_p50_s, row.ttft_p99_s, row.tpot_p50_s)]
-                table.add_row(f"{rate:g}", name, f"{row.tokens_per_s:.1f}", *times, str(row.merges), str(row.splits))
-            names = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s")
-            ratios = [getattr(twin, name) / getattr(engine, name) for name in names]
-            table.add_row("", "ratio", *(f"{ratio:.2f}" for ratio in ratios), "", "")
-            found.append({"rate": rate, "engine": vars(engine), "twin": vars(twin)})
+        loads = {rate: workload(options, rate) for rate in options.rates}
+        # What is compiled then is not counted.
+        run_engine(llm, loads[options.rates[-1]], options.policy, policy_config, options.layers_per_step)
+        after = calibrate(llm, options.layers_per_step)
+        for turn in range(options.rounds):
+            for rate, load in loads.items():
+                before = after
+                engine = run_engine(llm, load, options.policy, policy_config, options.layers_per_step)
+                after = calibrate(llm, options.layers_per_step)
+                calibration = mean(before, after)
+                config = SimulationConfig(
+                    options.model,
+                    load,
+                    num_devices=options.num_devices,
+                    calibration=calibration,
+                    policy_config=policy_config,
+                )
+                twin = run_twin(config, options.policy)
+                found[rate].append({"engine": vars(engine), "twin": vars(twin), "calibration": asdict(calibration)})
+                print(f"round {turn}, {rate:g}/s: {engine} {twin}", file=sys.stderr)
+    for rate, rounds in found.items():
+        for name in ("engine", "twin"):
+            cells = [f"{median(turn[name][figure] for turn in rounds):.4g}" for figure in (*FIGURES, *CHANGES)]
+            table.add_row(f"{rate:g}", name, *cells)
+        ratios = [median(turn["twin"][figure] / turn["engine"][figure] for turn in rounds) for figure in FIGURES]
+        apart = [max(abs(turn["twin"][count] - turn["engine"][count]) for turn in rounds) for count in CHANGES]
+        table.add_row("", "ratio; most apart", *(f"{ratio:.2f}" for ratio in ratios), *(str(n) for n in apart))
     Console(width=110).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

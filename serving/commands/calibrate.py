@@ -1,5 +1,6 @@
 """`amoeba simulate --calibrate`: a short run of our own engine, so that this machine can be simulated."""
 
+import asyncio
 import platform
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import RequestOutput
+from amoeba_jax.programs.buckets import Buckets
 from serving.runtime.jax_executor import EngineScheduler
 from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, WaitingRequest
 from serving.simulator.calibration import Calibration
@@ -17,6 +19,8 @@ from serving.simulator.calibration import Calibration
 _TOKENS = 40
 """Generated for each request whose decode steps are timed."""
 _REPEATS = 3
+_CHUNKS = 3
+"""Of the largest size, in the prompt that tells what one more takes."""
 
 
 class _PinPolicy:
@@ -80,18 +84,24 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
     capacity = {tp: engine.capacity_tokens(tp) for tp in degrees}
     decode_s: dict[int, dict[int, float]] = {}
     prompt_s: dict[int, dict[int, float]] = {}
+    prompts_s: dict[int, dict[int, float]] = {}
+    latencies_s: list[float] = []
     context_s: dict[int, float] = {}
-    crowding = 0.0
+    crowding: dict[int, float] = {}
+    prompt_crowding: dict[int, float] = {}
     up, down = [], []
     for tp in degrees:
         if tp != _degree(llm):
             llm.transform(tp)
         timer = _Timer(llm, capacity[tp])
         decode_s[tp] = timer.decodes([1 << power for power in range(seqs[tp].bit_length())])
-        prompt_s[tp] = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
+        prompt_s[tp], alone_s = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
+        latencies_s += [max(alone_s[chunk] - step_s, 0.0) for chunk, step_s in prompt_s[tp].items()]
+        prompts_s[tp] = timer.several_prompts(engine.cluster.buckets(tp), alone_s, prompt_s[tp])
         context_s[tp] = timer.context_s(decode_s[tp][1])
         if tp == degrees[0] and len(engine.instances) > 1:
             crowding = timer.crowding(len(engine.instances), decode_s[tp])
+            prompt_crowding = timer.prompt_crowding(len(engine.instances), alone_s, prompt_s[tp])
     for _ in range(_REPEATS if len(degrees) > 1 else 0):
         down.append(_layer_s(llm, degrees[0], layers_per_step, layers))
         up.append(_layer_s(llm, degrees[-1], layers_per_step, layers))
@@ -110,8 +120,12 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         max_requests=seqs,
         decode_s=decode_s,
         prompt_s=prompt_s,
+        prompts_s=prompts_s,
+        few_rows=engine.cluster.buckets(degrees[0]).few_rows,
+        latency_s=median(latencies_s),
         context_s=context_s,
         crowding=crowding,
+        prompt_crowding=prompt_crowding,
         up_layer_s=median(up) if up else 0.0,
         down_layer_s=median(down) if down else 0.0,
         machine={"platform": platform.platform(), "python": platform.python_version()},
@@ -155,8 +169,11 @@ class _Timer:
             found.append(median(_value(o.metrics, "tpot_s") for o in outputs))
         return median(found)
 
-    def _ttft_s(self, prompt: int) -> float:
-        return median(_value(self._run(1, prompt, 1)[0].metrics, "ttft_s") for _ in range(2 * _REPEATS + 1))
+    def _ttft_s(self, prompt: int, count: int = 1) -> float:
+        """Seconds to the first token of `count` equal prompts that come together and go on to decode: launching the
+        next step delays the taking in of results."""
+        turns = [self._run(count, prompt, 4) for _ in range(2 * _REPEATS + 1)]
+        return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in turns)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
         """Seconds of a step by rows, as far as the cache holds them."""
@@ -165,13 +182,33 @@ class _Timer:
             self._run(size, 16, 4)  # compiles
         return {size: self._tpot_s(size, 16) for size in fitting}
 
-    def prompts(self, chunks: tuple[int, ...]) -> dict[int, float]:
-        """Seconds of a step with one chunk, by its tokens: those of the time to the first token."""
-        found = {}
+    def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds of a step with one chunk, by its tokens: what a further chunk of a prompt adds to the time to the
+        first token; and that time for a prompt of one chunk."""
+        steps_s, alone_s = {}, {}
         for chunk in chunks:
-            length = min(chunk, self._capacity - 32)
-            self._run(1, length, 1)
-            found[chunk] = self._ttft_s(length)
+            longest = min(self._capacity, self._llm.max_model_len) - 32
+            one = min(chunk, longest)
+            several = max(min(_CHUNKS if chunk == chunks[-1] else 2, longest // one), 1)
+            for count in {1, several}:
+                self._run(1, count * one, 4)  # compiles
+            alone_s[chunk] = steps_s[chunk] = self._ttft_s(one)
+            if several > 1:
+                added_s = (self._ttft_s(several * one) - alone_s[chunk]) / (several - 1)
+                steps_s[chunk] = min(max(added_s, alone_s[chunk] / 4), alone_s[chunk])
+        return steps_s, alone_s
+
+    def several_prompts(
+        self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
+    ) -> dict[int, float]:
+        """Seconds of a step with as many chunks as one takes, by their tokens."""
+        found = {}
+        for chunk in buckets.chunk_sizes:
+            count = buckets.chunk_rows(chunk)[-1]
+            if count > 1 and count * (chunk + 16) <= self._capacity:
+                self._run(count, chunk, 4)
+                latency_s = alone_s[chunk] - steps_s[chunk]
+                found[chunk] = max(self._ttft_s(chunk, count) - latency_s, steps_s[chunk])
         return found
 
     def context_s(self, short_s: float) -> float:
@@ -182,13 +219,43 @@ class _Timer:
         self._run(1, length, 2)
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - 16)
 
-    def crowding(self, instances: int, decode_s: dict[int, float]) -> float:
-        """Share of a step's time that each further instance adds which is busy meanwhile: the median over rows."""
-        shares = []
-        for size, alone_s in decode_s.items():
-            together_s = self._tpot_s(size, 16, instances)
-            shares.append((together_s / alone_s - 1) / (instances - 1))
-        return max(median(shares), 0.0)
+    def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
+        """By the number of busy instances, how many times as long their steps take as alone: the median over rows."""
+        found = {}
+        for busy in range(2, instances + 1):
+            ratios = [self._tpot_s(size, 16, busy) / alone_s for size, alone_s in decode_s.items()]
+            found[busy] = max(median(ratios), 1.0)
+        return found
+
+    def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
+        """By the number of busy instances, all but one of which decode, how many times as long a step with a prompt
+        takes as alone."""
+        chunk = min(steps_s)
+        latency_s = alone_s[chunk] - steps_s[chunk]
+        found = {}
+        for busy in range(2, instances + 1):
+            turns = [asyncio.run(self._ttft_beside_s(chunk, busy - 1)) for _ in range(2 * _REPEATS + 1)]
+            found[busy] = max((median(turns) - latency_s) / steps_s[chunk], 1.0)
+        return found
+
+    async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
+        """Seconds to the first token of a prompt on an instance of its own, while others decode a request each."""
+        llm, random = self._llm, self._random
+        llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
+        try:
+            params = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
+            streams = [llm.astream(random.integers(3, self._vocab, 16).tolist(), params) for _ in range(decoding)]
+            for stream in streams:
+                await anext(stream)
+            few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            tokens = random.integers(3, self._vocab, prompt).tolist()
+            found = [output.metrics async for output in llm.astream(tokens, few)]
+            for stream in streams:
+                async for _ in stream:
+                    pass
+        finally:
+            llm.remove_scheduler_hook()
+        return _value(found[-1], "ttft_s")
 
 
 def _value(metrics: Any, name: str) -> float:

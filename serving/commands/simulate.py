@@ -11,7 +11,7 @@ from serving.errors import clean_exit
 def simulate(
     more_slo: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="config.json, or its directory.")] = None,
-    device: Annotated[str, typer.Option(help="A100-40, A100-80, H100, H200, H20, or a .json file.")] = "H100",
+    device: Annotated[str, typer.Option(help="A100-40, A100-80, A800, H100, H200, H20, or a .json file.")] = "H100",
     num_devices: Annotated[int | None, typer.Option(help="Devices of the cluster.", show_default="8")] = None,
     devices_per_scheduler: Annotated[
         int | None, typer.Option(help="Devices that one scheduler decides about.", show_default="those of a host")

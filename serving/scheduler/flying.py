@@ -77,12 +77,12 @@ class FlyingPolicy:
         """Split a group that is not needed any more, or whose paused requests have their turn."""
         if instance.paused_degree is not None:
             return self._resumed(view, room, instance, urgent)
+        if self.load.bound or self._serves_urgent(instance, urgent):
+            return []
         size = max(instance.largest, self._index.largest(instance.capacity_tokens))
         if view.is_long(size):
             degree = self._holding(view, size, instance)
             why = f"TP{degree} holds its long requests"
-        elif self.load.bound or self._serves_urgent(instance, urgent):
-            return []
         else:
             degree, why = view.base_degree, f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
         if degree >= instance.degree or (instance.devices, degree) in view.refused:

@@ -60,6 +60,23 @@ class Block:
         self.steps = begun
         return True
 
+    def rest(self, now_s: float) -> "Block | None":
+        """Cut the block, and return the step that runs now, as a block of its own; None if all have ended. The caller
+        takes that step from this one."""
+        self.cut(now_s)
+        if self.steps == 0:
+            self.chunks, self.switches = [], 0
+        if now_s >= self.end_s - 1e-12:
+            return None
+        before = self.steps - 1
+        step = Block(self.start_s + self.time_s(before), 1, self.first_s + self.slope_s * before)
+        step.plain_s = self.plain_s + self.slope_s * before
+        step.chunks, step.switches = self.chunks, self.switches
+        step.interference_s, step.switch_s = self.interference_s, self.switch_s
+        if before == 0:
+            self.chunks, self.switches = [], 0
+        return step
+
     def _position(self, elapsed_s: float) -> float:
         """Steps, and the share of the one that runs, after that many seconds."""
         if self.first_s <= 0:

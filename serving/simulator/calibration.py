@@ -10,7 +10,7 @@ from serving.simulator.errors import SimulationError
 from serving.simulator.step_cost import TableStepCost
 from serving.simulator.transformation_cost import MeasuredTransformation
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,22 @@ class Calibration:
     decode_s: dict[int, dict[int, float]]
     """Degree -> rows -> seconds of a step of an instance that runs alone."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> chunk -> seconds of a step with it."""
+    """Degree -> chunk -> seconds of a step with it, one of several in a row. Its rows for decodes are computed
+    whether there are any or not."""
+    prompts_s: dict[int, dict[int, float]]
+    """The same of a step with four chunks of that size, of those sizes that the engine takes four of."""
+    few_rows: int
+    """Rows of a step with one chunk. One with more decodes has all rows."""
+    latency_s: float
+    """Seconds of a request's way besides its steps: from the caller to the first launch, and from the last result to
+    the caller."""
     context_s: dict[int, float]
     """Degree -> seconds per token of context."""
-    crowding: float
-    """Share of a step's time that each further instance adds which is busy meanwhile, as devices of one CPU do."""
+    crowding: dict[int, float]
+    """Busy instances -> how many times as long their steps take as those of one that is busy alone: devices of one CPU
+    share it."""
+    prompt_crowding: dict[int, float]
+    """The same of a step with a prompt, beside instances that decode."""
     up_layer_s: float
     down_layer_s: float
     page_layer_s: float = 0.0
@@ -44,7 +55,7 @@ class Calibration:
 
     def step_cost(self) -> TableStepCost:
         """The cost of steps."""
-        return TableStepCost(self.decode_s, self.prompt_s, self.context_s)
+        return TableStepCost(self.decode_s, self.prompt_s, self.prompts_s, self.few_rows, self.context_s)
 
     def transformation(self) -> MeasuredTransformation:
         """The cost of transformations."""
@@ -77,10 +88,10 @@ class Calibration:
     def _from_json(cls, data: dict[str, Any]) -> "Calibration":
         if data.get("version") != VERSION:
             raise ValueError(f"version={data.get('version')!r} must be {VERSION}: calibrate again")
-        flat = ("capacity_tokens", "max_requests", "context_s")
+        flat = ("capacity_tokens", "max_requests", "context_s", "crowding", "prompt_crowding")
         values = dict(data)
         for name in flat:
             values[name] = {int(k): v for k, v in data[name].items()}
-        for name in ("decode_s", "prompt_s"):
+        for name in ("decode_s", "prompt_s", "prompts_s"):
             values[name] = {int(d): {int(k): v for k, v in table.items()} for d, table in data[name].items()}
         return cls(**values)

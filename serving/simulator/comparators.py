@@ -33,6 +33,31 @@ class HostMemoryCost:
 
 
 @dataclass(frozen=True)
+class LayerExchangeCost:
+    """KunServe's changes (its 4.2 and 4.4): devices that drop layers exchange the keys and values of the others'
+    layers, and take the parameters back from each other afterwards. Requests whose pages move wait for it; dropping
+    takes no time."""
+
+    model: ModelShape
+    device: DeviceSpec
+
+    @property
+    def layers(self) -> int:
+        return self.model.num_layers
+
+    def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
+        """See `TransformationCost.change`."""
+        stages = max(from_degree, to_degree) // min(from_degree, to_degree)
+        kv_device = self.model.kv_token_bytes() * tokens / stages * (stages - 1) / stages
+        weights_device = 0.0
+        if to_degree < from_degree and not kept:
+            weights_device = self.model.weight_bytes * (stages - 1) / stages
+        rate = self.device.link_bandwidth * self.device.link_efficiency
+        layer_s = (kv_device + weights_device) / rate / self.layers + self.device.launch_s
+        return Change(layer_s, 0.0, kv_device * stages, weights_device * stages)
+
+
+@dataclass(frozen=True)
 class PipelineCost:
     """KunServe (arXiv 2412.18169): devices that dropped parameters form a pipeline of whole layers. A step has as many
     micro-batches as stages, so that all stages are busy; each token passes all stages."""
@@ -60,29 +85,35 @@ class PipelineCost:
 @dataclass(frozen=True)
 class SequenceParallelCost:
     """LoongServe (arXiv 2404.09526): devices keep whole models and share sequences. Prompts are striped over devices;
-    in decodes each device is master of a part of the batch, and attention runs where keys and values lie."""
+    in decodes each device is master of a part of the batch, and attention runs where keys and values lie. What shares
+    sequences may itself be several devices at tensor parallelism."""
 
     base: ModelStepCost
+    tensor_degree: int = 1
+    """Devices of each part: a step's degree counts parts."""
+    masters: int | None = None
+    """Parts that compute a decode step's other layers. None: all."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`: a part of the tokens on each device. In each layer prompts send keys and values
         round the ring, and decodes send queries out and partial results back."""
+        tensor = self.tensor_degree
         if degree == 1:
-            return self.base.fixed_s(1, shape)
+            return self.base.fixed_s(tensor, shape)
         model, device = self.base.model, self.base.device
-        part = _part(shape, degree)
-        rate = device.link_bandwidth * device.link_efficiency
+        part = _part(shape, degree)._replace(decodes=-(-shape.decodes // (self.masters or degree)))
+        rate = device.link_bandwidth * device.link_efficiency * tensor
         latency_s = device.all_reduce_s(0.0, degree)
         ring_bytes = part.prompt_tokens * (degree - 1) * 2 * model.num_kv_heads * model.head_dim * model.item_bytes
         query_bytes = 2 * part.decodes * (degree - 1) * model.num_heads * model.head_dim * model.item_bytes
         layer_s = latency_s + (ring_bytes + query_bytes) / rate
-        return self.base.fixed_s(1, part) + model.num_layers * layer_s
+        return self.base.fixed_s(tensor, part) + model.num_layers * layer_s
 
     def context_s(self, degree: int) -> float:
-        return self.base.context_s(1) / degree
+        return self.base.context_s(self.tensor_degree) / degree
 
     def pair_s(self, degree: int) -> float:
-        return self.base.pair_s(1) / degree
+        return self.base.pair_s(self.tensor_degree) / degree
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ IDLE_TICK_S = 5.0
 """The same for hosts where no request waits, in a cluster of several: that spares most of a large cluster's ticks, and
 merged instances split up to 4 s later for it."""
 _AGAIN_S = 1e-3
+"""Seconds from a decision that took requests off their instances to the next one."""
 _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
 """Policies that decide nothing while no request waits and all instances are as they started: no need to ask them."""
 _BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
@@ -51,11 +52,12 @@ class LoopConfig:
 class Host:
     """Devices under one scheduler."""
 
-    __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "scheduler")
+    __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "not_before_s", "scheduler")
 
     def __init__(self, index: int, executor: SimExecutor, scheduler: Scheduler):
         self.index, self.executor, self.scheduler = index, executor, scheduler
         self.next_tick_s = math.inf
+        self.not_before_s = -1.0
         self.idle_ticks = not isinstance(scheduler.policy, _TIMELESS)
 
     @property
@@ -204,13 +206,19 @@ class Cluster:
     def _tick(self, host: Host, now_s: float) -> None:
         executor = host.executor
         executor.now_s = now_s
+        if now_s < host.not_before_s:
+            if host.next_tick_s > host.not_before_s:
+                self._plan_tick(host, host.not_before_s)
+            return
         failing, regroups = len(executor.changes.failing), len(self.tally.regroups)
         decisions = host.scheduler.tick()
         for at_s, _ in executor.changes.failing[failing:]:
             self._push(at_s, _FAILED, host)
+        preempted = any(isinstance(d.action, Preempt) for d in decisions)
+        host.not_before_s = now_s + _AGAIN_S if preempted else -1.0
         if host.is_quiet:
             host.next_tick_s = math.inf
-        elif len(self.tally.regroups) > regroups or any(isinstance(d.action, Preempt) for d in decisions):
+        elif len(self.tally.regroups) > regroups or preempted:
             self._plan_tick(host, now_s + _AGAIN_S)
         else:
             wait_s = TICK_S if executor.queue or len(self.hosts) == 1 else IDLE_TICK_S

@@ -30,6 +30,9 @@ class HostConfig:
     layers_per_step: int = 1
     regroup_s: float = 0.0
     """Seconds for which no step runs when requests pause, or go on: only views of buffers change."""
+    launches_ahead: bool = False
+    """An instance launches its next step when the present one begins, as our engine does, so that a request which
+    comes meanwhile waits for one step more."""
     shows_timing: bool = False
     """Snapshots tell what steps and transformations took, as those of an engine do."""
     strict: bool = False

@@ -66,14 +66,16 @@ class SimInstance:
         step_s: seconds of its latest decode step without a prompt; None before the first.
         prompt_tokens_per_s: rate of its latest step with prompts.
         waits_for: the merge that begins when the requests of its devices have ended.
+        step_began_s: when its latest step that has ended began: the one after it was launched then.
         version: changes whenever the end of its block does, so that events of earlier ends are known to be void.
     """
 
     __slots__ = (
-        "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining", "limits",
-        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_tokens_per_s",
-        "prompts", "ready_s", "records",
-        "room_tokens", "runs", "slowdown", "step_s", "steps", "tally", "version", "waits_for",
+        "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
+        "launches_ahead", "limits",
+        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_slowdown",
+        "prompt_tokens_per_s", "prompts", "ready_s", "records",
+        "room_tokens", "runs", "slowdown", "step_began_s", "step_s", "steps", "tally", "version", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +86,9 @@ class SimInstance:
         page_size: int,
         records: Records,
         tally: Tally,
+        launches_ahead: bool = False,
     ):
+        self.launches_ahead = launches_ahead
         self.devices, self.degree, self.limits = devices, len(devices), limits
         self.pricing, self.page_size, self.records, self.tally = pricing, page_size, records, tally
         self.runs: dict[str, Run] = {}
@@ -96,11 +100,11 @@ class SimInstance:
         self.change: Change | None = None
         self.prefixes = PrefixStore()
         self.down_until_s = -1.0
-        self.slowdown = 1.0
+        self.slowdown = self.prompt_slowdown = 1.0
         self._idle_view: InstanceView | None = None
         self.paused: tuple[SimInstance, ...] = ()
         self.room_tokens, self.max_requests = limits.capacity_tokens, limits.max_requests
-        self.ready_s = self.paused_s = -1.0
+        self.ready_s = self.paused_s = self.step_began_s = -1.0
         self.step_s: float | None = None
         self.prompt_tokens_per_s: float | None = None
         self.waits_for: ScaleUp | None = None
@@ -186,9 +190,7 @@ class SimInstance:
 
         Requests have pages for them: see `pages_short`.
         """
-        if self.joining:
-            self.prompts = sorted([*self.prompts, *self.joining], key=lambda run: run.order)
-            self.joining = []
+        self._take_joining()
         if self.change is not None and not self.change.fails:
             self.block = self.change.step(self, now_s)
         elif self.prompts:
@@ -200,6 +202,15 @@ class SimInstance:
         self.version += 1
         return self.block
 
+    def _take_joining(self) -> None:
+        """Have requests join the next step that came before it was launched."""
+        came = self.joining
+        if self.launches_ahead and (self.prompts or self.num_decoding):
+            came = [run for run in came if run.added_s <= self.step_began_s]
+        if came:
+            self.prompts = sorted([*self.prompts, *came], key=lambda run: run.order)
+            self.joining = [run for run in self.joining if run not in came]
+
     def _mixed_step(self, now_s: float) -> Block:
         pricing, degree, decodes = self.pricing, self.degree, self.num_decoding
         left = [run.prompt_left for run in self.prompts[:16]]
@@ -208,7 +219,7 @@ class SimInstance:
         pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
         context_s = pricing.context_s(degree) * self.context
         seconds = pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
-        block = Block(now_s, 1, seconds * self.slowdown)
+        block = Block(now_s, 1, seconds * self.prompt_slowdown)
         block.chunks = list(zip(self.prompts, chunks, strict=False))
         if decodes:
             plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.slowdown
@@ -219,32 +230,11 @@ class SimInstance:
     def _decode_steps(self, now_s: float) -> Block:
         pricing, degree, count = self.pricing, self.degree, self.num_decoding
         context_s = pricing.context_s(degree)
-        steps = min(self._ends[0][0] - self.steps, self._steps_with_pages())
-        if pricing.crowding:
-            steps = 1  # others may begin or end a step at any time, and change its speed
+        steps = min(self._ends[0][0] - self.steps, steps_with_pages(self))
+        if pricing.crowding or self.joining:
+            steps = 1  # others may begin or end a step at any time, and change its speed; who joins waits for one
         first_s = pricing.fixed_s(degree, StepShape(count)) + context_s * self.context
         return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
-
-    def _steps_with_pages(self) -> int:
-        """Decode steps for which there are pages in any case."""
-        count, size = self.num_decoding, self.page_size
-        most = self.context + count * size + sum(run.request.prompt_tokens + size for run in self.prompts)
-        if (room := self.room_tokens - most) >= 64 * count:
-            return room // count
-        free = self.room_tokens - self.used_tokens()
-        return max(free // (count * size) * size, 1)
-
-    def pages_short(self) -> bool:
-        """Whether the next step finds too few pages."""
-        count = self.num_decoding
-        if self.context + (count + len(self.runs)) * self.page_size <= self.room_tokens and not self.prompts:
-            return False
-        size = self.page_size
-        used = 0
-        for run in self.runs.values():
-            tokens = run.num_tokens(self.steps)
-            used += -(-min(tokens + (1 if run.base else 0), run.request.max_total_tokens) // size)
-        return used * size > self.room_tokens and (len(self.runs) > 1 or self.has_paused)
 
     def end_block(self, now_s: float) -> list[Run]:
         """Take in the steps of the block. Returns the requests that have generated all their tokens."""
@@ -253,6 +243,7 @@ class SimInstance:
             return []
         steps, count, tally, finished = block.steps, self.num_decoding, self.tally, []
         tally.steps += steps
+        self.step_began_s = block.start_s + block.time_s(steps - 1)
         if count:
             if not block.chunks and not block.switches:
                 self.step_s = block.first_s + block.slope_s * (steps - 1)
@@ -286,7 +277,7 @@ class SimInstance:
         if run.last_token_s is not None:
             self.tally.add_gaps(now_s - run.last_token_s, 1)
         elif records.first_token_s[index] != records.first_token_s[index]:
-            records.first_token_s[index] = now_s
+            records.first_token_s[index] = now_s + self.pricing.latency_s
         self.tally.add_tokens(now_s, now_s, 1)
         run.output_left -= 1
         run.start_decoding(run.request.prompt_tokens + 1, self.steps)
@@ -327,3 +318,25 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),
         paused_degree=instance.paused[0].degree if instance.has_paused else None,
     )
+
+
+def steps_with_pages(instance: SimInstance) -> int:
+    """Decode steps for which an instance has pages in any case."""
+    count, size = instance.num_decoding, instance.page_size
+    most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
+    if (room := instance.room_tokens - most) >= 64 * count:
+        return room // count
+    free = instance.room_tokens - instance.used_tokens()
+    return max(free // (count * size) * size, 1)
+
+
+def pages_short(instance: SimInstance) -> bool:
+    """Whether the next step finds too few pages."""
+    count, size = instance.num_decoding, instance.page_size
+    if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
+        return False
+    used = 0
+    for run in instance.runs.values():
+        tokens = run.num_tokens(instance.steps)
+        used += -(-min(tokens + (1 if run.base else 0), run.request.max_total_tokens) // size)
+    return used * size > instance.room_tokens and (len(instance.runs) > 1 or instance.has_paused)

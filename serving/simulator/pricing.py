@@ -1,5 +1,7 @@
 """The cost of steps, kept for the shapes that were asked for before."""
 
+from collections.abc import Mapping
+
 from serving.simulator.batching import Batching
 from serving.simulator.step_cost import StepCost, StepShape
 
@@ -7,13 +9,31 @@ from serving.simulator.step_cost import StepCost, StepShape
 class Pricing:
     """A `StepCost` that keeps what it has worked out."""
 
-    def __init__(self, cost: StepCost, batching: Batching, crowding: float = 0.0):
+    def __init__(
+        self,
+        cost: StepCost,
+        batching: Batching,
+        crowding: Mapping[int, float] | None = None,
+        latency_s: float = 0.0,
+        prompt_crowding: Mapping[int, float] | None = None,
+    ):
         self.cost, self.batching = cost, batching
-        self.crowding = crowding
-        """Share of a step's time that each further busy instance adds. Above 0 where devices share a processor."""
+        self.crowding = dict(crowding or {})
+        """By the number of busy instances: how many times as long their steps take as those of one alone. Where devices
+        share a processor; empty elsewhere."""
+        self.prompt_crowding = dict(prompt_crowding or self.crowding)
+        """The same of steps with a prompt, beside instances that decode."""
+        self.latency_s = latency_s
+        """Seconds between a step and its tokens' being seen, in which the device goes on."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
         self._context: dict[int, float] = {}
         self._pair: dict[int, float] = {}
+
+    def slowdown(self, busy: int, prompts: bool = False) -> float:
+        """How many times as long a step takes while that many instances are busy, its own among them."""
+        table = self.prompt_crowding if prompts else self.crowding
+        measured = [count for count in table if count <= busy]
+        return table[max(measured)] if measured else 1.0
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`."""

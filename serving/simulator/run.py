@@ -15,14 +15,27 @@ class Run:
         prompt_left: prompt tokens that are still to be computed.
         base, joined: tokens that it had when it began to decode, and the instance's count of decode steps then.
         last_token_s: when it got its last token, before it was preempted; None if it never ran.
+        added_s: when its instance got it.
+        queued_s: for how long it has waited in the queue, all times together.
     """
 
-    __slots__ = ("base", "index", "joined", "last_token_s", "output_left", "prompt_left", "request")
+    __slots__ = (
+        "added_s",
+        "base",
+        "index",
+        "joined",
+        "last_token_s",
+        "output_left",
+        "prompt_left",
+        "queued_s",
+        "request",
+    )
 
     def __init__(self, request: WaitingRequest, index: int, output_left: int, last_token_s: float | None = None):
         self.request, self.index, self.output_left = request, index, output_left
         self.prompt_left = request.prompt_tokens
         self.base = self.joined = 0
+        self.added_s = self.queued_s = 0.0
         self.last_token_s = last_token_s
 
     @property
@@ -59,8 +72,10 @@ class Run:
             r.arrival_s,
             r.deadline_s,
             r.beyond_share,
+            queued_s=self.queued_s,
         )
 
-    def waiting_again(self, steps: int) -> WaitingRequest:
-        """The request after its pages are lost: its output so far is prompt now."""
-        return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True)
+    def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
+        """The request after its pages are lost: its output so far is prompt now. What it has waited before counts."""
+        since_s = now_s - self.queued_s
+        return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, FlyingPolicy, Policy, StaticPolicy, make_policy
 from serving.simulator.comparators import (
     HostMemoryCost,
+    LayerExchangeCost,
     PipelineCost,
     SequenceParallelCost,
     ShiftCost,
@@ -73,6 +74,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         transformation = HostMemoryCost(model, device)
     elif name == "kunserve":
         cost = PipelineCost(ModelStepCost(model, device, config.profile()))
+        transformation = LayerExchangeCost(model, device)
     elif name in ("loongserve", "shift"):
         base = ModelStepCost(model, device, config.profile())
         cost = SequenceParallelCost(base) if name == "loongserve" else ShiftCost(base)
@@ -139,13 +141,20 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
     host = HostConfig(
         num_devices=devices,
         limits=limits,
-        pricing=Pricing(calibration.step_cost(), config.batching(), calibration.crowding),
+        pricing=Pricing(
+            calibration.step_cost(),
+            config.batching(),
+            calibration.crowding,
+            calibration.latency_s,
+            calibration.prompt_crowding,
+        ),
         transformation=calibration.transformation(),
         degrees_at_start=_degrees_at_start(name, devices, limits),
         page_size=calibration.page_size,
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
         regroup_s=REGROUP_S,
+        launches_ahead=True,
         shows_timing=name == FlyingPolicy.name,
     )
     return Setup(name, host, _maker(name, config))

@@ -20,7 +20,7 @@ from serving.scheduler import (
 )
 from serving.simulator.group_changes import GroupChanges
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
-from serving.simulator.instance import SimInstance, view_of
+from serving.simulator.instance import SimInstance, pages_short, view_of
 from serving.simulator.pauses import count_rooms, next_victim
 from serving.simulator.run import Run
 from serving.simulator.sim_timing import SimTimings
@@ -79,7 +79,7 @@ class SimExecutor:
         if capacity_tokens is not None:
             limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
         self.tally.degrees.append((self.now_s, len(devices), len(devices)))
-        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally)
+        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally, c.launches_ahead)
 
     # Executor
 
@@ -152,6 +152,7 @@ class SimExecutor:
             raise Refusal(f"instance {name} is out of service")
         del self.queue[request_id]
         run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s)
+        run.added_s, run.queued_s = self.now_s, request.waited_s(self.now_s)
         self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
         if math.isnan(self.records.dispatch_s[waiting.index]):
             self.records.dispatch_s[waiting.index] = self.now_s
@@ -173,11 +174,12 @@ class SimExecutor:
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
             return
-        while instance.change is None and instance.pages_short():
+        while instance.change is None and pages_short(instance):
             self.preempt(*next_victim(instance))
-        if crowding := instance.pricing.crowding:
+        if instance.pricing.crowding:
             busy = sum(other.block is not None for other in self.instances if other is not instance)
-            instance.slowdown = 1.0 + crowding * busy
+            instance.slowdown = instance.pricing.slowdown(busy + 1)
+            instance.prompt_slowdown = instance.pricing.slowdown(busy + 1, prompts=True)
         block = instance.begin(self.now_s)
         if block is not None:
             self._reschedule(instance, block.end_s)
@@ -201,7 +203,7 @@ class SimExecutor:
         self._end(run.index, ending)
 
     def _end(self, index: int, ending: Ending) -> None:
-        self.records.end_s[index] = self.now_s
+        self.records.end_s[index] = self.now_s + (self.config.pricing.latency_s if ending is Ending.COMPLETED else 0.0)
         self.records.ending[index] = ending
         if self.on_end is not None:
             self.on_end(index)
@@ -238,23 +240,23 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Take in the steps that have ended, and give up the one that runs: requests are taken off between two steps.
-        The next step is planned after all actions of this moment."""
+        """Take in the steps that have ended: requests are taken off between two steps. The one that runs goes on for
+        the others, and the next is planned after it."""
         block = instance.block
         if block is None:
             return
-        block.steps = block.done(self.now_s)
-        if block.steps == 0:
-            block.chunks = []
-        finished = instance.end_block(self.now_s)
+        running = block.rest(self.now_s)
+        block.steps -= 1 if running is not None else 0
+        finished = instance.end_block(self.now_s if running is None else running.start_s)
         for run in finished:
             self.finish(run, Ending.COMPLETED)
+        instance.block = running
         instance.version += 1
-        self._reschedule(instance, self.now_s)
+        self._reschedule(instance, self.now_s if running is None else running.end_s)
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
         """Take a request's pages, between two steps: it waits again."""
-        request = run.waiting_again(instance.steps)
+        request = run.waiting_again(instance.steps, self.now_s)
         instance.remove(run)
         self._home.pop(run.request.request_id, None)
         self.num_preempted += 1

@@ -1,6 +1,5 @@
 """How long a step takes: linear operators, attention, collectives and the host."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -137,23 +136,27 @@ class TableStepCost:
     decode_s: dict[int, dict[int, float]]
     """Degree -> rows -> seconds of a step that only decodes."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> tokens of one chunk -> seconds of a step with that chunk and few decodes."""
+    """Degree -> tokens of one chunk -> seconds of a step with that chunk and `few_rows` rows."""
+    prompts_s: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Degree -> tokens of each of several chunks -> seconds of a step with them and all rows."""
+    few_rows: int = 1
     context: dict[int, float] = field(default_factory=dict)
     """Degree -> seconds per token of context."""
     pair: dict[int, float] = field(default_factory=dict)
     """Degree -> seconds per pair; 0 where `prompt_s` has it."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`. Decodes beside a prompt cost what they add over a single one."""
+        """See `StepCost.fixed_s`. A step with one chunk has few rows for decodes, or all."""
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
-        decodes = at_least(self.decode_s[degree], shape.decodes + shape.prompts) - at_least(self.decode_s[degree], 1)
-        padded = at_least(self.prompt_s[degree], shape.longest_chunk)
-        chunks = max(math.ceil(shape.prompt_tokens / shape.longest_chunk), 1)
-        if chunks > 1:
-            smallest = min(self.prompt_s[degree].values())
-            padded += (chunks - 1) * max(padded - smallest / 2, padded / 2)
-        return padded + max(decodes, 0.0)
+        several = self.prompts_s.get(degree, {})
+        if shape.prompts > 1 and several:
+            return at_least(several, shape.longest_chunk)
+        seconds = at_least(self.prompt_s[degree], shape.longest_chunk) * shape.prompts
+        if shape.decodes + shape.prompts > self.few_rows:
+            rows = self.decode_s[degree]
+            seconds += max(rows[max(rows)] - at_least(rows, self.few_rows), 0.0)
+        return seconds
 
     def context_s(self, degree: int) -> float:
         return self.context.get(degree, 0.0)

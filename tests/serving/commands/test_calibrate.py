@@ -33,6 +33,9 @@ def test_an_engine_is_timed_and_then_simulated(tmp_path: Path, compile_cache: st
         assert found.capacity_tokens == {tp: llm._engine.capacity_tokens(tp) for tp in (1, 2)}
     assert all(seconds > 0 for table in found.decode_s.values() for seconds in table.values())
     assert all(seconds > 0 for table in found.prompt_s.values() for seconds in table.values())
+    assert found.crowding[2] >= 1.0
+    assert found.prompt_crowding[2] >= 1.0
+    assert 0 <= found.latency_s < 10 * min(found.prompt_s[1].values())
     assert found.up_layer_s > 0
     assert found.down_layer_s > 0
     path = tmp_path / "calibration.json"
@@ -62,8 +65,12 @@ MEASURED = Calibration(
     max_requests={1: 2, 2: 4},
     decode_s={1: {1: 0.010, 2: 0.012}, 2: {1: 0.015, 2: 0.016, 4: 0.020}},
     prompt_s={1: {16: 0.02, 64: 0.05}, 2: {16: 0.02, 64: 0.03}},
+    prompts_s={1: {}, 2: {16: 0.025}},
+    few_rows=2,
+    latency_s=0.003,
     context_s={1: 0.0, 2: 0.0},
-    crowding=0.5,
+    crowding={2: 1.5},
+    prompt_crowding={2: 2.0},
     up_layer_s=0.01,
     down_layer_s=0.02,
 )
@@ -75,11 +82,12 @@ def test_a_calibration_is_saved_and_simulated(tmp_path: Path):
     assert Calibration.load(path) == MEASURED
     one = WorkloadConfig(num_prompts=1, random_input_len=64, random_output_len=11)
     alone = simulate(SimulationConfig("tiny", one, num_devices=2, calibration=Calibration.load(path)), "amoeba")
-    assert alone.ttft_s[0] == pytest.approx(0.05)
+    assert alone.ttft_s[0] == pytest.approx(0.053)
     assert alone.tpot_s[0] == pytest.approx(0.010)
     two = WorkloadConfig(num_prompts=2, random_input_len=64, random_output_len=11)
     beside = simulate(SimulationConfig("tiny", two, num_devices=2, calibration=MEASURED), "amoeba")
     assert 0.010 < beside.tpot_s.min() <= beside.tpot_s.max() <= 0.015 + 1e-9, "busy neighbours cost half of a step"
+    assert beside.ttft_s.max() == pytest.approx(2 * 0.05 + 0.003), "and twice the time of a prompt's step"
     long = WorkloadConfig(num_prompts=1, random_input_len=400, random_output_len=11)
     merged = simulate(SimulationConfig("tiny", long, num_devices=2, calibration=MEASURED), "amoeba")
     assert merged.counters["scale_ups"] == 1
@@ -89,5 +97,5 @@ def test_a_calibration_is_saved_and_simulated(tmp_path: Path):
 def test_a_damaged_calibration_says_so(tmp_path: Path):
     path = tmp_path / "calibration.json"
     path.write_text('{"version": 7}')
-    with pytest.raises(SimulationError, match="version=7 must be 1: calibrate again"):
+    with pytest.raises(SimulationError, match="version=7 must be 2: calibrate again"):
         Calibration.load(path)

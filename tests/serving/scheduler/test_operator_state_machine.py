@@ -1,13 +1,12 @@
 """Policies that are replaced, and instances that an operator changes, at any moment: all requests end, none is lost."""
 
 import math
-from collections.abc import Callable
 
 from cluster_views import DEGREES
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from simulated_cluster import SimulatedCluster
+from policy_runs import DrivenHost, host_config
 
 from serving.scheduler import (
     POLICY_NAMES,
@@ -15,33 +14,14 @@ from serving.scheduler import (
     Reject,
     ScaleDown,
     ScaleUp,
-    Scheduler,
     WaitingRequest,
     make_policy,
 )
+from serving.simulator.tally import Ending
 
 NUM_DEVICES = 4
 CONFIG = AmoebaConfig(linger_s=5.0)
 DYNAMIC = [name for name in POLICY_NAMES if name != "static"]
-
-
-class Cluster(SimulatedCluster):
-    """One whose instances an operator may change beside the scheduler."""
-
-    def operate(self, devices: tuple[int, ...], degree: int) -> bool:
-        """Begin what an operator asks for, if the engine would: instances that are whole, not in transition, and hold
-        their requests afterwards."""
-        members = [i for i in self.instances if not set(devices).isdisjoint(i.devices)]
-        if any(i.transition is not None or not set(i.devices) <= set(devices) for i in members):
-            return False
-        largest = max((r.request.max_total_tokens for i in members for r in i.running), default=0)
-        if len(members) > 1 and all(len(i.devices) < degree for i in members) and len(devices) == degree:
-            self.apply(ScaleUp(devices, degree, "an operator's"))
-            return True
-        if len(members) == 1 and len(devices) > degree and largest <= self.capacity[degree]:
-            self.apply(ScaleDown(devices, degree, "an operator's"))
-            return True
-        return False
 
 
 class OperatorMachine(RuleBasedStateMachine):
@@ -49,8 +29,8 @@ class OperatorMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(DYNAMIC))
     def begin(self, name: str) -> None:
-        self.cluster = Cluster(DEGREES, NUM_DEVICES, shows_timing=True)
-        self.scheduler = Scheduler(make_policy(name, config=CONFIG), self.cluster)
+        config = host_config(DEGREES, NUM_DEVICES, shows_timing=True)
+        self.host = DrivenHost(config, make_policy(name, config=CONFIG))
         self.sent: list[WaitingRequest] = []
 
     @rule(
@@ -60,69 +40,67 @@ class OperatorMachine(RuleBasedStateMachine):
     )
     def a_request_comes(self, prompt: int, output: int, priority: int) -> None:
         name = f"r{len(self.sent)}"
-        request = WaitingRequest(name, prompt, prompt + 200, priority, arrival_s=self.cluster.now_s)
+        request = WaitingRequest(name, prompt, prompt + 200, priority, arrival_s=self.host.now_s)
         self.sent.append(request)
-        self.cluster.outputs[name] = output
-        self.cluster.queue.append(request)
-        self.scheduler.tick()
+        self.host.send(request, output)
+        self.host.scheduler.tick()
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 1.0, 4.0]))
     def time_passes(self, seconds: float) -> None:
-        self.run(self.cluster.now_s + seconds)
+        self.host.run(self.host.now_s + seconds)
 
     @rule(name=st.sampled_from(POLICY_NAMES))
     def the_policy_is_replaced(self, name: str) -> None:
-        self.scheduler.policy = make_policy(name, config=CONFIG)
-        self.scheduler.tick()
+        self.host.scheduler.policy = make_policy(name, config=CONFIG)
+        self.host.scheduler.tick()
 
     @rule(change=st.sampled_from([((0, 1), 2), ((2, 3), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3), 2), ((0, 1, 2, 3), 1)]))
     def an_operator_transforms(self, change: tuple[tuple[int, ...], int]) -> None:
-        self.cluster.operate(*change)
-        self.scheduler.tick()
+        devices, degree = change
+        members = [i for i in self.host.executor.instances if not set(devices).isdisjoint(i.devices)]
+        if len(members) > 1:
+            self.host.ask(ScaleUp(devices, degree, "an operator's"))
+        else:
+            self.host.ask(ScaleDown(devices, degree, "an operator's"))
+        self.host.scheduler.tick()
 
     @rule(first=st.integers(0, NUM_DEVICES - 1))
     def an_operator_splits(self, first: int) -> None:
-        instance = next(i for i in self.cluster.instances if first in i.devices)
-        self.cluster.operate(instance.devices, 1)
-        self.scheduler.tick()
+        instance = next(i for i in self.host.executor.instances if first in i.devices)
+        self.host.ask(ScaleDown(instance.devices, 1, "an operator's"))
+        self.host.scheduler.tick()
 
     @rule()
     def a_transformation_will_fail(self) -> None:
-        self.cluster.fail_transformations = 1
-
-    def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
-        cluster = self.cluster
-        while cluster.now_s < until_s and not done():
-            self.scheduler.tick()
-            event_s = min([until_s, cluster.now_s + 1.0, *(cluster._event_s(i) for i in cluster.instances)])
-            cluster._advance(max(event_s, cluster.now_s + 1e-6))
+        self.host.executor.failing_transformations = 1
 
     @invariant()
     def every_request_is_in_one_place(self) -> None:
-        if not hasattr(self, "cluster"):
+        if not hasattr(self, "host"):
             return
-        cluster = self.cluster
-        waiting = [r.request_id for r in cluster.queue]
-        running = [r.request.request_id for i in cluster.instances for r in i.running]
-        places = [*waiting, *running, *cluster.finished_s, *cluster.rejected]
-        assert sorted(places) == sorted(r.request_id for r in self.sent)
-        assert sorted(d for i in cluster.instances for d in i.devices) == list(range(NUM_DEVICES))
+        executor = self.host.executor
+        paused = [member for i in executor.instances for member in i.paused]
+        running = [name for i in (*executor.instances, *paused) for name in i.runs]
+        ended = self.host.ended(Ending.COMPLETED, Ending.NEVER_FITS, Ending.DEADLINE, Ending.QUEUE_FULL)
+        assert sorted([*executor.queue, *running, *ended]) == sorted(r.request_id for r in self.sent)
+        assert sorted(d for i in executor.instances for d in i.devices) == list(range(NUM_DEVICES))
 
     def teardown(self) -> None:
         """Whatever has happened, a policy that may merge serves all that is left, and splits what was merged."""
-        if not hasattr(self, "cluster"):
+        if not hasattr(self, "host"):
             return
-        cluster = self.cluster
-        cluster.fail_transformations = 0
-        self.scheduler.policy = make_policy("amoeba", config=CONFIG)
-        left = cluster.now_s + 3_000
-        self.run(left, lambda: len(cluster.finished_s) + len(cluster.rejected) == len(self.sent))
-        rejects = [action for _, action in cluster.log if isinstance(action, Reject)]
+        host, executor = self.host, self.host.executor
+        executor.failing_transformations = 0
+        host.scheduler.policy = make_policy("amoeba", config=CONFIG)
+        host.run(host.now_s + 3_000, lambda: len(host.ended(Ending.OPEN)) == 0)
+        rejects = [action for _, action in executor.log if isinstance(action, Reject)]
         assert all("the largest instance" in r.reason for r in rejects), "only `static` may: every request fits at TP4"
-        assert {*cluster.finished_s, *cluster.rejected} == {r.request_id for r in self.sent}
-        assert all(math.isfinite(time_s) for time_s in cluster.first_token_s.values())
-        self.run(cluster.now_s + 200, lambda: len(cluster.instances) == NUM_DEVICES)
-        assert len(cluster.instances) == NUM_DEVICES, "all have split"
+        completed = host.ended(Ending.COMPLETED)
+        assert completed | host.ended(Ending.NEVER_FITS) == {r.request_id for r in self.sent}
+        first_token_s = dict(zip((r.request_id for r in self.sent), host.records.first_token_s, strict=False))
+        assert all(math.isfinite(first_token_s[name]) for name in completed)
+        host.run(host.now_s + 200, lambda: len(executor.instances) == NUM_DEVICES)
+        assert len(executor.instances) == NUM_DEVICES, "all have split"
 
 
 OperatorMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

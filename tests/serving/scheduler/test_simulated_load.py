@@ -1,11 +1,11 @@
-"""Policies over minutes of load, on a cluster with a virtual clock."""
+"""Policies over minutes of load, in virtual time."""
 
 import random
 from collections.abc import Callable
 
 import pytest
 from cluster_views import DEGREES
-from simulated_cluster import SimulatedCluster, simulate
+from policy_runs import Arrivals, PolicyRun, simulate
 
 from serving.scheduler import (
     AmoebaConfig,
@@ -18,8 +18,6 @@ from serving.scheduler import (
     SplitConfig,
     WaitingRequest,
 )
-
-Arrivals = list[tuple[WaitingRequest, int]]
 
 
 def poisson(rng: random.Random, name: str, per_minute: float, prompt: int, output: int, until_s: float) -> Arrivals:
@@ -48,26 +46,26 @@ def test_one_long_request_among_short_ones_causes_one_merge_and_one_split(linger
     arrivals = poisson(rng, "short", 120, 1_000, 200, 150)
     arrivals.append((WaitingRequest("long", 50_000, 50_400, arrival_s=20.0), 400))
     policy = AmoebaPolicy(AmoebaConfig(linger_s=linger_s))
-    simulated, scheduler = simulate(policy, arrivals, 300, DEGREES)
-    assert (simulated.count(ScaleUp), simulated.count(ScaleDown)) == (1, 1)
-    assert len(simulated.finished_s) == len(arrivals)
-    assert [len(i.devices) for i in simulated.instances] == [1] * 8
-    assert scheduler.counters.refused == 0
+    ran = simulate(policy, arrivals, 300, DEGREES)
+    assert (ran.count(ScaleUp), ran.count(ScaleDown)) == (1, 1)
+    assert len(ran.finished_s) == len(arrivals)
+    assert [len(i.devices) for i in ran.executor.instances] == [1] * 8
+    assert ran.scheduler.counters.refused == 0
 
 
 @pytest.mark.parametrize("linger_s", [0.0, 60.0])
 def test_consecutive_long_requests_cause_no_second_merge(linger_s: float):
     arrivals = [(WaitingRequest(f"long-{n}", 50_000, 50_400, arrival_s=5.0 + 3 * n), 400) for n in range(6)]
-    simulated, _ = simulate(AmoebaPolicy(AmoebaConfig(linger_s=linger_s)), arrivals, 400, DEGREES)
-    assert (simulated.count(ScaleUp), simulated.count(ScaleDown)) == (1, 1)
-    assert len(simulated.finished_s) == 6
+    ran = simulate(AmoebaPolicy(AmoebaConfig(linger_s=linger_s)), arrivals, 400, DEGREES)
+    assert (ran.count(ScaleUp), ran.count(ScaleDown)) == (1, 1)
+    assert len(ran.finished_s) == 6
 
 
 def test_long_requests_with_gaps_shorter_than_linger_s_share_a_merge():
     arrivals = [(WaitingRequest(f"long-{n}", 50_000, 50_400, arrival_s=60.0 * n), 400) for n in range(5)]
-    simulated, _ = simulate(AmoebaPolicy(), arrivals, 500, DEGREES)
-    assert (simulated.count(ScaleUp), simulated.count(ScaleDown)) == (1, 1)
-    apart, _ = simulate(AmoebaPolicy(AmoebaConfig(linger_s=0)), arrivals, 500, DEGREES)
+    ran = simulate(AmoebaPolicy(), arrivals, 500, DEGREES)
+    assert (ran.count(ScaleUp), ran.count(ScaleDown)) == (1, 1)
+    apart = simulate(AmoebaPolicy(AmoebaConfig(linger_s=0)), arrivals, 500, DEGREES)
     assert (apart.count(ScaleUp), apart.count(ScaleDown)) == (5, 5)
 
 
@@ -75,17 +73,17 @@ def test_long_request_into_a_full_cluster_is_served():
     rng = random.Random(1)
     arrivals = poisson(rng, "short", 700, 1_000, 250, 60)
     arrivals.append((WaitingRequest("long", 50_000, 50_400, arrival_s=40.0), 400))
-    simulated, _ = simulate(AmoebaPolicy(AmoebaConfig(linger_s=0)), arrivals, 200, DEGREES)
-    assert simulated.finished_s["long"] < 150
-    assert (simulated.count(ScaleUp), simulated.count(ScaleDown)) == (1, 1)
+    ran = simulate(AmoebaPolicy(AmoebaConfig(linger_s=0)), arrivals, 200, DEGREES)
+    assert ran.finished_s["long"] < 150
+    assert (ran.count(ScaleUp), ran.count(ScaleDown)) == (1, 1)
 
 
 def test_failing_transformations_are_not_asked_for_in_every_tick():
     arrivals = [(WaitingRequest("long", 50_000, 50_400, arrival_s=0.0), 400)]
-    simulated, scheduler = simulate(AmoebaPolicy(), arrivals, 120, DEGREES, fail_transformations=5)
-    assert scheduler.counters.transformations_failed == 5
-    assert simulated.count(ScaleUp) == 6
-    assert "long" in simulated.finished_s
+    ran = simulate(AmoebaPolicy(), arrivals, 120, DEGREES, fail_transformations=5)
+    assert ran.scheduler.counters.transformations_failed == 5
+    assert ran.count(ScaleUp) == 6
+    assert "long" in ran.finished_s
 
 
 def test_amoeba_transforms_less_often_than_the_baselines_with_as_much_throughput():
@@ -106,15 +104,15 @@ def test_amoeba_transforms_less_often_than_the_baselines_with_as_much_throughput
     print("\npolicy                        merges  splits  tokens/s  TTFT p50, p99 (s)  long, mean (s)")
     for name, policy in zip(names, policies, strict=True):
         arrivals = mix(seed=0, until_s=until_s)
-        simulated, _ = simulate(policy(), arrivals, until_s, DEGREES)
-        throughput = simulated.generated_tokens(arrivals) / until_s
-        merges, splits = simulated.count(ScaleUp), simulated.count(ScaleDown)
+        ran = simulate(policy(), arrivals, until_s, DEGREES)
+        throughput = ran.generated_tokens() / until_s
+        merges, splits = ran.count(ScaleUp), ran.count(ScaleDown)
         rows[name] = (merges + splits, throughput)
-        ttft = sorted(simulated.first_token_s[r.request_id] - r.arrival_s for r, _ in arrivals if served(simulated, r))
+        ttft = sorted(ran.first_token_s[r.request_id] - r.arrival_s for r, _ in arrivals if served(ran, r))
         long = [
-            simulated.finished_s[r.request_id] - r.arrival_s
+            ran.finished_s[r.request_id] - r.arrival_s
             for r, _ in arrivals
-            if r.request_id.startswith("long") and served(simulated, r)
+            if r.request_id.startswith("long") and served(ran, r)
         ]
         print(
             f"{name:29} {merges:6}  {splits:6}  {throughput:8.1f}  {ttft[len(ttft) // 2]:8.2f}"
@@ -136,10 +134,10 @@ def test_amoeba_serves_as_much_as_the_baselines_near_the_limit():
     for policy in (RoundRobinPolicy, LeastLoadFirstPolicy, AmoebaPolicy):
         for seed in range(3):
             arrivals = mix(seed, until_s, shorts_per_minute=450, longs_per_minute=2)
-            simulated, _ = simulate(policy(), arrivals, until_s, DEGREES)
-            tokens[policy.name] = tokens.get(policy.name, 0) + simulated.generated_tokens(arrivals)
+            ran = simulate(policy(), arrivals, until_s, DEGREES)
+            tokens[policy.name] = tokens.get(policy.name, 0) + ran.generated_tokens()
             arrival_s = {r.request_id: r.arrival_s for r, _ in arrivals}
-            ttft = sorted(at_s - arrival_s[name] for name, at_s in simulated.first_token_s.items())
+            ttft = sorted(at_s - arrival_s[name] for name, at_s in ran.first_token_s.items())
             slowest_s.setdefault(policy.name, []).append(ttft[len(ttft) * 99 // 100])
     print(f"\ntokens: {tokens}\np99 TTFT (s): {slowest_s}")
     for baseline in (RoundRobinPolicy.name, LeastLoadFirstPolicy.name):
@@ -147,5 +145,5 @@ def test_amoeba_serves_as_much_as_the_baselines_near_the_limit():
         assert max(slowest_s["amoeba"]) < min(slowest_s[baseline])
 
 
-def served(simulated: SimulatedCluster, request: WaitingRequest) -> bool:
-    return request.request_id in simulated.finished_s
+def served(ran: PolicyRun, request: WaitingRequest) -> bool:
+    return request.request_id in ran.finished_s

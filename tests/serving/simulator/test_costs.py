@@ -8,7 +8,13 @@ import pytest
 from shapes import QWEN_32B
 
 from serving.simulator.batching import EngineBuckets
-from serving.simulator.comparators import HostMemoryCost, PipelineCost, SequenceParallelCost, UlyssesCost
+from serving.simulator.comparators import (
+    HostMemoryCost,
+    LayerExchangeCost,
+    PipelineCost,
+    SequenceParallelCost,
+    UlyssesCost,
+)
 from serving.simulator.device_spec import device_names, find_device
 from serving.simulator.errors import SimulationError
 from serving.simulator.memory import MemoryPlan
@@ -163,6 +169,14 @@ def test_capacity_is_what_weights_and_activations_leave():
     assert static.capacity_tokens(4) > plan.capacity_tokens(4), "attention weights are whole where degrees change"
     with pytest.raises(SimulationError, match=r"Qwen2.5-32B fits nowhere: at TP1 its weights"):
         MemoryPlan(QWEN_32B, find_device("A100-40")).limits((1,), 8)
+
+
+def test_pipelines_exchange_the_cache_of_dropped_layers_and_take_all_their_parameters_back():
+    cost = LayerExchangeCost(QWEN_32B, find_device("H20"))
+    up, down = cost.change(1, 4, 40_000), cost.change(4, 1, 40_000)
+    assert up.kv_bytes == down.kv_bytes == pytest.approx(0.75 * 40_000 * QWEN_32B.kv_token_bytes())
+    assert up.weight_bytes == 0
+    assert down.weight_bytes == pytest.approx(3 * QWEN_32B.weight_bytes), "each of four has a quarter"
 
 
 def test_mechanisms_of_others_cost_what_they_say():

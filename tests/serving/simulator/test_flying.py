@@ -285,3 +285,13 @@ def test_requests_that_paused_go_on_under_another_policy(requests: list[Asked], 
     short = [it for it in requests if it.prompt < 11_000]
     run = fly([*BUSY[:20], *URGENT[:2], *short], policy=Replaced(FlyingConfig(calm_requests=1e-6)))
     assert run.all_completed()
+
+
+def test_a_group_for_urgent_requests_is_not_split_for_long_ones():
+    """An urgent stream and one long request: splitting for the long one, and merging again for the urgent ones, served
+    no one."""
+    urgent = [Asked(n * 3.0, 9_000, 300, -10) for n in range(30)]
+    ran = fly([*urgent, Asked(7.0, 19_500, 300)])
+    assert ran.all_completed()
+    assert len(ran.of(ScaleUp, ScaleDown)) < 20
+    assert np.median(ran.ttft_s) < 5.0
