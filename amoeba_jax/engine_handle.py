@@ -33,7 +33,7 @@ from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryReport
+from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
 from amoeba_jax.weights.saving import save
 
 P = TypeVar("P", bound=SchedulerHook)
@@ -105,7 +105,7 @@ class EngineHandle:
         return replace(stats, output_backlog=self._outputs.backlog, output_stalls=self._dispatcher.num_held)
 
     @property
-    def instances(self) -> tuple[InstanceView, ...]:
+    def instances(self) -> tuple[InstanceStatus, ...]:
         """The serving replicas as they are now."""
         return self._dispatcher.call(instance_views, self._engine).result()
 

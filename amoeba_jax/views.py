@@ -34,7 +34,7 @@ _PICTURE_WIDTH = 920
 
 
 @dataclass(frozen=True)
-class InstanceView:
+class InstanceStatus:
     """One serving replica at the moment of asking."""
 
     id: int
@@ -58,7 +58,7 @@ class ExecutableInfo:
     """A compiled program."""
 
     kind: str
-    """`step`, or another part of serving: `draw`, `exchange`, `restore` and so on."""
+    """`step`, or another part of serving: `sample`, `exchange`, `restore` and so on."""
     name: str
     """What it is for."""
     devices: tuple[int, ...]

@@ -79,7 +79,7 @@ def budget(llm: LLM) -> dict[str, int]:
     plan = llm._engine.cluster.memory_plan
     dims = llm.dims
     itemsize = jnp.dtype(dims.dtype).itemsize
-    sharded = sum(spec.num_elements for spec in llm._engine.cluster.weights.specs.values() if spec.num_chunks > 1)
+    sharded = sum(spec.num_elements for spec in llm._engine.cluster.weights.specs.values() if spec.num_shards > 1)
     left = plan.budget_bytes - plan.activation_bytes - plan.sampling_bytes - plan.staging_bytes
     weights = plan.weight_bytes - sharded * itemsize * 3 // 4
     token_bytes = plan.page_bytes * dims.config.num_layers // dims.page_size

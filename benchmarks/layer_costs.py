@@ -86,7 +86,7 @@ def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
 
     x = make(hidden, tokens)
     found = {}
-    for name, width, parts in (("chunks", dims.ffn_chunk, dims.max_tp), ("whole", ffn, 1)):
+    for name, width, parts in (("chunks", dims.ffn_shard, dims.max_tp), ("whole", ffn, 1)):
         layers = [
             ([make(2 * width, hidden) for _ in range(parts)], [make(hidden, width) for _ in range(parts)])
             for _ in range(dims.config.num_layers)

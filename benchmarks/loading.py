@@ -140,8 +140,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return result | samples
 
 
-def save_chunks(model: Path, devices: int, directory: Path) -> Path:
-    """`LLM.save` for an engine of that many devices, with the chunks of one of them."""
+def save_shards(model: Path, devices: int, directory: Path) -> Path:
+    """`LLM.save` for an engine of that many devices, with the shards of one of them."""
     config = EngineConfig(model=str(model), num_devices=devices)
     source = ModelSource(config)
     dims = ModelDims(ModelConfig.from_hf(source.hf_config), config.max_tp, config.page_size, "float32")
@@ -161,13 +161,13 @@ def forms(models: list[str], devices: int, scratch: Path) -> dict[str, Path]:
         package = find_spec(PACKAGE)
         assert package is not None, f"{PACKAGE} is not installed"
         found["SmolLM2-135M, GGUF Q4_1"] = Path(str(package.origin)).parent / SOURCE
-        found["SmolLM2-135M, saved chunks f32"] = save_chunks(smollm2, devices, scratch / f"smollm2-{devices}")
+        found["SmolLM2-135M, saved shards f32"] = save_shards(smollm2, devices, scratch / f"smollm2-{devices}")
     if "random" in models:
         directory = scratch / "random"
         if not directory.exists():
             write_random_llama(RANDOM, directory, seed=0)
         found["random 1 GB, safetensors f32"] = directory
-        found["random 1 GB, saved chunks f32"] = save_chunks(directory, devices, scratch / f"random-{devices}")
+        found["random 1 GB, saved shards f32"] = save_shards(directory, devices, scratch / f"random-{devices}")
     return found
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from amoeba_jax import LLM
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.batch import BatchShape, StepBatch
-from amoeba_jax.programs.catalogue import catalogue
+from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.step_program import StepKey
 
@@ -133,7 +133,7 @@ def _num_mappings() -> int:
 
 def _keys(llm: LLM) -> list[StepKey]:
     plan = llm._engine.cluster.plan
-    requests = catalogue(plan, Executables(plan.dims), plan.sub_meshes.degrees())
+    requests = enumerate_programs(plan, Executables(plan.dims), plan.sub_meshes.degrees())
     return [request.key for request in requests if isinstance(request.key, StepKey)]
 
 

@@ -89,7 +89,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         # The last switch ends the transition: before it too there are plain steps.
         extra = plain_steps if transition.up == (direction == "up") else 0
         switched[transition] = next(turns[transition]) % (extra + 1) == 0
-        if switched[transition] or not any(s.num_left for s in transition.instance.running):
+        if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
             switch_layers(transition)
 
     Instance.launch_plan, Transition.switch_layers = launch, switch

@@ -111,8 +111,8 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     )
     for tokens, ffn in result["ffn"].items():
         yield (
-            f"FFN of {tokens} tokens: {ffn['chunks_s'] * 1e3:.2f} ms in padded chunks, {ffn['whole_s'] * 1e3:.2f} ms "
-            f"whole: {ffn['chunks_s'] / ffn['whole_s']:.3f}x; padding {ffn['padding']:.1%} of "
+            f"FFN of {tokens} tokens: {ffn['shards_s'] * 1e3:.2f} ms in padded shards, {ffn['whole_s'] * 1e3:.2f} ms "
+            f"whole: {ffn['shards_s'] / ffn['whole_s']:.3f}x; padding {ffn['padding']:.1%} of "
             f"{format_bytes(int(ffn['ffn_bytes']))}"
         )
 

@@ -198,7 +198,7 @@ class PrefixCache:
                 continue
             self._columns[page.key], self._keys[page.column[0]] = page.column, page.key
             self._parents[page.key] = page.parent
-        self._retire(self._table([self._columns[key] for key in adopted]))
+        self._make_evictable(self._table([self._columns[key] for key in adopted]))
 
     def table(self) -> Int32[np.ndarray, "tp pages"]:
         """The columns of all cached pages."""
@@ -226,7 +226,7 @@ class PrefixCache:
         self._make_room(1)
         copied = pages.copy_on_write(index)
         assert copied is not None, "shared, as asked before"
-        self._retire(copied[0][:, None])
+        self._make_evictable(copied[0][:, None])
         return copied
 
     def release(self, pages: SequencePages) -> None:
@@ -237,7 +237,7 @@ class PrefixCache:
         """
         table = pages.table.copy()
         pages.release()
-        self._retire(table[:, ::-1])
+        self._make_evictable(table[:, ::-1])
 
     def evict(self, num_pages: int) -> int:
         """Frees up to `num_pages` evictable pages, least recently used first. Returns how many."""
@@ -274,7 +274,7 @@ class PrefixCache:
         # Exact: an evicted page has no other reference, so it frees one page of this degree on every rank.
         self.evict(max(num_pages - free, 0))
 
-    def _retire(self, table: Int32[np.ndarray, "tp pages"]) -> None:
+    def _make_evictable(self, table: Int32[np.ndarray, "tp pages"]) -> None:
         """Makes those pages evictable, in this order, of which only the cache's reference is left."""
         table = table[:, [page in self._keys for page in table[0].tolist()]]
         for page, references in zip(table[0].tolist(), self.pool.references(table).tolist(), strict=True):

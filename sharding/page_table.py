@@ -21,7 +21,7 @@ from sharding.ledger import parse_bytes
 from sharding.params import round_up_to_pages
 
 TP = 4
-"""The highest degree: weights are cut into that many chunks."""
+"""The highest degree: weights are cut into that many shards."""
 ITEM = 2
 """Bytes of a bf16 element."""
 
@@ -113,7 +113,7 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 
 
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
-    """The model's tensors in KV pages, padded as the engine pads them: the inner features of a chunk are rounded up
+    """The model's tensors in KV pages, padded as the engine pads them: the inner features of a shard are rounded up
     until its gate-up and its down matrix are whole pages. Experts are dealt to ranks, each padded by itself.
 
     Raises `ValueError` where the experts cannot be dealt evenly.
@@ -123,11 +123,11 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
         raise ValueError(f"{model.name}: {model.num_experts} experts cannot be dealt to {TP} ranks")
     matrices = model.num_experts // TP if model.num_experts > 1 else 1
     share = model.ffn_size if model.num_experts > 1 else -(-model.ffn_size // TP)
-    chunk = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
+    shard = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
     result = []
     for tensor, columns in (("down", 1), ("gate_up", 2)):
         elements = columns * model.hidden_size * model.ffn_size * model.num_experts
-        stored = matrices * columns * model.hidden_size * chunk // page_elems
+        stored = matrices * columns * model.hidden_size * shard // page_elems
         result.append(Row(model.name, tensor, elements / page_elems, elements / TP / page_elems, stored))
     return result
 

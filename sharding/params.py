@@ -23,16 +23,16 @@ def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray
     return rows.reshape(*blocks.shape[:-1], -1).astype(np.int32)
 
 
-def deal_rows(total: int, num_chunks: int, chunk_rows: int) -> Int32[np.ndarray, "chunks rows"]:
-    """Deal `total` rows evenly over chunks of `chunk_rows`; the rest of each chunk is zero padding (-1).
+def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray, "shards rows"]:
+    """Deal `total` rows evenly over shards of `shard_rows`; the rest of each shard is zero padding (-1).
 
     Raises `LayoutError` where they do not fit.
     """
-    share = -(-total // num_chunks)
-    if share > chunk_rows:
-        raise LayoutError(f"{total} rows do not fit {num_chunks} chunks of {chunk_rows}")
-    rows = np.arange(num_chunks)[:, None] * share + np.arange(chunk_rows)[None, :]
-    valid = (np.arange(chunk_rows)[None, :] < share) & (rows < total)
+    share = -(-total // num_shards)
+    if share > shard_rows:
+        raise LayoutError(f"{total} rows do not fit {num_shards} shards of {shard_rows}")
+    rows = np.arange(num_shards)[:, None] * share + np.arange(shard_rows)[None, :]
+    valid = (np.arange(shard_rows)[None, :] < share) & (rows < total)
     return np.where(valid, rows, -1).astype(np.int32)
 
 
@@ -44,45 +44,45 @@ def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint tensor and which of its rows go where in each chunk.
+    """A checkpoint tensor and which of its rows go where in each shard.
 
     `rows[c, i]` is the index along `axis` of the checkpoint tensor (`[out, in]` orientation) that becomes
-    position i of chunk c; -1 is zero padding.
+    position i of shard c; -1 is zero padding.
     """
 
     name: str
     shape: tuple[int, ...]
-    rows: Int32[np.ndarray, "chunks rows"] | None = None
+    rows: Int32[np.ndarray, "shards rows"] | None = None
     axis: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """One parameter: where it comes from, its chunks, and how devices hold them.
+    """One parameter: where it comes from, its shards, and how devices hold them.
 
-    Every device is loaded with all `num_chunks` chunks of every parameter (it must be able to serve alone, at TP1). At
-    TP p, rank r computes with chunks `r*max_tp/p .. (r+1)*max_tp/p`, or, where `strided`, with `r, r + p, ...`: then
-    its chunks at a higher degree are among those at a lower one, so that merging instances needs none from elsewhere.
-    `num_chunks == 1` with `placement "replicated"` is used whole by every rank.
+    Every device is loaded with all `num_shards` shards of every parameter (it must be able to serve alone, at TP1). At
+    TP p, rank r computes with shards `r*max_tp/p .. (r+1)*max_tp/p`, or, where `strided`, with `r, r + p, ...`: then
+    its shards at a higher degree are among those at a lower one, so that merging instances needs none from elsewhere.
+    `num_shards == 1` with `placement "replicated"` is used whole by every rank.
 
     Attributes:
         kind: what it is within its layer, e.g. `mlp.gate_up`; unique among parameters of the same layer.
-        sources: checkpoint tensors, laid side by side along the chunked axis.
-        chunk_shape: shape of one chunk as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
-        num_chunks: `max_tp` for chunked parameters, 1 for replicated ones.
-        placement: `sharded`: rank r takes its own chunks. `replicated`: every rank takes all chunks.
-        page_elems: if set, a chunk is stored as an extent `[pages, page_elems]`, which a transformation may
+        sources: checkpoint tensors, laid side by side along the sharded axis.
+        shard_shape: shape of one shard as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
+        num_shards: `max_tp` for sharded parameters, 1 for replicated ones.
+        placement: `sharded`: rank r takes its own shards. `replicated`: every rank takes all shards.
+        page_elems: if set, a shard is stored as an extent `[pages, page_elems]`, which a transformation may
             release to the KV cache.
         init: distribution for random initialization.
-        strided: which chunks a rank computes with. For parameters whose chunks are summed, in any order.
+        strided: which shards a rank computes with. For parameters whose shards are summed, in any order.
         owner: under which a ledger books its bytes.
         layer: the layer that it belongs to; None: embedding, final norm and head.
     """
 
     kind: str
     sources: tuple[Source, ...]
-    chunk_shape: tuple[int, ...]
-    num_chunks: int = 1
+    shard_shape: tuple[int, ...]
+    num_shards: int = 1
     placement: Literal["sharded", "replicated"] = "replicated"
     page_elems: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
@@ -98,17 +98,17 @@ class ParamSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the device buffer of one chunk."""
+        """Shape of the device buffer of one shard."""
         if self.page_elems is None:
-            return self.chunk_shape
-        pages, rest = divmod(math.prod(self.chunk_shape), self.page_elems)
-        assert rest == 0, f"{self.name}: chunk {self.chunk_shape} is not whole pages of {self.page_elems}"
+            return self.shard_shape
+        pages, rest = divmod(math.prod(self.shard_shape), self.page_elems)
+        assert rest == 0, f"{self.name}: shard {self.shard_shape} is not whole pages of {self.page_elems}"
         return (pages, self.page_elems)
 
     @property
     def num_elements(self) -> int:
         """Elements that a device stores, padding included."""
-        return self.num_chunks * math.prod(self.chunk_shape)
+        return self.num_shards * math.prod(self.shard_shape)
 
     def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
         """Bytes that a device stores, padding included."""
@@ -119,30 +119,30 @@ class ParamSpec:
         """Elements of the model's own tensors, without padding and replicas."""
         return sum(math.prod(source.shape) for source in self.sources)
 
-    def chunk_indices(self, tp: int, rank: int) -> range:
-        """Chunks that `rank` computes with at degree `tp`."""
+    def shard_indices(self, tp: int, rank: int) -> range:
+        """Shards that `rank` computes with at degree `tp`."""
         if self.placement == "replicated":
-            return range(self.num_chunks)
+            return range(self.num_shards)
         if self.strided:
-            return range(rank, self.num_chunks, tp)
-        per_rank = self.num_chunks // tp
+            return range(rank, self.num_shards, tp)
+        per_rank = self.num_shards // tp
         return range(rank * per_rank, (rank + 1) * per_rank)
 
-    def local_chunks(self, tp: int) -> int:
-        """How many chunks every rank computes with at degree `tp`."""
-        return len(self.chunk_indices(tp, 0))
+    def local_shards(self, tp: int) -> int:
+        """How many shards every rank computes with at degree `tp`."""
+        return len(self.shard_indices(tp, 0))
 
     def abstract(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of one chunk as computed with."""
-        return jax.ShapeDtypeStruct(self.chunk_shape, dtype)
+        """Shape and dtype of one shard as computed with."""
+        return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
-    def fill_chunks(self, read: ReadTensor, chunks: list[np.ndarray]) -> None:
-        """Write the chunks of this parameter, padding as zeros, from checkpoint tensors returned by `read(name)`.
+    def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
+        """Write the shards of this parameter, padding as zeros, from checkpoint tensors returned by `read(name)`.
 
         Args:
-            chunks: contiguous memory for each chunk in `stored_shape`, whatever it holds.
+            shards: contiguous memory for each shard in `stored_shape`, whatever it holds.
         """
-        outs = [chunk.reshape(self.chunk_shape) for chunk in chunks]
+        outs = [shard.reshape(self.shard_shape) for shard in shards]
         position, axis = 0, 0
         for source in self.sources:
             tensor, axis = read(source.name), source.axis
@@ -152,27 +152,27 @@ class ParamSpec:
         for out in outs:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
-    def restore_tensor(self, source: Source, chunks: list[np.ndarray]) -> np.ndarray:
-        """The checkpoint tensor of `source` out of stored chunks: the inverse of `fill_chunks`."""
+    def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
+        """The checkpoint tensor of `source` out of stored shards: the inverse of `fill_shards`."""
         position = 0
         for other in self.sources:
             if other is source:
                 break
             position += other.shape[other.axis] if other.rows is None else other.rows.shape[1]
-        out = np.zeros(source.shape, chunks[0].dtype)
-        for index, stored in enumerate(chunks):
-            local = stored.reshape(self.chunk_shape)
+        out = np.zeros(source.shape, shards[0].dtype)
+        for index, stored in enumerate(shards):
+            local = stored.reshape(self.shard_shape)
             rows = np.arange(source.shape[source.axis]) if source.rows is None else source.rows[index]
             valid = rows >= 0
             part = np.take(local, position + np.nonzero(valid)[0], axis=source.axis)
             out[(slice(None),) * source.axis + (rows[valid],)] = part
         return out
 
-    def _fill(self, source: Source, tensor: np.ndarray, chunk: int, out: np.ndarray, position: int) -> None:
+    def _fill(self, source: Source, tensor: np.ndarray, shard: int, out: np.ndarray, position: int) -> None:
         if source.rows is None:
             out[(slice(None),) * source.axis + (slice(position, position + tensor.shape[source.axis]),)] = tensor
             return
-        rows = source.rows[chunk]
+        rows = source.rows[shard]
         for start, stop in _runs(rows):
             window = (slice(None),) * source.axis
             target = (*window, slice(position + start, position + stop))

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from amoeba_jax.views import _COLORS, InstanceView, MemoryEntry, MemoryReport
+from amoeba_jax.views import _COLORS, InstanceStatus, MemoryEntry, MemoryReport
 from sharding.ledger import format_bytes
 
 MIB = 2**20
@@ -208,4 +208,4 @@ def test_terminal_shows_a_table_with_every_figure():
 
 
 def test_instance_view_counts_no_cached_pages_by_default():
-    assert InstanceView(0, (0,), 1, running=0, waiting=0, kv_used_pages=0, kv_total_pages=8).num_cached_pages == 0
+    assert InstanceStatus(0, (0,), 1, running=0, waiting=0, kv_used_pages=0, kv_total_pages=8).num_cached_pages == 0

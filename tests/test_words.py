@@ -12,6 +12,7 @@ INSTEAD = {
     r"of late": "recently",
     r"on (its|their|the) way": "in flight; during a transition",
     r"falls? apart": "splits",
+    r"likeliest": "argmax; the greedy token",
     r"mended": "fixed",
     r"(?<!how )so many": "that many; N",
     r"(is|are|be) held against": "counts against the budget; is compared with",

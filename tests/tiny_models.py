@@ -124,7 +124,7 @@ def tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
 
 
 def ragged_prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts of lengths around page and chunk borders."""
+    """Prompts of lengths around page and shard borders."""
     random = np.random.default_rng(7)
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 5, 16, 17, 43)]
 

@@ -11,8 +11,8 @@ import numpy as np
 from amoeba_jax.errors import CheckpointError
 from sharding.params import ParamSpec
 
-FillChunks = Callable[[ParamSpec, list[np.ndarray]], None]
-"""Fills all chunks of a parameter."""
+FillShards = Callable[[ParamSpec, list[np.ndarray]], None]
+"""Fills all shards of a parameter."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The loaded form: the chunks as devices hold them, saved by orbax."""
+"""The loaded form: the shards as devices hold them, saved by orbax."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from amoeba_jax.checkpoint.base import FillChunks
+from amoeba_jax.checkpoint.base import FillShards
 from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import ModelConfig
@@ -18,12 +18,12 @@ from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
 
 FORMAT = 3
-CHUNKS = "chunks"
-"""Folder of the chunks, one file each."""
+SHARDS = "shards"
+"""Folder of the shards, one file each."""
 
 
 class OrbaxCheckpoint:
-    """A directory written by `weights.saving.save`. Chunks load as they are, or are cut again for another layout."""
+    """A directory written by `weights.saving.save`. Shards load as they are, or are cut again for another layout."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -37,7 +37,7 @@ class OrbaxCheckpoint:
         differing = [key for key in now if saved.get(key) != now[key]]
         if differing:
             raise CheckpointError(
-                f"{directory}: config.json is not the one that the chunks were saved with: {', '.join(differing)} "
+                f"{directory}: config.json is not the one that the shards were saved with: {', '.join(differing)} "
                 "differ, so config and weights disagree"
             )
         try:
@@ -48,53 +48,53 @@ class OrbaxCheckpoint:
         self._sources = {source.name: (spec, source) for spec in self._specs.values() for source in spec.sources}
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
-    def reader(self, dims: ModelDims) -> FillChunks:
-        """Chunks for an engine of these dims: read straight if saved in the same layout, else cut again."""
+    def reader(self, dims: ModelDims) -> FillShards:
+        """Shards for an engine of these dims: read straight if saved in the same layout, else cut again."""
         if dims == self.saved_dims:
-            return self._read_chunks
+            return self._read_shards
 
-        def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
+        def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
             saved: dict[str, list[np.ndarray]] = {}
 
             def read(name: str) -> np.ndarray:
                 other, source = self._sources[name]
                 if other.name not in saved:
                     dtype = jax.numpy.dtype(self.saved_dims.dtype)
-                    saved[other.name] = [np.empty(other.stored_shape, dtype) for _ in range(other.num_chunks)]
-                    self._read_chunks(other, saved[other.name])
+                    saved[other.name] = [np.empty(other.stored_shape, dtype) for _ in range(other.num_shards)]
+                    self._read_shards(other, saved[other.name])
                 return other.restore_tensor(source, saved[other.name])
 
-            spec.fill_chunks(read, chunks)
+            spec.fill_shards(read, shards)
 
         return fill
 
     def close(self) -> None:
         """Nothing is open between reads."""
 
-    def _read_chunks(self, spec: ParamSpec, chunks: list[np.ndarray]) -> None:
-        """Copy this parameter's chunks from their files, memory-mapped, into host memory.
+    def _read_shards(self, spec: ParamSpec, shards: list[np.ndarray]) -> None:
+        """Copy this parameter's shards from their files, memory-mapped, into host memory.
 
         By tensorstore, through which orbax itself stores arrays: a restore by orbax takes 20 to 35 ms, however little
         it reads, and new memory for every array.
         """
-        opened = [self._open_chunk(spec, index) for index in range(spec.num_chunks)]
-        for index, (stored, chunk) in enumerate(zip(opened, chunks, strict=True)):
-            path = self.directory / CHUNKS / chunk_name(spec.name, index)
+        opened = [self._open_shard(spec, index) for index in range(spec.num_shards)]
+        for index, (stored, shard) in enumerate(zip(opened, shards, strict=True)):
+            path = self.directory / SHARDS / shard_name(spec.name, index)
             try:
                 array = stored.result()
                 found = (tuple(array.shape), array.dtype.numpy_dtype)
-                if found == (chunk.shape, chunk.dtype):
-                    ts.array(chunk).write(array).result()
+                if found == (shard.shape, shard.dtype):
+                    ts.array(shard).write(array).result()
                     continue
             except (ValueError, OSError) as error:
-                raise CheckpointError(f"{path}, a chunk of {spec.name}, cannot be read: {error}") from error
+                raise CheckpointError(f"{path}, a shard of {spec.name}, cannot be read: {error}") from error
             raise CheckpointError(
-                f"{path}, a chunk of {spec.name}, has shape {found[0]} and dtype {found[1]}, expected {chunk.shape} "
-                f"and {chunk.dtype}"
+                f"{path}, a shard of {spec.name}, has shape {found[0]} and dtype {found[1]}, expected {shard.shape} "
+                f"and {shard.dtype}"
             )
 
-    def _open_chunk(self, spec: ParamSpec, index: int) -> "ts.Future[ts.TensorStore]":
-        path = self.directory / CHUNKS / chunk_name(spec.name, index)
+    def _open_shard(self, spec: ParamSpec, index: int) -> "ts.Future[ts.TensorStore]":
+        path = self.directory / SHARDS / shard_name(spec.name, index)
         # Without the last setting a file that is missing would be read as zeros.
         files = {"driver": "file", "path": f"{path}/"}
         store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
@@ -111,6 +111,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def chunk_name(name: str, index: int) -> str:
-    """File name of a parameter's chunk, in the folder of chunks."""
+def shard_name(name: str, index: int) -> str:
+    """File name of a parameter's shard, in the folder of shards."""
     return f"{name}.{index}"

@@ -15,7 +15,7 @@ from amoeba_jax.transform.transformation import Transformations
 from kvcache.pages import SequencePages
 
 
-class Admission:
+class SequenceAdmission:
     """Starts waiting sequences. Used by the dispatcher thread only."""
 
     def __init__(
@@ -56,10 +56,10 @@ class Admission:
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
-                wanted.append(instance.sampler.state_request)
+                wanted.append(instance.sampler.state_spec)
             # A leader waits for what its siblings need: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
-                wanted += instance.page_copy_requests()
+                wanted += instance.page_copy_specs()
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
@@ -126,7 +126,7 @@ class Admission:
         leader = sequence.leader
         assert leader is not None, "only a sibling forks"
         assert leader.pages is not None, "it runs here"
-        for request in instance.page_copy_requests():  # before anything changes: one may fail
+        for request in instance.page_copy_specs():  # before anything changes: one may fail
             self._cluster.executables.get(request)
         last = len(sequence.prompt) - 1
         table = leader.pages.table[:, : self._cluster.dims.pages.pages_for(len(sequence.prompt))]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.admission import Admission
+from amoeba_jax.engine.admission import SequenceAdmission
 from amoeba_jax.engine.launching import Launching
 from amoeba_jax.engine.readiness import Readiness
 from amoeba_jax.engine.recovery import Recovery
@@ -23,7 +23,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
-from amoeba_jax.programs.catalogue import catalogue_by_degree, kept_weights
+from amoeba_jax.programs.enumeration import enumerate_by_degree, kept_weights
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
@@ -70,7 +70,9 @@ class Engine:
         self.transformations = Transformations(self.cluster, self._drain, sequences.preempt)
         self._launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
         self.results = Results(sequences, self._launching.failed, self.recovery, self.stats)
-        self.admission = Admission(self.cluster, sequences, self.room, self.transformations, self.recovery, self.stats)
+        self.admission = SequenceAdmission(
+            self.cluster, sequences, self.room, self.transformations, self.recovery, self.stats
+        )
         self.scheduler_hook: SchedulerHook | None = None
         self.readiness = Readiness()
         self._shared_at = 0
@@ -218,15 +220,15 @@ class Engine:
     # For a scheduler
 
     def awaits_program(self, sequence: Sequence) -> bool:
-        """See `Admission.awaits_program`."""
+        """See `SequenceAdmission.awaits_program`."""
         return self.admission.awaits_program(sequence)
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
-        """See `Admission.start`."""
+        """See `SequenceAdmission.start`."""
         self.admission.start(instance, sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """See `Admission.preempt`."""
+        """See `SequenceAdmission.preempt`."""
         self.admission.preempt(sequence)
 
     # Steps
@@ -282,7 +284,7 @@ class Engine:
         present = self.instances[0].tp
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         executables = self.cluster.executables
-        by_degree = catalogue_by_degree(self.cluster.plan, executables, order)
+        by_degree = enumerate_by_degree(self.cluster.plan, executables, order)
         if self.config.prepare_pausing:
             for request in kept_weights(self.cluster.plan, executables, tuple(sorted(set(degrees)))):
                 by_degree[len(request.devices)].append(request)

@@ -73,19 +73,19 @@ class Launching:
         other = next((plan for plan in plans if instance.can_launch(plan)), None)
         executables = self._cluster.executables
         if instance.transition is not None:
-            executables.request(instance.requests(best))
+            executables.request(instance.specs(best))
             return other
         alike = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
         alike = [i for i in alike if i.transition is None]
         if best.logits_of == "all":
-            executables.request(request for i in alike for request in i.requests(best))
+            executables.request(spec for i in alike for spec in i.specs(best))
             return other
         if other is None or len(other.rows) < len(best.rows):
-            kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_left > 0}
+            kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_uncomputed_tokens > 0}
             for plan in roomy_plans(instance.running, instance.buckets):
                 for kind in sorted(kinds, reverse=True):
-                    executables.request(request for i in alike for request in i.requests(plan, kind))
-        executables.compile_later(request for i in alike for request in i.requests(best))
+                    executables.request(spec for i in alike for spec in i.specs(plan, kind))
+        executables.compile_later(spec for i in alike for spec in i.specs(best))
         return other
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
@@ -110,7 +110,7 @@ class Launching:
 
         Sequences differ in the programs that sample them: the last in order of those that need the rarest.
         """
-        kinds = ("greedy", "draw", "full")
+        kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
         cause = error.__cause__
         if isinstance(cause, MemoryBudgetError):
@@ -146,7 +146,7 @@ class Launching:
         Returns the number of those, which are preempted.
         """
         num_preempted = 0
-        for sequence in sorted((s for s in instance.running if s.num_left > 0), key=lambda s: s.order):
+        for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
             while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
                 holder = max(holders, key=lambda s: s.order)
                 self._sequences.preempt(self._sequences.home(holder), holder)

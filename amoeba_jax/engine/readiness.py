@@ -4,7 +4,7 @@ import logging
 from collections.abc import Hashable, Iterable, Mapping
 
 from amoeba_jax.errors import ProgramsNotReadyError
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import DegreePrograms
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Readiness:
             DegreePrograms(tp, len(keys), len(keys) - len(self._missing[tp])) for tp, keys in self._all.items()
         )
 
-    def begin(self, requests: Mapping[int, Iterable[ProgramRequest]], missing: Iterable[ProgramRequest]) -> None:
+    def begin(self, requests: Mapping[int, Iterable[ProgramSpec]], missing: Iterable[ProgramSpec]) -> None:
         """A warm-up begins, of the programs of each degree, some of which are missing."""
         absent = {request.key for request in missing}
         self._all = {tp: frozenset(request.key for request in mine) for tp, mine in requests.items()}

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.views import ExecutableInfo, InstanceView, MemoryEntry, MemoryReport
+from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryEntry, MemoryReport
 from sharding.owners import Owner
 
 
-def instance_views(engine: Engine) -> tuple[InstanceView, ...]:
+def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
     """The serving replicas."""
     counts = {instance: instance.page_counts() for instance in engine.instances}
     return tuple(
-        InstanceView(
+        InstanceStatus(
             id=instance.id,
             devices=instance.group.device_indices,
             tensor_parallel_size=instance.tp,

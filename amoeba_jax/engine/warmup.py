@@ -10,15 +10,15 @@ import numpy as np
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.catalogue import catalogue, kept_weights
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
 from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
 
-ON_FIRST = ("draw", "draw_full", "set_state", "token_logprobs", "take_column")
+ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run on an instance's first device alone."""
 
 
@@ -44,14 +44,14 @@ def count_programs(engine: Engine, degrees: list[int]) -> int:
     return len(_wanted(engine, degrees))
 
 
-def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
+def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
     cluster = engine.cluster
     for tp in degrees:
         cluster.sub_meshes.check_degree(tp)
-    return catalogue(cluster.plan, cluster.executables, tuple(sorted(set(degrees)))) + _kept(engine, degrees)
+    return enumerate_programs(cluster.plan, cluster.executables, tuple(sorted(set(degrees)))) + _kept(engine, degrees)
 
 
-def _kept(engine: Engine, degrees: list[int]) -> list[ProgramRequest]:
+def _kept(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
     """Programs of instances that keep all weights, if they are wanted."""
     if not engine.config.prepare_pausing:
         return []
@@ -68,19 +68,19 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     executables = engine.cluster.executables
     engine.check_idle("programs cannot be warmed up")
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
-    start, before, known = time.perf_counter(), executables.num_made, {e.request.key for e in executables}
-    requests = _wanted(engine, degrees)
-    waiting: dict[Hashable, ProgramRequest] = {request.key: request for request in requests}
-    kept: dict[Hashable, ProgramRequest] = {request.key: waiting.pop(request.key) for request in _kept(engine, degrees)}
+    start, before, known = time.perf_counter(), executables.num_made, {e.spec.key for e in executables}
+    specs = _wanted(engine, degrees)
+    waiting: dict[Hashable, ProgramSpec] = {spec.key: spec for spec in specs}
+    kept: dict[Hashable, ProgramSpec] = {spec.key: waiting.pop(spec.key) for spec in _kept(engine, degrees)}
     cached = 0
     _clear_caches(engine)
-    for executable in executables.prepare(requests):
+    for executable in executables.prepare(specs):
         engine.cluster.reserve_temporaries(executable)
-        cached += executable.info.cached and executable.request.key not in known
+        cached += executable.info.cached and executable.spec.key not in known
         on_program()
         # What the present instances can run need not wait for the other programs.
-        if executable.request.key not in kept and _run_here(engine, executable.request):
-            waiting.pop(executable.request.key, None)
+        if executable.spec.key not in kept and _run_here(engine, executable.spec):
+            waiting.pop(executable.spec.key, None)
             on_program()
     compiled = time.perf_counter()
     try:
@@ -110,69 +110,69 @@ def _clear_caches(engine: Engine) -> None:
 
 def _run_all(
     engine: Engine,
-    waiting: dict[Hashable, ProgramRequest],
+    waiting: dict[Hashable, ProgramSpec],
     on_program: Callable[[], None],
     released: int | None = None,
 ) -> None:
     """Run what the present instances can, and take it off the list. See `_run_here`."""
     _clear_caches(engine)
-    for request in list(waiting.values()):
-        if _run_here(engine, request, released):
-            del waiting[request.key]
+    for spec in list(waiting.values()):
+        if _run_here(engine, spec, released):
+            del waiting[spec.key]
             on_program()
 
 
-def _run_here(engine: Engine, request: ProgramRequest, released: int | None = None) -> bool:
+def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
     """Run a program if a present instance has the buffers for it, with weights released for a degree, by default its
     own."""
     for instance in engine.instances:
-        if instance.id == request.devices[0] and instance.released == (released or instance.tp):
-            if request.kind not in ON_FIRST and len(request.devices) != instance.tp:
+        if instance.id == spec.devices[0] and instance.released == (released or instance.tp):
+            if spec.kind not in ON_FIRST and len(spec.devices) != instance.tp:
                 return False
-            run_once(engine, instance, request)
+            run_once(engine, instance, spec)
             return True
     return False
 
 
-def run_once(engine: Engine, instance: Instance, request: ProgramRequest) -> None:
+def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     """Run a program with arguments that change nothing that is of use, and wait for it.
 
     For an instance without sequences, of the program's own degree unless that runs on the first device alone.
     """
-    program = engine.cluster.executables.get(request)
+    program = engine.cluster.executables.get(spec)
     site = instance.site
-    if isinstance(request.key, StepKey):
-        results = _run_layers(instance, request, program)
-    elif isinstance(request.key, HeadKey):
-        assert request.plan is not None, "a head is a segment"
+    if isinstance(spec.key, StepKey):
+        results = _run_layers(instance, spec, program)
+    elif isinstance(spec.key, HeadKey):
+        assert spec.plan is not None, "a head is a segment"
         states = instance.runner.hidden.take(instance.group)
         instance.runner.hidden.put(instance.group, states)
-        results = program(site.weights(request.plan), states, _filled(program, 2), instance.runner.last_tokens)
-    elif request.kind in ON_FIRST:
-        results = _run_on_first(instance, request.kind, program)
-    elif request.kind in ("split", "join"):
+        results = program(site.weights(spec.plan), states, _filled(program, 2), instance.runner.last_tokens)
+    elif spec.kind in ON_FIRST:
+        results = _run_on_first(instance, spec.kind, program)
+    elif spec.kind in ("split", "join"):
         hidden = instance.runner.hidden
         results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
         hidden.put(instance.group, results, replicated=False)
-    elif request.kind == "page_copy":
+    elif spec.kind == "page_copy":
         instance.copy_page(instance.lane, *np.zeros((2, instance.tp), np.int32))
         results = site.kv
-    elif request.kind == "exchange":
+    elif spec.kind == "exchange":
         (site.kv[0],) = program([site.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
         results = site.kv[0]
     else:
-        results = _run_restore(engine, instance, request, program)
+        results = _run_restore(engine, instance, spec, program)
     jax.block_until_ready(results)
 
 
-def _run_layers(instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
+def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
     """A step of padding alone."""
-    assert isinstance(request.key, StepKey), "layers have such a key"
-    assert request.plan is not None, "they are a segment"
+    assert isinstance(spec.key, StepKey), "layers have such a key"
+    assert spec.plan is not None, "they are a segment"
     site, hidden, tokens = instance.site, instance.runner.hidden, instance.runner.last_tokens
-    packed = jax.device_put(StepBatch(request.key.batch, instance.tp).packed, instance.group.sharded)
-    hidden.put(instance.group, site.run([request.plan], [program], hidden.take(instance.group), packed, tokens))
-    return [site.kv[layer] for layer in request.plan.layers]
+    packed = jax.device_put(StepBatch(spec.key.batch, instance.tp).packed, instance.group.sharded)
+    hidden.put(instance.group, site.run([spec.plan], [program], hidden.take(instance.group), packed, tokens))
+    return [site.kv[layer] for layer in spec.plan.layers]
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
@@ -181,22 +181,22 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
         return state.flags
-    if kind == "draw_full":
+    if kind == "sample_full":
         arguments = _filled(program, 0), _filled(program, 1), state.flags, state.bias, _filled(program, 4, NO_SLOT)
         _, state.flags, result = program(*arguments)
         return result
-    fill = NO_SLOT if kind == "draw" else 0
+    fill = NO_SLOT if kind == "sample" else 0
     count = len(program.args_info[0])
     return program(*(_filled(program, index) for index in range(count - 1)), _filled(program, count - 1, fill))
 
 
-def _run_restore(engine: Engine, instance: Instance, request: ProgramRequest, program: jax.stages.Compiled):
-    """A chunk of weights goes where pages are, none of which is in use."""
-    assert request.chunk is not None, "it restores one"
+def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
+    """A shard of weights goes where pages are, none of which is in use."""
+    assert spec.shard is not None, "it restores one"
     weights, group = engine.cluster.weights, instance.group
-    place = source_place(request.chunk, weights.dims.max_tp, group)
-    source = weights.assembled(group, request.chunk.spec, place)
-    index = 1 + weights.released(0, instance.released).index(request.chunk)  # the first extent is never weights
+    place = source_place(spec.shard, weights.dims.max_tp, group)
+    source = weights.assembled(group, spec.shard.spec, place)
+    index = 1 + weights.released(0, instance.released).index(spec.shard)  # the first extent is never weights
     kv = instance.site.kv
     kv[0][index] = program(source, kv[0][index])
     return kv[0]

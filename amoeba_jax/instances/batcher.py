@@ -15,16 +15,16 @@ def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: boo
     size, and others join as far as the token budget goes. A prompt whose log-probabilities are wanted needs logits at
     all positions, so it has steps of its own, in turn with the others' (`prompt_logits_turn`).
     """
-    ordered = sorted((s for s in running if s.num_left > 0), key=lambda s: s.order)
+    ordered = sorted((s for s in running if s.num_uncomputed_tokens > 0), key=lambda s: s.order)
     alone = next((s for s in ordered if s.needs_prompt_logits), None)
     others = [s for s in ordered if not s.needs_prompt_logits]
     if alone is not None and (prompt_logits_turn or not others):
         return _prompt_logits_step(alone, buckets)
-    decodes = [s for s in others if s.num_left == 1]
-    prompts = [s for s in others if s.num_left > 1]
+    decodes = [s for s in others if s.num_uncomputed_tokens == 1]
+    prompts = [s for s in others if s.num_uncomputed_tokens > 1]
     if not others:
         return None
-    chunk = buckets.chunk_size(prompts[0].num_left) if prompts else 0
+    chunk = buckets.chunk_size(prompts[0].num_uncomputed_tokens) if prompts else 0
     taken = prompts[: buckets.most_prompts(len(decodes), len(prompts), chunk)] if prompts else []
     return _plan(buckets.step(len(decodes), len(taken), chunk), decodes, taken)
 
@@ -32,7 +32,7 @@ def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: boo
 def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -> StepPlan:
     rows = [Row(index, s, s.num_computed, 1) for index, s in enumerate(decodes)]
     for index, s in enumerate(prompts, first_prompt_row(shape)):
-        rows.append(Row(index, s, s.num_computed, min(s.num_left, shape.groups[-1][1])))
+        rows.append(Row(index, s, s.num_computed, min(s.num_uncomputed_tokens, shape.groups[-1][1])))
     return StepPlan(shape, tuple(rows))
 
 
@@ -42,19 +42,24 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
     First those that leave no one out (larger shapes), then those without sequences that need the rarer samplers, those
     without prompts, and those with the first sequences alone (smaller shapes).
     """
-    active = sorted((s for s in running if s.num_left > 0 and not s.needs_prompt_logits), key=lambda s: s.order)
-    for left_out in ((), ("full",), ("draw", "full")):
+    active = sorted(
+        (s for s in running if s.num_uncomputed_tokens > 0 and not s.needs_prompt_logits), key=lambda s: s.order
+    )
+    for left_out in ((), ("full",), ("sample", "full")):
         taken = [s for s in active if s.sampling.kind not in left_out]
         if left_out and len(taken) == len(active):
             continue  # those were tried
-        decodes, prompts = [s for s in taken if s.num_left == 1], [s for s in taken if s.num_left > 1]
+        decodes, prompts = (
+            [s for s in taken if s.num_uncomputed_tokens == 1],
+            [s for s in taken if s.num_uncomputed_tokens > 1],
+        )
         yield from _by_usefulness(decodes, prompts, buckets)
 
 
 def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     shapes = buckets.all()
     if prompts:
-        wanted = buckets.chunk_size(prompts[0].num_left)
+        wanted = buckets.chunk_size(prompts[0].num_uncomputed_tokens)
         mixed = [s for s in shapes if s.num_tokens > s.num_rows and len(decodes) <= first_prompt_row(s)]
         for shape in sorted(mixed, key=lambda s: (s.groups[-1][1] < wanted, abs(s.groups[-1][1] - wanted), s.num_rows)):
             yield _plan(shape, decodes, prompts[: shape.groups[-1][0]])
@@ -67,11 +72,13 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
     """Steps, still without sequences, in which any number of them can go on: one with a prompt, if there is one to
     compute, and one of decodes, of all rows each."""
-    prompts = sorted((s for s in running if s.num_left > 1 and not s.needs_prompt_logits), key=lambda s: s.order)
+    prompts = sorted(
+        (s for s in running if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits), key=lambda s: s.order
+    )
     decodes = buckets.step(buckets.max_num_seqs)
     if not prompts:
         return [StepPlan(decodes, ())]
-    mixed = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_size(prompts[0].num_left))
+    mixed = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_size(prompts[0].num_uncomputed_tokens))
     return [StepPlan(mixed, ()), StepPlan(decodes, ())]
 
 

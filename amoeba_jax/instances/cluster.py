@@ -23,8 +23,8 @@ from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.compiling import Executable
+from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
@@ -37,7 +37,7 @@ from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 from sharding.owners import Owner
 from sharding.placement import Placement
-from sharding.release import ReleasedChunk
+from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Cluster:
         self._activation_bytes = self.memory_plan.activation_bytes
         for tp in compile_first:
             self.sub_meshes.check_degree(tp)
-        self.executables.compile_later(catalogue(self.plan, self.executables, compile_first))
+        self.executables.compile_later(enumerate_programs(self.plan, self.executables, compile_first))
         try:
             self._fill_memory(on_load)
         except BaseException:
@@ -118,7 +118,7 @@ class Cluster:
 
         Those that change layouts have memory set aside for them: see `staging_bytes`.
         """
-        if executable.info.temp_bytes <= self._activation_bytes or executable.request.kind not in ACTIVATION_KINDS:
+        if executable.info.temp_bytes <= self._activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
         for ledger in self.ledgers:
             try:
@@ -127,7 +127,7 @@ class Cluster:
                 for other in self.ledgers:
                     other.reserve("activations", self._activation_bytes)
                 raise MemoryBudgetError(
-                    f"program {executable.request} needs {format_bytes(executable.info.temp_bytes)} of temporaries: "
+                    f"program {executable.spec} needs {format_bytes(executable.info.temp_bytes)} of temporaries: "
                     f"{error}, or kv_cache_tokens"
                 ) from error
         self._activation_bytes = executable.info.temp_bytes
@@ -146,7 +146,7 @@ class Cluster:
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
             extents = self.plan.extent_pages(released)
-            self.executables.check(self.plan.step_requests(self.executables.requests, part, shape, extents))
+            self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """An empty allocator over the base extent and those that are released for a degree."""
@@ -350,12 +350,12 @@ class Cluster:
 
     def _released_for(self, group: SubMesh, layer: int) -> int:
         """Degree for which weights of a layer are released on a group's devices, all of which have the same."""
-        chunks = self.weights.released(layer, self.dims.max_tp)
-        return max((chunk.degree for chunk in chunks if not self._has(group.start, chunk)), default=1)
+        shards = self.weights.released(layer, self.dims.max_tp)
+        return max((shard.degree for shard in shards if not self._has(group.start, shard)), default=1)
 
-    def _has(self, device: int, chunk: ReleasedChunk) -> bool:
+    def _has(self, device: int, shard: ReleasedShard) -> bool:
         try:
-            self.weights.chunk(device, chunk.spec.name, chunk.chunks[device % self.dims.max_tp])
+            self.weights.shard(device, shard.spec.name, shard.shards[device % self.dims.max_tp])
         except KeyError:
             return False
         return True

@@ -17,11 +17,11 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step_batch import step_batch
 from amoeba_jax.instances.step_plan import PendingStep, Row, StepNotLaunchedError, StepPlan
-from amoeba_jax.instances.step_sampler import Draw, StepSampler, sampler_kind
+from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
 from amoeba_jax.sampling.rows import SamplerKind
 from kvcache.allocator import OutOfPagesError
@@ -34,7 +34,7 @@ class _Prepared(NamedTuple):
 
     inputs: StepInputs
     sampled: list[Row]
-    draw: Draw | None
+    sample: SampleCall | None
     take_column: jax.stages.Compiled | None
     token_logprobs: jax.stages.Compiled | None
 
@@ -246,20 +246,20 @@ class Instance:
 
     # Steps
 
-    def requests(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramRequest]:
+    def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
         """The programs that `launch_plan` runs for a step, with another kind of sampler if that is given."""
         kind = kind or sampler_kind(plan)
-        found = self.runner.requests(plan.shape, plan.logits_of, plan.lane)
-        return found + self.sampler.requests(plan.shape, kind, every=plan.logits_of == "all")
+        found = self.runner.specs(plan.shape, plan.logits_of, plan.lane)
+        return found + self.sampler.specs(plan.shape, kind, every=plan.logits_of == "all")
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Whether all of `requests` are there."""
+        """Whether all of `specs` are there."""
         now = self._executables.version, self.runner.placement
         if self._known_at != now:
             self._known_at, self._known = now, {}
         what = plan.shape, plan.logits_of, plan.lane, sampler_kind(plan)
         if (known := self._known.get(what)) is None:
-            known = self._known[what] = self._executables.available(self.requests(plan))
+            known = self._known[what] = self._executables.available(self.specs(plan))
         return known
 
     def extents_changed(self) -> None:
@@ -276,28 +276,28 @@ class Instance:
             prepared = self._prepare(plan)
         except Exception as error:
             raise StepNotLaunchedError("the step could not be prepared") from error
-        every, sampled, draw = plan.logits_of == "all", prepared.sampled, prepared.draw
+        every, sampled, sample = plan.logits_of == "all", prepared.sampled, prepared.sample
         head = self.runner.run(prepared.inputs)
         prompt_row = prompt_result = None
         # Taking a rank's part of an array takes time: only where it is wanted.
-        logits = self._first_rank(head.logits) if draw is not None or every else None
+        logits = self._first_rank(head.logits) if sample is not None or every else None
         if prepared.take_column is not None and prepared.token_logprobs is not None:
             (row,) = plan.rows
             targets = np.zeros(plan.shape.num_tokens, np.int32)
             known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
             targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
             prompt_row, prompt_result = row, self._read(prepared.token_logprobs(logits, targets))
-            if draw is not None:
+            if sample is not None:
                 logits = prepared.take_column(logits, np.int32(row.place + row.length - 1))
-        if draw is not None:
+        if sample is not None:
             assert logits is not None, "taken for the sampler"
-            tokens, result = self.sampler.draw(draw, logits, self._first_rank(self.runner.last_tokens))
+            tokens, result = self.sampler.sample(sample, logits, self._first_rank(self.runner.last_tokens))
             self._set_last_tokens(tokens)
         else:
             # Without tokens to take, the result still tells when the step is done.
             if sampled:
                 self.runner.last_tokens = head.last_tokens
-            result = self._first_rank(head.likeliest)
+            result = self._first_rank(head.argmax_ids)
         for row in plan.rows:
             row.sequence.num_computed = row.start + row.length
         for row in sampled:
@@ -316,7 +316,7 @@ class Instance:
         sampled = [row for row in plan.rows if row.samples]
         if every:
             sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
-        draw = self.sampler.prepare(plan, sampled)
+        sample = self.sampler.prepare(plan, sampled)
         columns = self.sampler.column_programs(plan.shape.num_tokens) if every else (None, None)
 
         def batch_at(home: Home, block: int | None, shape: BatchShape) -> StepBatch:
@@ -328,7 +328,7 @@ class Instance:
             return step_batch(shape, home.degree, rows, lambda s: self._table(s, home), geometry, first)
 
         inputs = self.runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
-        return _Prepared(inputs, sampled, draw, *columns)
+        return _Prepared(inputs, sampled, sample, *columns)
 
     def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
         """Dispatch a step of an instance in steady state, without waiting, and without choosing tokens by any other
@@ -362,10 +362,10 @@ class Instance:
         future.add_done_callback(lambda _: self._on_result())
         return future
 
-    def page_copy_requests(self) -> list[ProgramRequest]:
+    def page_copy_specs(self) -> list[ProgramSpec]:
         """What `copy_page` launches."""
-        requests, sites = self._executables.requests, self.runner.sites.values()
-        return [requests.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
+        specs, sites = self._executables.specs, self.runner.sites.values()
+        return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
     def copy_page(self, lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page of a lane, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
@@ -379,7 +379,7 @@ class Instance:
             if home not in ids:
                 ranks = lane.ranks[home]
                 columns = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
-                program = self._executables.get(self._executables.requests.page_copy(site.group, site.extent_pages))
+                program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
                 ids[home] = program, jax.device_put(columns, site.group.sharded)
             program, columns = ids[home]
             site.kv[layer] = program(site.kv[layer], columns)

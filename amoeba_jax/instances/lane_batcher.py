@@ -21,12 +21,14 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, last_was_prompt: bool) -> It
         buckets: of instances of the lower degree.
         last_was_prompt: the step before computed a prompt: if anything decodes, it is its turn.
     """
-    decodes = [[s for s in lane.running if s.num_left == 1 and not s.needs_prompt_logits] for lane in lanes]
+    decodes = [
+        [s for s in lane.running if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits] for lane in lanes
+    ]
     prompts = [
         (s, number)
         for number, lane in enumerate(lanes)
         for s in lane.running
-        if s.num_left > 1 or (s.num_left and s.needs_prompt_logits)
+        if s.num_uncomputed_tokens > 1 or (s.num_uncomputed_tokens and s.needs_prompt_logits)
     ]
     of_prompt = _prompt_plans(*min(prompts, key=lambda item: item[0].order), buckets) if prompts else iter(())
     of_decodes = _decode_plans(decodes, buckets)
@@ -58,7 +60,7 @@ def _blocks(decodes: list[list[Sequence]], size: int, buckets: Buckets, lane: in
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
     """Steps of a chunk of a prompt, of the best size and of others."""
     every = sequence.needs_prompt_logits
-    left = len(sequence.prompt) - sequence.num_computed if every else sequence.num_left
+    left = len(sequence.prompt) - sequence.num_computed if every else sequence.num_uncomputed_tokens
     best = buckets.chunk_size(left)
     sizes = buckets.prompt_logits_chunks if every else buckets.chunk_sizes
     for chunk in sorted(sizes, key=lambda size: (size < best, abs(size - best))):

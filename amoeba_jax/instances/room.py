@@ -64,7 +64,7 @@ class Room:
         for instance, number, lane in self._suitable(sequence):
             if lane.has_free_slot and lane.cache.fits(keys, self._tokens_needed(lane, sequence)):
                 new = sequence.num_known - lane.cache.num_cached(keys) * self._page_size
-                backlog = sum(s.num_left for s in lane.running)
+                backlog = sum(s.num_uncomputed_tokens for s in lane.running)
                 cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number
                 if best is None or cost < best[0]:
                     best = cost, instance, lane

@@ -20,7 +20,7 @@ from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.placement import Home, Placement, Stage
@@ -124,17 +124,17 @@ class Runner:
 
     # What a step needs
 
-    def requests(self, shape: BatchShape, logits_of: LogitsOf, lane: int | None) -> list[ProgramRequest]:
+    def specs(self, shape: BatchShape, logits_of: LogitsOf, lane: int | None) -> list[ProgramSpec]:
         """The programs of a step: of all lanes, in blocks of as many rows each, or of one."""
-        needed: dict[object, ProgramRequest] = {}
+        needed: dict[object, ProgramSpec] = {}
         for work in self._plan_work(lane):
             if isinstance(work, Part):
-                found = self.sites[work.home].requests(work.segments, self._shape_at(work, shape))
+                found = self.sites[work.home].specs(work.segments, self._shape_at(work, shape))
             else:
-                found = [request] if (request := self._move_request(work)) is not None else []
-            needed.update((request.key, request) for request in found)
-        requests = self._executables.requests
-        return [*needed.values(), self._plan.head_request(requests, self.group, shape, logits_of)]
+                found = [spec] if (spec := self._move_spec(work)) is not None else []
+            needed.update((spec.key, spec) for spec in found)
+        specs = self._executables.specs
+        return [*needed.values(), self._plan.head_spec(specs, self.group, shape, logits_of)]
 
     def prepare(
         self,
@@ -165,13 +165,13 @@ class Runner:
                 work.append(PreparedPart(what, programs, put(what.home, what.lane, at)[0]))
             else:
                 work.append(self._prepared_move(what, shape))
-        requests = self._executables.requests
-        head = self._executables.get(self._plan.head_request(requests, self.group, shape, logits_of))
+        specs = self._executables.specs
+        head = self._executables.get(self._plan.head_spec(specs, self.group, shape, logits_of))
         _, rows = put(self.placement.ends, None, shape)
         return StepInputs(tuple(work), rows, head)
 
     def run(self, inputs: StepInputs) -> HeadOutput:
-        """Dispatch a step without waiting. The tokens it samples as the likeliest are recorded in their slots.
+        """Dispatch a step without waiting. The tokens it samples as the argmax are recorded in their slots.
 
         Donates the cache and the hidden states from the first program on: what fails after that has lost some of them.
         """
@@ -223,19 +223,19 @@ class Runner:
             return shape
         return BatchShape(((shape.num_rows // self.placement.num_lanes, 1),), shape.table_width)
 
-    def _move_request(self, move: Move) -> ProgramRequest | None:
-        requests = self._executables.requests
+    def _move_spec(self, move: Move) -> ProgramSpec | None:
+        specs = self._executables.specs
         if move.kind == "spread":
             return None
-        make = requests.split if move.kind == "split" else requests.join
+        make = specs.split if move.kind == "split" else specs.join
         lower = min(move.source.degree, move.target.degree)
         return make(self.group, lower, self._plan.most_rows(lower), self._plan.hidden_tokens)
 
     def _prepared_move(self, move: Move, shape: BatchShape) -> PreparedMove:
-        if (request := self._move_request(move)) is None:
+        if (spec := self._move_spec(move)) is None:
             return PreparedMove(move, None, None)
         rows = np.int32(shape.num_rows // self.placement.num_lanes)
-        return PreparedMove(move, self._executables.get(request), jax.device_put(rows, self.group.replicated))
+        return PreparedMove(move, self._executables.get(spec), jax.device_put(rows, self.group.replicated))
 
 
 def _block(stage: Stage, home: Home, lane: int | None) -> int | None:

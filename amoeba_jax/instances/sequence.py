@@ -152,7 +152,7 @@ class Sequence:
         return len(self.output) + self.num_in_flight
 
     @property
-    def num_left(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens to compute before the next can be sampled; 0 when all that were asked for have been sampled."""
         if self.num_generated >= self.params.max_tokens:
             return 0

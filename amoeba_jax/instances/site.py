@@ -8,7 +8,7 @@ from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, replaced_if_lost
 
@@ -44,7 +44,7 @@ class Site:
         self._weights: dict[SegmentPlan, list[jax.Array]] = {}
         self._begins = begins
 
-    def requests(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramRequest]:
+    def specs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramSpec]:
         """The programs that `programs` gives, each once."""
         kinds = {segment.windows: segment for segment in segments}
         return [self._request(segment, shape) for segment in kinds.values()]
@@ -59,8 +59,8 @@ class Site:
             programs.append(found[segment.windows])
         return programs
 
-    def _request(self, segment: SegmentPlan, shape: BatchShape) -> ProgramRequest:
-        return self._plan.layers_request(self._executables.requests, self.group, segment, shape, self.extent_pages)
+    def _request(self, segment: SegmentPlan, shape: BatchShape) -> ProgramSpec:
+        return self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
 
     def run(
         self,

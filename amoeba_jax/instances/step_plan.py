@@ -50,7 +50,7 @@ class StepPlan:
 
 @dataclass(eq=False)
 class SamplingState:
-    """What a device remembers of its sequences for `draw_full`, in programs' donated buffers. See sampling/rows.py.
+    """What a device remembers of its sequences for `sample_full`, in programs' donated buffers. See sampling/rows.py.
 
     Attributes:
         flags: `[slots, V]` i32.

@@ -9,7 +9,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, SamplingState, StateLostError, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.sampling.rows import (
     NO_SLOT,
     SamplerKind,
@@ -27,8 +27,8 @@ from sharding.mesh import SubMesh
 _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
 
 
-class Draw(NamedTuple):
-    """`sampler.draw`, or `draw_full`, and the settings that it gets."""
+class SampleCall(NamedTuple):
+    """`sampler.sample`, or `sample_full`, and the settings that it gets."""
 
     program: jax.stages.Compiled
     packed: np.ndarray
@@ -40,7 +40,7 @@ def sampler_kind(plan: StepPlan) -> SamplerKind:
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
         return "full"
-    return "draw" if "draw" in kinds or (kinds and plan.logits_of == "all") else "greedy"
+    return "sample" if "sample" in kinds or (kinds and plan.logits_of == "all") else "greedy"
 
 
 class StepSampler:
@@ -63,7 +63,7 @@ class StepSampler:
         if not sequence.sampling.uses_state:
             return
         rows = state_rows(sequence.sampling, sequence.prompt, sequence.output)
-        program, state = self._executables.get(self.state_request), self.state
+        program, state = self._executables.get(self.state_spec), self.state
         try:
             state.flags, state.bias = program(state.flags, state.bias, np.int32(slot), *rows)
         except Exception as error:
@@ -73,35 +73,35 @@ class StepSampler:
             raise StateLostError(f"what sampling remembers is lost: {error}") from error
 
     @property
-    def state_request(self) -> ProgramRequest:
+    def state_spec(self) -> ProgramSpec:
         """What `remember` launches."""
-        return self._executables.requests.set_state(self._group, self.num_slots)
+        return self._executables.specs.set_state(self._group, self.num_slots)
 
-    def requests(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramRequest]:
+    def specs(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramSpec]:
         """What a step needs; `every`: logits of all of its tokens are computed."""
-        requests, found = self._executables.requests, []
+        specs, found = self._executables.specs, []
         if every:
-            found.append(requests.take_column(self._group, shape.num_tokens))
-            found.append(requests.token_logprobs(self._group, shape.num_tokens))
+            found.append(specs.take_column(self._group, shape.num_tokens))
+            found.append(specs.token_logprobs(self._group, shape.num_tokens))
         if kind != "greedy":
-            found.append(self._draw_request(kind, 1 if every else shape.num_rows))
+            found.append(self._sample_spec(kind, 1 if every else shape.num_rows))
         return found
 
-    def _draw_request(self, kind: SamplerKind, num_rows: int) -> ProgramRequest:
-        requests, full = self._executables.requests, kind == "full"
-        make = requests.draw_full if full else requests.draw
+    def _sample_spec(self, kind: SamplerKind, num_rows: int) -> ProgramSpec:
+        specs, full = self._executables.specs, kind == "full"
+        make = specs.sample_full if full else specs.sample
         return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def column_programs(self, num_tokens: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         """What takes one column of a step's logits, and the log-probabilities of all."""
-        requests = self._executables.requests
+        specs = self._executables.specs
         take_column, token_logprobs = (
-            requests.take_column(self._group, num_tokens),
-            requests.token_logprobs(self._group, num_tokens),
+            specs.take_column(self._group, num_tokens),
+            specs.token_logprobs(self._group, num_tokens),
         )
         return self._executables.get(take_column), self._executables.get(token_logprobs)
 
-    def prepare(self, plan: StepPlan, sampled: list[Row]) -> Draw | None:
+    def prepare(self, plan: StepPlan, sampled: list[Row]) -> SampleCall | None:
         """What chooses the next tokens of a step; None where the step itself does."""
         kind = sampler_kind(plan)
         if kind == "greedy":
@@ -114,16 +114,16 @@ class StepSampler:
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
         packed = pack(rows, num_rows, full=full)
-        return Draw(self._executables.get(self._draw_request(kind, num_rows)), packed, full)
+        return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, full)
 
-    def draw(self, draw: Draw, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Choose tokens: the new last tokens of all slots, and the array for the host to read.
 
-        All arrays are those of the first rank: every rank has the logits, and one draw is enough.
+        All arrays are those of the first rank: every rank has the logits, and one sample is enough.
         """
         state = self.state
-        if draw.full:
-            tokens, state.flags, result = draw.program(logits, tokens, state.flags, state.bias, draw.packed)
+        if sample.full:
+            tokens, state.flags, result = sample.program(logits, tokens, state.flags, state.bias, sample.packed)
         else:
-            tokens, result = draw.program(logits, tokens, draw.packed)
+            tokens, result = sample.program(logits, tokens, sample.packed)
         return tokens, result

@@ -13,11 +13,11 @@ from amoeba_jax.models.layers import (
     Attention,
     FeedForward,
     StepContext,
-    chunks,
     hidden_norm,
     matmul,
     norm_scale,
     parameter,
+    shards,
 )
 from kvcache.extents import LayerKV
 from sharding.mesh import TP_AXIS
@@ -49,7 +49,7 @@ class DecoderLayer(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding. Every device holds the whole table, so no rank needs another's rows.
 
-    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's chunks, `[vocabulary chunk, D]`:
+    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's shards, `[vocabulary shard, D]`:
     the same buffers, not a copy.
     """
 
@@ -59,7 +59,7 @@ class Embedding(nnx.Module):
         if self.tied:
             spec = head_spec(dims)
             self.table = nnx.List(
-                [nnx.Param(spec.abstract(dims.dtype), spec=spec, chunk=c, whole=True) for c in range(dims.max_tp)]
+                [nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=c, whole=True) for c in range(dims.max_tp)]
             )
         else:
             shape = (dims.config.vocab_size, dims.config.hidden_size)
@@ -70,20 +70,20 @@ class Embedding(nnx.Module):
         if not self.tied:
             return self.table[0][...][tokens].T
         rows = jnp.zeros((), self.table[0].dtype)
-        for index, chunk in enumerate(self.table):
+        for index, shard in enumerate(self.table):
             local = tokens - index * self.share
             inside = (local >= 0) & (local < self.share)
-            rows = rows + jnp.where(inside[:, None], chunk[...][jnp.where(inside, local, 0)], 0)
+            rows = rows + jnp.where(inside[:, None], shard[...][jnp.where(inside, local, 0)], 0)
         return rows.T
 
 
 def head_spec(dims: ModelDims) -> ParamSpec:
-    """Output projection `[vocabulary chunk, D]`, the embedding's own table if the model ties them."""
+    """Output projection `[vocabulary shard, D]`, the embedding's own table if the model ties them."""
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-    rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_chunk)
+    rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_shard)
     source = Source(name, (config.vocab_size, config.hidden_size), rows)
-    shape = (dims.vocab_chunk, config.hidden_size)
+    shape = (dims.vocab_shard, config.hidden_size)
     return ParamSpec("head", (source,), shape, dims.max_tp, "sharded", owner=Owner.HEAD)
 
 
@@ -94,7 +94,7 @@ class Head(nnx.Module):
         self.dims, self.tp = dims, tp
         hidden = dims.config.hidden_size
         self.norm = norm_scale(dims, "final_norm", "model.norm.weight", hidden, Owner.FINAL_NORM)
-        self.kernels = chunks(dims, head_spec(dims), tp)
+        self.kernels = shards(dims, head_spec(dims), tp)
 
     def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
         """f32 logits over the model's own vocabulary, the same on every rank."""
@@ -106,9 +106,9 @@ class Head(nnx.Module):
         return self._drop_padding(logits)
 
     def _drop_padding(self, logits: Float[Array, "padded R"]) -> Float[Array, "V R"]:
-        vocabulary, chunk, share = self.dims.config.vocab_size, self.dims.vocab_chunk, self.dims.vocab_share
-        if share != chunk:
-            blocks = logits.reshape(self.dims.max_tp, chunk, -1)[:, :share]
+        vocabulary, shard, share = self.dims.config.vocab_size, self.dims.vocab_shard, self.dims.vocab_share
+        if share != shard:
+            blocks = logits.reshape(self.dims.max_tp, shard, -1)[:, :share]
             logits = blocks.reshape(self.dims.max_tp * share, -1)
         return logits[:vocabulary]
 
@@ -154,7 +154,7 @@ def leaf_variables(segment: Segment) -> list[nnx.Variable]:
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Whether ranks hold different chunks behind this leaf (else all hold the same one)."""
+    """Whether ranks hold different shards behind this leaf (else all hold the same one)."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)

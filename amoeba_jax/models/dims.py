@@ -1,4 +1,4 @@
-"""A model laid out for one engine: stored sizes after padding, chunk sizes, page geometry."""
+"""A model laid out for one engine: stored sizes after padding, shard sizes, page geometry."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ from kvcache.geometry import PageGeometry
 from sharding.heads import HeadLayout
 from sharding.params import round_up_to_pages
 
-# Rows of a vocabulary chunk are rounded up to this, so that every rank's matrix starts aligned.
+# Rows of a vocabulary shard are rounded up to this, so that every rank's matrix starts aligned.
 VOCAB_ALIGNMENT = 16
 
 
@@ -32,7 +32,7 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Page size in elements if FFN chunks are extents. With one device nothing is ever released."""
+        """Page size in elements if FFN shards are extents. With one device nothing is ever released."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
@@ -40,8 +40,8 @@ class ModelDims:
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
-    def ffn_chunk(self) -> int:
-        """Inner features of the FFN per chunk: rounded up until `gate_up` and `down` chunks are whole pages."""
+    def ffn_shard(self) -> int:
+        """Inner features of the FFN per shard: rounded up until `gate_up` and `down` shards are whole pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -50,33 +50,33 @@ class ModelDims:
 
     @property
     def vocab_share(self) -> int:
-        """Vocabulary entries per chunk."""
+        """Vocabulary entries per shard."""
         return -(-self.config.vocab_size // self.max_tp)
 
     @property
-    def vocab_chunk(self) -> int:
-        """Rows of a vocabulary chunk, alignment padding included."""
+    def vocab_shard(self) -> int:
+        """Rows of a vocabulary shard, alignment padding included."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
 
     @property
-    def kv_chunk_heads(self) -> int:
-        """Stored KV heads per chunk."""
+    def kv_shard_heads(self) -> int:
+        """Stored KV heads per shard."""
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
     def qkv_rows(self) -> int:
-        """Rows of a `qkv` chunk, page padding included."""
-        used = self.kv_chunk_heads * (self.heads.group + 2) * self.config.head_dim
+        """Rows of a `qkv` shard, page padding included."""
+        used = self.kv_shard_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
         return round_up_to_pages(used, (self.config.hidden_size,), self.attention_page_elems)
 
     @cached_property
     def output_columns(self) -> int:
-        """Columns of an `o` chunk, page padding included."""
-        used = self.kv_chunk_heads * self.heads.group * self.config.head_dim
+        """Columns of an `o` shard, page padding included."""
+        used = self.kv_shard_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used
         return round_up_to_pages(used, (self.config.hidden_size,), self.attention_page_elems)

@@ -38,20 +38,20 @@ class StepContext(NamedTuple):
     Attributes:
         cos, sin: `[N, h/2]` rotary factors.
         page_ids: `[N]` page that token n's key and value go to, -1 for padding; counts over all extents.
-        slots: `[N]` place in that page.
+        page_offsets: `[N]` place in that page.
         groups: the step's query groups.
     """
 
     cos: Float[Array, "N half"]
     sin: Float[Array, "N half"]
     page_ids: Int32[Array, " N"]
-    slots: Int32[Array, " N"]
+    page_offsets: Int32[Array, " N"]
     groups: tuple[QueryGroup, ...]
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
     """An abstract parameter that carries its own description."""
-    return nnx.Param(spec.abstract(dims.dtype), spec=spec, chunk=0)
+    return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
@@ -59,10 +59,10 @@ def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner,
     return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init="ones", owner=owner, layer=layer))
 
 
-def chunks(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
-    """One abstract parameter for each chunk that a rank computes with at degree `tp`."""
+def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
+    """One abstract parameter for each shard that a rank computes with at degree `tp`."""
     abstract = spec.abstract(dims.dtype)
-    return nnx.List([nnx.Param(abstract, spec=spec, chunk=index) for index in range(spec.local_chunks(tp))])
+    return nnx.List([nnx.Param(abstract, spec=spec, shard=index) for index in range(spec.local_shards(tp))])
 
 
 def matmul(kernel: Float[Array, "O I"], x: Float[Array, "I N"]) -> Float[Array, "O N"]:
@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
         owned = {"owner": Owner.ATTENTION, "layer": layer}
-        sharded = {"num_chunks": max_tp, "placement": "sharded", "page_elems": dims.attention_page_elems, **owned}
+        sharded = {"num_shards": max_tp, "placement": "sharded", "page_elems": dims.attention_page_elems, **owned}
 
         def sources(kind: str) -> tuple[Source, ...]:
             shape = (hidden,) if kind == "weight" else ()
@@ -124,13 +124,13 @@ class Attention(nnx.Module):
                 Source(f"{hf}.{p}_proj.{kind}", (sizes[p] * head_dim, *shape), rows[p]) for p in ("q", "k", "v")
             )
 
-        self.qkv = chunks(
+        self.qkv = shards(
             dims,
             ParamSpec("attention.qkv", sources("weight"), (dims.qkv_rows, hidden), **sharded),
             tp,
         )
         o_source = Source(f"{hf}.o_proj.weight", (hidden, config.num_heads * head_dim), q_rows, axis=1)
-        self.o = chunks(
+        self.o = shards(
             dims,
             ParamSpec("attention.o", (o_source,), (hidden, dims.output_columns), **sharded),
             tp,
@@ -138,7 +138,7 @@ class Attention(nnx.Module):
         used = q_rows.shape[1] + 2 * kv_rows.shape[1]
         bias_spec = ParamSpec("attention.qkv_bias", sources("bias"), (used,), max_tp, "sharded", **owned)
         o_bias_spec = ParamSpec("attention.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,), **owned)
-        self.qkv_bias = chunks(dims, bias_spec, tp) if config.qkv_bias else None
+        self.qkv_bias = shards(dims, bias_spec, tp) if config.qkv_bias else None
         self.o_bias = parameter(dims, o_bias_spec) if config.output_bias else None
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
         scales = [norm_scale(dims, f"attention.{n}", f"{hf}.{n}.weight", head_dim, **owned) for n in norms]
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
         starts = extent_starts(page.shape[0] for page in pages)
-        pages = append_kv(pages, starts, k, v, context.page_ids, context.slots)
+        pages = append_kv(pages, starts, k, v, context.page_ids, context.page_offsets)
         outputs, first = [], 0
         for group in context.groups:
             batch, length = group.query_positions.shape
@@ -178,7 +178,7 @@ class Attention(nnx.Module):
     def _project(self, x: Float[Array, "D N"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[N, H, h]`, keys and values `[N, K, h]` of this rank."""
         dims = self.dims
-        head_dim, kv_heads = dims.config.head_dim, dims.kv_chunk_heads
+        head_dim, kv_heads = dims.config.head_dim, dims.kv_shard_heads
         split = [kv_heads * dims.heads.group, kv_heads * (dims.heads.group + 1)]
         used = kv_heads * (dims.heads.group + 2) * head_dim
         parts = []
@@ -196,7 +196,7 @@ class Attention(nnx.Module):
         q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         return q, k, v
 
-    def _output(self, heads: Float[Array, "N chunks C"]) -> Float[Array, "D N"]:
+    def _output(self, heads: Float[Array, "N shards C"]) -> Float[Array, "D N"]:
         padding = self.dims.output_columns - heads.shape[-1]
         if padding:
             heads = jnp.pad(heads, ((0, 0), (0, 0), (0, padding)))
@@ -208,16 +208,16 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Gated SiLU feed-forward as a sum over chunks of its inner features."""
+    """Gated SiLU feed-forward as a sum over shards of its inner features."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.tp = tp
-        config, chunk = dims.config, dims.ffn_chunk
+        config, shard = dims.config, dims.ffn_shard
         hf = f"model.layers.{layer}.mlp"
-        rows = deal_rows(config.ffn_size, dims.max_tp, chunk)
+        rows = deal_rows(config.ffn_size, dims.max_tp, shard)
         shape = (config.ffn_size, config.hidden_size)
         common = {
-            "num_chunks": dims.max_tp,
+            "num_shards": dims.max_tp,
             "placement": "sharded",
             "page_elems": dims.ffn_page_elems,
             "strided": True,
@@ -226,14 +226,14 @@ class FeedForward(nnx.Module):
         }
         gate, up = Source(f"{hf}.gate_proj.weight", shape, rows), Source(f"{hf}.up_proj.weight", shape, rows)
         down = Source(f"{hf}.down_proj.weight", shape[::-1], rows, axis=1)
-        self.gate_up = chunks(
+        self.gate_up = shards(
             dims,
-            ParamSpec("mlp.gate_up", (gate, up), (2 * chunk, config.hidden_size), **common),
+            ParamSpec("mlp.gate_up", (gate, up), (2 * shard, config.hidden_size), **common),
             tp,
         )
-        self.down = chunks(
+        self.down = shards(
             dims,
-            ParamSpec("mlp.down", (down,), (config.hidden_size, chunk), **common),
+            ParamSpec("mlp.down", (down,), (config.hidden_size, shard), **common),
             tp,
         )
 

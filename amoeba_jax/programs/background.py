@@ -33,7 +33,7 @@ def start_compile_threads(threads: Iterable[threading.Thread]) -> None:
 
 
 class Wanted(Protocol):
-    """What is to be compiled: a `ProgramRequest`."""
+    """What is to be compiled: a `ProgramSpec`."""
 
     @property
     def key(self) -> Hashable: ...
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Arrival(NamedTuple, Generic[R, T]):
     """A program that was asked for, or why there is none."""
 
-    request: R
+    spec: R
     program: T | None
     error: Exception | None
 
@@ -102,22 +102,22 @@ class BackgroundCompiler(Generic[R, T]):
         with self._changed:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
-    def want(self, requests: Iterable[R], urgent: bool = True) -> list[R]:
+    def want(self, specs: Iterable[R], urgent: bool = True) -> list[R]:
         """Ask for programs, urgent ones before all that are not. Return those that are new, or urgent only now."""
         new = []
         with self._changed:
-            here = self._compiling | {arrival.request.key for arrival in self._arrived}
-            for request in requests:
-                key = request.key
+            here = self._compiling | {arrival.spec.key for arrival in self._arrived}
+            for spec in specs:
+                key = spec.key
                 if self._closed or key in here or key in self._urgent:
                     continue
                 if urgent or key not in self._later:
-                    new.append(request)
+                    new.append(spec)
                 if urgent:
                     self._later.pop(key, None)
-                    self._urgent[key] = request
+                    self._urgent[key] = spec
                 else:
-                    self._later.setdefault(key, request)
+                    self._later.setdefault(key, spec)
             if (self._urgent or self._later) and not self._threads:
                 self._threads = [
                     threading.Thread(target=self._work, args=(index,), name=f"amoeba-background-{index}", daemon=True)
@@ -139,7 +139,7 @@ class BackgroundCompiler(Generic[R, T]):
     def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival[R, T]]:
         """What has arrived since the last time; of these programs alone if `keys` are given."""
         with self._changed:
-            arrived = [arrival for arrival in self._arrived if keys is None or arrival.request.key in keys]
+            arrived = [arrival for arrival in self._arrived if keys is None or arrival.spec.key in keys]
             for arrival in arrived:
                 self._arrived.remove(arrival)
         return arrived
@@ -148,7 +148,7 @@ class BackgroundCompiler(Generic[R, T]):
         """Wait until there is something to take, or nothing is left; of these programs alone if `keys` are given."""
 
         def over() -> bool:
-            if any(keys is None or arrival.request.key in keys for arrival in self._arrived):
+            if any(keys is None or arrival.spec.key in keys for arrival in self._arrived):
                 return True
             queues = self._urgent, self._later, self._compiling
             return not any(key in queue for queue in queues for key in (queue if keys is None else keys))
@@ -178,10 +178,10 @@ class BackgroundCompiler(Generic[R, T]):
             # One that waits may need a single program of a family: the others of it come when it is their turn.
             queue = self._urgent or self._later
             family = next(iter(queue.values())).family
-            found = [request for request in queue.values() if request.family == family]
-            for request in found:
-                del queue[request.key]
-                self._compiling.add(request.key)
+            found = [spec for spec in queue.values() if spec.family == family]
+            for spec in found:
+                del queue[spec.key]
+                self._compiling.add(spec.key)
         return found
 
     @property
@@ -200,18 +200,18 @@ class BackgroundCompiler(Generic[R, T]):
                 os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
 
     def _work(self, index: int) -> None:
-        while requests := self._next(index):
-            left = {request.key: request for request in requests}
+        while specs := self._next(index):
+            left = {spec.key: spec for spec in specs}
             try:
-                for request, program in self._compile(requests):
-                    del left[request.key]
-                    self._arrive([Arrival(request, program, None)])
+                for spec, program in self._compile(specs):
+                    del left[spec.key]
+                    self._arrive([Arrival(spec, program, None)])
             except Exception as error:
-                self._arrive([Arrival(request, None, error) for request in left.values()])
+                self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _arrive(self, arrivals: list[Arrival[R, T]]) -> None:
         with self._changed:
-            self._compiling.difference_update(arrival.request.key for arrival in arrivals)
+            self._compiling.difference_update(arrival.spec.key for arrival in arrivals)
             if self._closed:
                 return
             self._arrived.extend(arrivals)

@@ -15,7 +15,7 @@ from jax import monitoring
 from amoeba_jax.host_memory import trim_host_memory
 from amoeba_jax.programs import program_cache
 from amoeba_jax.programs.background import start_compile_threads
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.relocation import PortableProgram, give_up
 from amoeba_jax.views import ExecutableInfo
 
@@ -65,13 +65,13 @@ monitoring.register_event_listener(_on_event)
 class Executable:
     """A compiled program, and what is known of it."""
 
-    request: ProgramRequest
+    spec: ProgramSpec
     compiled: jax.stages.Compiled
     info: ExecutableInfo
 
 
 def compile_program(
-    request: ProgramRequest, source: PortableProgram | None = None
+    spec: ProgramSpec, source: PortableProgram | None = None
 ) -> tuple[Executable, PortableProgram | None]:
     """Compile a program, or load it: from `source`, the same program of other devices, or from the compile cache.
 
@@ -80,40 +80,40 @@ def compile_program(
     """
     before, start = _compiled.count, time.perf_counter()
     compiled, relocated = None, source is not None
-    entry = program_cache.Entry.of(request)
+    entry = program_cache.Entry.of(spec)
     if source is None and entry is not None:
         source = entry.find()
     if source is not None:
         try:
-            compiled = source.load(request.on)
+            compiled = source.load(spec.on)
         except Exception as error:
             if relocated:
                 give_up(error)
             elif entry is not None:
-                logger.warning("program %s cannot be loaded, and is compiled again: %s", request, error)
+                logger.warning("program %s cannot be loaded, and is compiled again: %s", spec, error)
                 entry.remove()
             source, relocated = None, False
     if compiled is None:
         with contextlib.nullcontext() if entry is None else program_cache.unwritten_by_jax():
             _compiled.latest_is_new = False
-            compiled = request.compile()
+            compiled = spec.compile()
         # What XLA has not just compiled it may give no bytes of, or bytes that do not work.
         if entry is not None and _compiled.latest_is_new:
-            source = PortableProgram.of(compiled, request.on)
+            source = PortableProgram.of(compiled, spec.on)
             if source is not None:
                 entry.keep(source)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    aliased = request.donated_bytes if memory is None else memory.alias_size_in_bytes
-    if aliased < request.donated_bytes:
+    aliased = spec.donated_bytes if memory is None else memory.alias_size_in_bytes
+    if aliased < spec.donated_bytes:
         raise RuntimeError(
-            f"program {request} would copy what it is to update in place: {aliased} of {request.donated_bytes} bytes "
+            f"program {spec} would copy what it is to update in place: {aliased} of {spec.donated_bytes} bytes "
             "are aliased"
         )
     info = ExecutableInfo(
-        kind=request.kind,
-        name=str(request),
-        devices=request.devices,
+        kind=spec.kind,
+        name=str(spec),
+        devices=spec.devices,
         compile_s=seconds,
         cached=_compiled.count == before,
         relocated=relocated,
@@ -123,22 +123,22 @@ def compile_program(
         output_bytes=0 if memory is None else memory.output_size_in_bytes,
         aliased_bytes=aliased,
     )
-    return Executable(request, compiled, info), source
+    return Executable(spec, compiled, info), source
 
 
-def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[Executable]:
+def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
     """Compile programs in `jobs` threads at a time (XLA releases the GIL), yielding each when it is done.
 
     Those that differ in their devices alone are one thread's, after each other: the first is compiled, and loaded for
     the devices of the others (see `relocation`). Raises the first error, when the programs that other threads were
     compiling are done.
     """
-    families: dict[object, list[ProgramRequest]] = {}
-    for request in requests:
-        families.setdefault(request.family, []).append(request)
+    families: dict[object, list[ProgramSpec]] = {}
+    for spec in specs:
+        families.setdefault(spec.family, []).append(spec)
     if not families:
         return
-    waiting: queue.SimpleQueue[list[ProgramRequest]] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[list[ProgramSpec]] = queue.SimpleQueue()
     done: queue.SimpleQueue[Executable | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
     for family in families.values():
@@ -148,10 +148,10 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
         try:
             while not stop.is_set():
                 source = None
-                for request in sorted(waiting.get(block=False), key=lambda request: request.devices):
+                for spec in sorted(waiting.get(block=False), key=lambda spec: spec.devices):
                     if stop.is_set():
                         break
-                    executable, source = compile_program(request, source)
+                    executable, source = compile_program(spec, source)
                     done.put(executable)
         except queue.Empty:
             pass
@@ -185,11 +185,11 @@ def compile_programs(requests: Iterable[ProgramRequest], jobs: int) -> Iterator[
         raise error
 
 
-def compile_family(requests: list[ProgramRequest]) -> Iterator[tuple[ProgramRequest, Executable]]:
+def compile_family(specs: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
     """Compile programs of one family in this thread, for a `BackgroundCompiler`."""
     source = None
-    for request in sorted(requests, key=lambda request: request.devices):
-        executable, source = compile_program(request, source)
+    for spec in sorted(specs, key=lambda spec: spec.devices):
+        executable, source = compile_program(spec, source)
         if next(_background_count) % _TRIM_EVERY == 0:
             trim_host_memory()
-        yield request, executable
+        yield spec, executable

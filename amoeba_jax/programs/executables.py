@@ -9,7 +9,7 @@ from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import Arrival, BackgroundCompiler
 from amoeba_jax.programs.compiling import Executable, compile_family, compile_programs
-from amoeba_jax.programs.program_requests import ProgramRequest, ProgramRequests
+from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.program_store import ProgramStore
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Executables:
     Segments of equal shape share a program, whatever layers they are.
 
     Attributes:
-        requests: makes the requests that this takes.
+        specs: makes the specs that this takes.
         strict: what was never there when it is `complete` is refused, and not compiled. What was dropped for others
             (see `ProgramStore`) is loaded again.
         num_late: programs that were compiled, or loaded, since it was `complete`.
@@ -34,7 +34,7 @@ class Executables:
     """
 
     def __init__(self, dims: ModelDims, *, strict: bool = False, beside: bool = False, jobs: int = 1):
-        self.requests = ProgramRequests(dims)
+        self.specs = ProgramSpecs(dims)
         self.strict, self._beside = strict, beside
         self.num_late = self.num_awaited = 0
         self._complete = False
@@ -43,7 +43,7 @@ class Executables:
         self._failed: dict[Hashable, Exception] = {}
         self._prepared: list[Hashable] = []  # keys that `take_arrived` has not returned yet
         self._num_failures = 0  # that came, and that were raised
-        self.background: BackgroundCompiler[ProgramRequest, Executable] = BackgroundCompiler(compile_family, jobs)
+        self.background: BackgroundCompiler[ProgramSpec, Executable] = BackgroundCompiler(compile_family, jobs)
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._store)
@@ -51,8 +51,8 @@ class Executables:
     def __len__(self) -> int:
         return len(self._store)
 
-    def __contains__(self, request: ProgramRequest) -> bool:
-        return request.key in self._store
+    def __contains__(self, spec: ProgramSpec) -> bool:
+        return spec.key in self._store
 
     @property
     def num_made(self) -> int:
@@ -68,16 +68,16 @@ class Executables:
         """See `complete`."""
         self._complete = True
 
-    def get(self, request: ProgramRequest) -> jax.stages.Compiled:
+    def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
         """The program, compiled if it is not there.
 
         Raises `NotCompiledError` instead where this is `strict` and `complete`.
         """
-        return self.executable(request).compiled
+        return self.executable(spec).compiled
 
-    def executable(self, request: ProgramRequest) -> Executable:
+    def executable(self, spec: ProgramSpec) -> Executable:
         """`get` with what is known of it."""
-        return self._store.get(request.key, lambda: self._make(request))
+        return self._store.get(spec.key, lambda: self._make(spec))
 
     # In the background
 
@@ -86,21 +86,21 @@ class Executables:
         """Changes whenever `available` may answer otherwise."""
         return self._store.num_added + self._num_failures
 
-    def available(self, requests: Iterable[ProgramRequest]) -> bool:
+    def available(self, specs: Iterable[ProgramSpec]) -> bool:
         """Whether `get` gives all of these, or refuses them, and compiles none that could be compiled beside."""
-        return not self._beside or not self._absent(requests)
+        return not self._beside or not self._absent(specs)
 
-    def request(self, requests: Iterable[ProgramRequest]) -> bool:
+    def request(self, specs: Iterable[ProgramSpec]) -> bool:
         """`available`; what is not is compiled in the background, before what `compile_later` was given."""
-        if not self._beside or not (absent := self._absent(requests)):
+        if not self._beside or not (absent := self._absent(specs)):
             return True
-        for request in self.background.want(self._with_originals(absent)):
-            self._count_awaited(request)
+        for spec in self.background.want(self._with_originals(absent)):
+            self._count_awaited(spec)
         return False
 
-    def compile_later(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+    def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         """Have what is not there compiled in the background, in this order. Return what is not there."""
-        absent = self._absent(requests)
+        absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
 
@@ -108,119 +108,119 @@ class Executables:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
         program has raised, or what `check` raises for it."""
         taken = self._take_in(self.background.take(), check)
-        keys, self._prepared = self._prepared + [request.key for request in taken], []
+        keys, self._prepared = self._prepared + [spec.key for spec in taken], []
         return keys
 
     def _take_in(
-        self, arrived: list[Arrival[ProgramRequest, Executable]], check: Callable[[Executable], None] = lambda _: None
-    ) -> list[ProgramRequest]:
-        """Keep programs, or why there are none. Return all requests."""
-        for request, executable, error in arrived:
+        self, arrived: list[Arrival[ProgramSpec, Executable]], check: Callable[[Executable], None] = lambda _: None
+    ) -> list[ProgramSpec]:
+        """Keep programs, or why there are none. Return all specs."""
+        for spec, executable, error in arrived:
             try:
                 if executable is None:
                     raise error or AssertionError("it has one or the other")
                 check(executable)
             except Exception as failure:
-                logger.error("program %s cannot be used: %s", request, failure)
-                self._failed[request.key] = failure
+                logger.error("program %s cannot be used: %s", spec, failure)
+                self._failed[spec.key] = failure
                 self._num_failures += 1
             else:
-                self._known.add(request.key)
-                self._store.add(request.key, executable)
-        return [arrival.request for arrival in arrived]
+                self._known.add(spec.key)
+                self._store.add(spec.key, executable)
+        return [arrival.spec for arrival in arrived]
 
-    def _absent(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+    def _absent(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         refuse = self.strict and self._complete
         return [
-            request
-            for key, request in {request.key: request for request in requests}.items()
+            spec
+            for key, spec in {spec.key: spec for spec in specs}.items()
             if key not in self._store and key not in self._failed and not (refuse and key not in self._known)
         ]
 
-    def check(self, requests: Iterable[ProgramRequest]) -> None:
+    def check(self, specs: Iterable[ProgramSpec]) -> None:
         """Raise `NotCompiledError` for the first program, if any, that `get` would refuse."""
         if self.strict and self._complete:
-            for request in requests:
-                if request.key not in self._known:
-                    raise _not_compiled(request)
+            for spec in specs:
+                if spec.key not in self._known:
+                    raise _not_compiled(spec)
 
-    def _make(self, request: ProgramRequest) -> Executable:
-        self._raise_failure(request)
-        if self._complete and self.strict and request.key not in self._known:
-            raise _not_compiled(request)
-        self._count_awaited(request)
+    def _make(self, spec: ProgramSpec) -> Executable:
+        self._raise_failure(spec)
+        if self._complete and self.strict and spec.key not in self._known:
+            raise _not_compiled(spec)
+        self._count_awaited(spec)
         found = None
         # In a thread of its own: this one's stack may be too small.
-        for executable in compile_programs(self._with_originals([request]), jobs=1):
-            self._known.add(executable.request.key)
-            if executable.request.key == request.key:
+        for executable in compile_programs(self._with_originals([spec]), jobs=1):
+            self._known.add(executable.spec.key)
+            if executable.spec.key == spec.key:
                 found = executable
             else:
-                self._store.add(executable.request.key, executable)
+                self._store.add(executable.spec.key, executable)
         assert found is not None, "it is one of them"
         return found
 
-    def _with_originals(self, requests: Iterable[ProgramRequest]) -> list[ProgramRequest]:
+    def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         """Requests, and those for the first group of devices that are missing: what is compiled for it serves all, and
         the compile cache has each program once."""
-        found: dict[Hashable, ProgramRequest] = {}
-        for request in requests:
-            original = request.original
+        found: dict[Hashable, ProgramSpec] = {}
+        for spec in specs:
+            original = spec.original
             if original is not None and original.key not in self._store:
                 found.setdefault(original.key, original)
-            found.setdefault(request.key, request)
+            found.setdefault(spec.key, spec)
         return list(found.values())
 
-    def _raise_failure(self, request: ProgramRequest) -> None:
+    def _raise_failure(self, spec: ProgramSpec) -> None:
         """Raise, once, why a program could not be compiled in the background."""
-        if (failure := self._failed.pop(request.key, None)) is not None:
+        if (failure := self._failed.pop(spec.key, None)) is not None:
             self._num_failures += 1
             raise failure
 
-    def _count_awaited(self, request: ProgramRequest) -> None:
+    def _count_awaited(self, spec: ProgramSpec) -> None:
         self.num_awaited += 1
         if not self._complete:
             return
         self.num_late += 1
-        dropped = request.key in self._known
+        dropped = spec.key in self._known
         why = "it was dropped for others" if dropped else "it was not before the engine was ready"
-        logger.warning("program %s is compiled, or loaded, while requests wait: %s", request, why)
+        logger.warning("program %s is compiled, or loaded, while requests wait: %s", spec, why)
 
-    def prepare(self, requests: Iterable[ProgramRequest]) -> Iterator[Executable]:
+    def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
         """Have what is missing compiled in the background, wait for it, and yield each program, those that were there
         first.
 
         Raises what compiling one raises, and `NotCompiledError` as `get` does.
         """
         missing = []
-        for key, request in {request.key: request for request in requests}.items():
+        for key, spec in {spec.key: spec for spec in specs}.items():
             if (executable := self._store.find(key)) is not None:
                 yield executable
             else:
-                missing.append(request)
-        for request in missing:
-            self._raise_failure(request)
+                missing.append(spec)
+        for spec in missing:
+            self._raise_failure(spec)
         if self._complete:
             yield from map(self.executable, missing)
             return
         wanted = self._with_originals(missing)
-        left = {request.key for request in wanted}
+        left = {spec.key for spec in wanted}
         self.background.want(wanted)
         try:
             while left:
                 self.background.wait(left)
                 taken = self._take_in(self.background.take(left))
-                self._prepared += [request.key for request in taken]
+                self._prepared += [spec.key for spec in taken]
                 left.difference_update(self._prepared)
-                for request in taken:
-                    self._raise_failure(request)
-                    yield self._store.get(request.key, lambda request=request: self._make(request))
+                for spec in taken:
+                    self._raise_failure(spec)
+                    yield self._store.get(spec.key, lambda spec=spec: self._make(spec))
         finally:
             self.background.forget(left)
 
 
-def _not_compiled(request: ProgramRequest) -> NotCompiledError:
+def _not_compiled(spec: ProgramSpec) -> NotCompiledError:
     return NotCompiledError(
-        f"program {request} was not compiled before the engine was ready, and with strict_compile none is compiled "
+        f"program {spec} was not compiled before the engine was ready, and with strict_compile none is compiled "
         "after that"
     )

@@ -22,8 +22,8 @@ ACTIVATION_KINDS = (
     "head",
     "split",
     "join",
-    "draw",
-    "draw_full",
+    "sample",
+    "sample_full",
     "set_state",
     "token_logprobs",
     "take_column",
@@ -79,11 +79,11 @@ def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
     rows = config.max_num_seqs * config.max_tp
     tokens = config.max_num_batched_tokens + rows
     heads, model = dims.heads, dims.config
-    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_chunk * dims.max_tp
+    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_shard * dims.max_tp
     per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
     # Scores and weights of one block of keys, f32, with their masks.
     per_token += 4 * heads.kv_heads * heads.group * 128
-    logits = 8 * rows * dims.vocab_chunk * dims.max_tp
+    logits = 8 * rows * dims.vocab_shard * dims.max_tp
     return 4 * (tokens * per_token + logits)
 
 

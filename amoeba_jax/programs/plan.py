@@ -11,7 +11,7 @@ from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets, hidden_tokens
 from amoeba_jax.programs.memory import MemoryPlan, plan_memory
-from amoeba_jax.programs.program_requests import ProgramRequest, ProgramRequests
+from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.step_program import HeadKey, LogitsOf, StepKey
 from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
@@ -85,38 +85,38 @@ class EnginePlan:
 
     # Programs
 
-    def layers_request(
+    def layers_spec(
         self,
-        requests: ProgramRequests,
+        specs: ProgramSpecs,
         group: SubMesh,
         segment: SegmentPlan,
         shape: BatchShape,
         extent_pages: tuple[int, ...],
-    ) -> ProgramRequest:
+    ) -> ProgramSpec:
         """The layers of a segment, over extents of that many pages a rank."""
         key = StepKey(group.device_indices, segment.windows, shape, extent_pages, self.num_slots, self.hidden_tokens)
-        return requests.step(key, segment, group)
+        return specs.step(key, segment, group)
 
-    def head_request(
-        self, requests: ProgramRequests, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
-    ) -> ProgramRequest:
+    def head_spec(
+        self, specs: ProgramSpecs, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
+    ) -> ProgramSpec:
         """The head of a step."""
         tokens = shape.num_tokens if logits_of == "all" else 0
         key = HeadKey(group.device_indices, shape.num_rows, tokens, self.num_slots, self.hidden_tokens)
-        return requests.head(key, group)
+        return specs.head(key, group)
 
-    def step_requests(
+    def step_specs(
         self,
-        requests: ProgramRequests,
+        specs: ProgramSpecs,
         group: SubMesh,
         shape: BatchShape,
         extent_pages: tuple[int, ...],
         logits_of: LogitsOf = "last",
-    ) -> Iterator[ProgramRequest]:
+    ) -> Iterator[ProgramSpec]:
         """A whole step on one group, each program once."""
         for segment in {segment.windows: segment for segment in self.segments}.values():
-            yield self.layers_request(requests, group, segment, shape, extent_pages)
-        yield self.head_request(requests, group, shape, logits_of)
+            yield self.layers_spec(specs, group, segment, shape, extent_pages)
+        yield self.head_spec(specs, group, shape, logits_of)
 
 
 def segment_layers(platform: str) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.relocation import PortableProgram, is_possible
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class Entry:
     device: jax.Device
 
     @classmethod
-    def of(cls, request: ProgramRequest) -> "Entry | None":
+    def of(cls, spec: ProgramSpec) -> "Entry | None":
         """The place of what is asked for; None for what belongs to no model, and where JAX keeps programs."""
-        if not request.model or request.on[0].platform != "cpu" or not is_possible():
+        if not spec.model or spec.on[0].platform != "cpu" or not is_possible():
             return None
-        return cls(request.model, repr(request.family), request.on[0])
+        return cls(spec.model, repr(spec.family), spec.on[0])
 
     @functools.cached_property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""The program that makes weights again of extents that were KV cache: each rank gets its chunks from its peers."""
+"""The program that makes weights again of extents that were KV cache: each rank gets its shards from its peers."""
 
 import jax
 import jax.numpy as jnp
@@ -7,33 +7,33 @@ from jax.sharding import PartitionSpec as P
 
 from kvcache.exchange import as_bits
 from sharding.mesh import TP_AXIS, SubMesh
-from sharding.release import ReleasedChunk, holder
+from sharding.release import ReleasedShard, holder
 
 
 def compile_restore(
-    released: ReleasedChunk, max_tp: int, dtype: jnp.dtype, group: SubMesh, step_pages: int
+    released: ReleasedShard, max_tp: int, dtype: jnp.dtype, group: SubMesh, step_pages: int
 ) -> jax.stages.Compiled:
-    """A program `(chunk, extent) -> extent` that fills an extent of one layer with the weights that it stands for.
+    """A program `(shard, extent) -> extent` that fills an extent of one layer with the weights that it stands for.
 
-    Both are `[tp * pages, page_elems]` over the group's ranks. `extent` is donated; `chunk` is the one at
-    `source_place`, which every rank has at the group's degree: chunks are dealt so that each rank sends its own to one
+    Both are `[tp * pages, page_elems]` over the group's ranks. `extent` is donated; `shard` is the one at
+    `source_place`, which every rank has at the group's degree: shards are dealt so that each rank sends its own to one
     peer. What comes from the peer is written to the extent at once, without temporaries.
 
     XLA's CPU backend sends bf16 as f32. There it goes as integers, `step_pages` pages at a time, and temporaries are
     twice as many.
     """
-    holders = [holder(released.spec, group.tp, released.chunks[device % max_tp])[0] for device in group.device_indices]
+    holders = [holder(released.spec, group.tp, released.shards[device % max_tp])[0] for device in group.device_indices]
     exchange = [(source, rank) for rank, source in enumerate(holders)]
     num_pages = released.num_pages
     size = min(step_pages, num_pages)
 
-    def whole(chunk: jax.Array, extent: jax.Array) -> jax.Array:
-        return lax.ppermute(chunk, TP_AXIS, exchange)
+    def whole(shard: jax.Array, extent: jax.Array) -> jax.Array:
+        return lax.ppermute(shard, TP_AXIS, exchange)
 
-    def in_steps(chunk: jax.Array, extent: jax.Array) -> jax.Array:
+    def in_steps(shard: jax.Array, extent: jax.Array) -> jax.Array:
         def step(index: jax.Array, extent: jax.Array) -> jax.Array:
             start = jnp.minimum(index * size, num_pages - size)  # the last step goes over pages of the one before
-            pages = lax.dynamic_slice_in_dim(chunk, start, size)
+            pages = lax.dynamic_slice_in_dim(shard, start, size)
             received = lax.bitcast_convert_type(lax.ppermute(as_bits(pages), TP_AXIS, exchange), pages.dtype)
             return lax.dynamic_update_slice_in_dim(extent, received, start, axis=0)
 
@@ -48,8 +48,8 @@ def compile_restore(
     return jitted.lower(shape, shape).compile()
 
 
-def source_place(released: ReleasedChunk, max_tp: int, group: SubMesh) -> int:
-    """Which of its chunks at the group's degree each rank sends, for one of `compile_restore`'s extents."""
-    places = {holder(released.spec, group.tp, released.chunks[d % max_tp])[1] for d in group.device_indices}
+def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
+    """Which of its shards at the group's degree each rank sends, for one of `compile_restore`'s extents."""
+    places = {holder(released.spec, group.tp, released.shards[d % max_tp])[1] for d in group.device_indices}
     (place,) = places
     return place

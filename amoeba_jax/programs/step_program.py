@@ -79,11 +79,11 @@ class HeadKey:
 class HeadOutput(NamedTuple):
     """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for logits of `"all"`."""
 
-    likeliest: Int32[Array, " R"]
+    argmax_ids: Int32[Array, " R"]
     """For the host: `NO_TOKEN` where logits are not numbers."""
     logits: Float[Array, "V R"]
     last_tokens: Int32[Array, " S"]
-    """With the likeliest token of each row in its slot."""
+    """With the argmax_ids token of each row in its slot."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
         wanted = hidden[:, : key.num_tokens] if key.num_tokens else hidden[:, fields["last_token"]]
         assert model.head is not None, "the segment is the head"
         logits = model.head(wanted)
-        likeliest, peak = argmax(logits)
-        sampled = likeliest[fields["last_token"]] if key.num_tokens else likeliest
+        argmax_ids, max_logit = argmax(logits)
+        sampled = argmax_ids[fields["last_token"]] if key.num_tokens else argmax_ids
         slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
         last_tokens = last_tokens.at[slots].set(sampled, mode="drop")
-        return HeadOutput(for_host(likeliest, peak), logits, last_tokens)
+        return HeadOutput(for_host(argmax_ids, max_logit), logits, last_tokens)
 
     dtype = jnp.dtype(dims.dtype)
     sharded = tuple(is_sharded(variable) for variable in variables)
@@ -216,7 +216,7 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
     """Chunks in the shape in which they are computed with."""
     return [
-        weight.reshape(variable.get_metadata()["spec"].chunk_shape)
+        weight.reshape(variable.get_metadata()["spec"].shard_shape)
         for weight, variable in zip(weights, variables, strict=True)
     ]
 

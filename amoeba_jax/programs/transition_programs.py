@@ -7,16 +7,16 @@ import jax
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from kvcache.exchange import ExchangeKind, exchange_kinds
 from sharding.mesh import SubMesh
-from sharding.release import ReleasedChunk
+from sharding.release import ReleasedShard
 
 
 class TransitionPrograms:
     """What runs while a group goes from a lower degree to its own (`up`) or back.
 
-    Its steps run on the programs of instances of either degree, which it has besides: see `step_requests`.
+    Its steps run on the programs of instances of either degree, which it has besides: see `step_specs`.
 
     Args:
         plan: of the engine.
@@ -57,58 +57,58 @@ class TransitionPrograms:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether chunks of weights become extents, or extents weights."""
+        """Whether shards of weights become extents, or extents weights."""
         return self.released[0] != self.released[1]
 
-    def restored(self, layer: int) -> tuple[ReleasedChunk, ...]:
+    def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
         """Extents of a layer that become weights again; none when merging."""
         before, after = self.released
         if before <= after:
             return ()
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
-    def step_requests(self) -> list[ProgramRequest]:
+    def step_specs(self) -> list[ProgramSpec]:
         """What steps need in every state between the layouts."""
-        requests, plan = self._executables.requests, self.plan
-        needed = list(plan.step_requests(requests, self.group, self.shape, self.high_extents))
+        specs, plan = self._executables.specs, self.plan
+        needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
         for member in self.members:
-            needed += plan.step_requests(requests, member, self.low_shape, self.low_extents)
-        return [*needed, self._split_request, self._join_request]
+            needed += plan.step_specs(specs, member, self.low_shape, self.low_extents)
+        return [*needed, self._split_spec, self._join_spec]
 
-    def prompt_requests(self) -> list[ProgramRequest]:
+    def prompt_specs(self) -> list[ProgramSpec]:
         """What steps need with a chunk of a prompt: one size of chunk does for all prompts, until others are there."""
-        requests, plan, buckets = self._executables.requests, self.plan, self.plan.buckets(self.lower)
+        specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
-        needed = list(plan.step_requests(requests, self.group, shape, self.high_extents))
+        needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
         for member in self.members:
-            needed += plan.step_requests(requests, member, shape, self.low_extents)
+            needed += plan.step_specs(specs, member, shape, self.low_extents)
         return needed
 
-    def restore_requests(self) -> list[ProgramRequest]:
+    def restore_specs(self) -> list[ProgramSpec]:
         """What makes weights again of the extents that are none afterwards: the same in every layer."""
-        return [self._restore_request(chunk) for chunk in self.restored(0)]
+        return [self._restore_spec(shard) for shard in self.restored(0)]
 
-    def exchange_requests(self) -> list[ProgramRequest]:
+    def exchange_specs(self) -> list[ProgramSpec]:
         """What moves pages: a program for each kind of exchange."""
-        return [self._exchange_request(kind) for kind in exchange_kinds(self.group.tp)]
+        return [self._exchange_spec(kind) for kind in exchange_kinds(self.group.tp)]
 
-    def _exchange_request(self, kind: ExchangeKind) -> ProgramRequest:
-        requests, old, new = self._executables.requests, self.old_extents, self.new_extents
+    def _exchange_spec(self, kind: ExchangeKind) -> ProgramSpec:
+        specs, old, new = self._executables.specs, self.old_extents, self.new_extents
         if not kind.distance:
             # Few phases are general, or of a rank's own pieces: one program for both directions, and for all lower
             # degrees, reads and writes the extents of either view.
             old = new = max(old, new, key=len)
-        return requests.exchange(self.group, old, new, self.phase_pieces, kind)
+        return specs.exchange(self.group, old, new, self.phase_pieces, kind)
 
     # Steps
 
     @property
-    def _split_request(self) -> ProgramRequest:
-        return self._executables.requests.split(*self._regrouped)
+    def _split_spec(self) -> ProgramSpec:
+        return self._executables.specs.split(*self._regrouped)
 
     @property
-    def _join_request(self) -> ProgramRequest:
-        return self._executables.requests.join(*self._regrouped)
+    def _join_spec(self) -> ProgramSpec:
+        return self._executables.specs.join(*self._regrouped)
 
     @property
     def _regrouped(self) -> tuple[SubMesh, int, int, int]:
@@ -120,26 +120,26 @@ class TransitionPrograms:
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
         """What runs phases of a plan in one layer, by their kind."""
         kinds = exchange_kinds(self.group.tp)
-        return {kind: self._executables.get(self._exchange_request(kind)) for kind in kinds}
+        return {kind: self._executables.get(self._exchange_spec(kind)) for kind in kinds}
 
     def migrate(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""
-        return self._executables.get(self._executables.requests.migrate(self.group, self.old_extents, num_pieces))
+        return self._executables.get(self._executables.specs.migrate(self.group, self.old_extents, num_pieces))
 
     def defragment(self, num_pieces: int) -> jax.stages.Compiled:
         """See `kvcache.copying`."""
-        requests = self._executables.requests
-        return self._executables.get(requests.defragment(self.group, self.old_extents, self.new_extents, num_pieces))
+        specs = self._executables.specs
+        return self._executables.get(specs.defragment(self.group, self.old_extents, self.new_extents, num_pieces))
 
-    def restore(self, chunk: ReleasedChunk) -> jax.stages.Compiled:
+    def restore(self, shard: ReleasedShard) -> jax.stages.Compiled:
         """What makes one of `restored` weights again."""
-        return self._executables.get(self._restore_request(chunk))
+        return self._executables.get(self._restore_spec(shard))
 
-    def _restore_request(self, chunk: ReleasedChunk) -> ProgramRequest:
-        return self._executables.requests.restore(self.group, chunk, self.phase_pieces)
+    def _restore_spec(self, shard: ReleasedShard) -> ProgramSpec:
+        return self._executables.specs.restore(self.group, shard, self.phase_pieces)
 
     def prepare_steps(self, *, prompts: bool) -> None:
         """Compile what steps need. Raises what the compiler raises."""
-        needed = self.step_requests() + (self.prompt_requests() if prompts else [])
+        needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):
             pass

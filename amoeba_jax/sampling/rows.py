@@ -40,10 +40,10 @@ FIELDS: tuple[str, ...] = ("slot", "position", "num_pairs", "options", "seed", "
 _OPTIONS = FIELDS.index("options")
 
 MAX_BAD_WORD_PAIRS = 256
-"""Pairs of bad words that `draw_full` takes for each row, and so the most bad words of several tokens of a request.
+"""Pairs of bad words that `sample_full` takes for each row, and so the most bad words of several tokens of a request.
 
 Fixed, so that there is one program for a number of rows: a request that is admitted never needs another one. With 32
-rows of SmolLM2 on CPU, where a greedy draw with bad words takes 2.3 ms, room for 256 pairs costs no more than for 64;
+rows of SmolLM2 on CPU, where a greedy sample with bad words takes 2.3 ms, room for 256 pairs costs no more than for 64;
 room for 1024 costs 0.2 ms more. A step sends 2 KiB for each row.
 """
 
@@ -56,7 +56,7 @@ Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
 
-SamplerKind = Literal["greedy", "draw", "full"]
+SamplerKind = Literal["greedy", "sample", "full"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class SamplingRow:
     """What sampling needs to know of one sequence, made once by `sampling_row`.
 
     Attributes:
-        kind: "greedy" takes the argmax and wants nothing else, "draw" wants `draw`, "full" `draw_full`.
+        kind: "greedy" takes the argmax and wants nothing else, "sample" wants `sample`, "full" `sample_full`.
         uses_state: reads and counts in its slot's rows of `flags` and `bias`.
         stop_ids: the client's `stop_token_ids`.
         held_back: what cannot come before `min_tokens`.
@@ -125,8 +125,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class SamplingResult(NamedTuple):
-    """A step's tokens, `NO_TOKEN` for rows whose logits are not numbers. `logprobs` is None after `draw`; after
-    `draw_full` it has zeros for rows that want none."""
+    """A step's tokens, `NO_TOKEN` for rows whose logits are not numbers. `logprobs` is None after `sample`; after
+    `sample_full` it has zeros for rows that want none."""
 
     tokens: Int32[np.ndarray, " R"]
     logprobs: TokenLogprobs | None
@@ -172,7 +172,7 @@ def sampling_row(
     if uses_state or longer or wants_logprobs:
         kind = "full"
     else:
-        kind = "draw" if params.temperature > 0 else "greedy"
+        kind = "sample" if params.temperature > 0 else "greedy"
     # Filters mean nothing where the greedy token is taken: without them the device has less to do.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
     options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
@@ -292,7 +292,7 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     """Return a step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
 
     Floats travel as their bits. Rows beyond those given are padding: they take the greedy token and record
-    nothing. Pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`, are there for `draw_full` alone, if `full`; those beyond a
+    nothing. Pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`, are there for `sample_full` alone, if `full`; those beyond a
     row's `num_pairs` mean nothing.
     """
     size = len(FIELDS) * num_rows
@@ -314,7 +314,7 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
 
 
 def unpack_result(result: Int32[np.ndarray, "R columns"]) -> SamplingResult:
-    """What `draw` or `draw_full` returned, once on the host."""
+    """What `sample` or `sample_full` returned, once on the host."""
     return SamplingResult(result[:, 0], unpack_logprobs(result[:, 1:]) if result.shape[1] > 1 else None)
 
 

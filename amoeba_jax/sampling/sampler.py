@@ -58,16 +58,16 @@ def set_state(
     return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
 
 
-def draw(
+def sample(
     logits: Float[Array, "V R"], last_tokens: Int32[Array, " slots"], packed: Int32[Array, " size"]
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
-    """Tokens of rows that are "greedy" or "draw": `(last_tokens with them, tokens)`."""
+    """Tokens of rows that are "greedy" or "sample": `(last_tokens with them, tokens)`."""
     fields, _ = _unpack(packed, logits.shape[1])
     tokens, max_logit = _choose(logits, fields)
     return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, max_logit)[:, None]
 
 
-def draw_full(
+def sample_full(
     logits: Float[Array, "V R"],
     last_tokens: Int32[Array, " slots"],
     flags: Int32[Array, "slots V"],
@@ -131,7 +131,7 @@ def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> 
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Fields `[R]` by name, and the pairs of `draw_full`: required last tokens and banned tokens."""
+    """Fields `[R]` by name, and the pairs of `sample_full`: required last tokens and banned tokens."""
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
     fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOATS}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.job import Job
+from amoeba_jax.transform.call import TransformCall
 from amoeba_jax.transform.needs import GroupChange
 from amoeba_jax.transform.pausing import pause, resume
 from amoeba_jax.transform.report import GroupTransform
@@ -16,7 +16,7 @@ from amoeba_jax.transform.staging import reserve_staging
 
 
 class AtOnce:
-    """Makes such changes, and adds what they did to their job. Used by the dispatcher thread only.
+    """Makes such changes, and adds what they did to their call. Used by the dispatcher thread only.
 
     Args:
         drain: waits for what an instance has launched, and takes in the results.
@@ -31,10 +31,10 @@ class AtOnce:
     ):
         self._cluster, self._drain, self._requeue = cluster, drain, requeue
 
-    def pause(self, job: Job, old: list[Instance]) -> None:
+    def pause(self, call: TransformCall, old: list[Instance]) -> None:
         """Pause the requests of instances, and have one over their devices serve."""
         start = time.perf_counter()
-        change, cluster = GroupChange.of(self._cluster, job.options, old), self._cluster
+        change, cluster = GroupChange.of(self._cluster, call.options, old), self._cluster
         cluster.check_compiled(change.group, change.group.tp, change.released[1])
         for instance in old:
             if instance.released < change.released[0]:
@@ -42,14 +42,14 @@ class AtOnce:
                 cluster.release_more(instance, change.released[0])
         count = len(pause(cluster, old).paused_sequences)
         degrees = old[0].tp, change.group.tp
-        job.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
+        call.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
 
-    def resume(self, job: Job, instance: Instance) -> None:
+    def resume(self, call: TransformCall, instance: Instance) -> None:
         """Have paused requests go on, in the place of an instance that has none."""
         start = time.perf_counter()
         dropped = instance.lane.cache.num_cached_pages
         members = resume(self._cluster, instance)
-        job.groups.append(
+        call.groups.append(
             GroupTransform.without_moves(
                 instance.group.device_indices,
                 (instance.tp, members[0].tp),
@@ -59,10 +59,10 @@ class AtOnce:
             )
         )
 
-    def change_residency(self, job: Job, instance: Instance) -> None:
+    def change_residency(self, call: TransformCall, instance: Instance) -> None:
         """Have an instance of the degree asked for release or restore weights."""
-        start, degree, devices = time.perf_counter(), released_for(job.options), instance.group.device_indices
-        job.residencies.discard(instance.id)
+        start, degree, devices = time.perf_counter(), released_for(call.options), instance.group.device_indices
+        call.residencies.discard(instance.id)
         counts: dict[str, int] = {}
         try:
             if degree > instance.released:
@@ -77,19 +77,19 @@ class AtOnce:
                 )
                 counts = {"staging_bytes": staging, "prefix_pages_kept": kept, "prefix_pages_dropped": dropped}
         except RestoreError as error:
-            job.fail(error, devices, "its requests are computed again")
+            call.fail(error, devices, "its requests are computed again")
         else:
             degrees = instance.tp, instance.tp
-            job.groups.append(GroupTransform.without_moves(devices, degrees, start, **counts))
+            call.groups.append(GroupTransform.without_moves(devices, degrees, start, **counts))
         finally:
             reserve_staging(self._cluster, devices, 0)
 
-    def restart(self, job: Job, old: list[Instance]) -> None:
-        options = job.options
+    def restart(self, call: TransformCall, old: list[Instance]) -> None:
+        options = call.options
         try:
             done = restart(self._cluster, self._requeue, old, options.tensor_parallel_size, options.release_weights)
         except RestartError as error:
             devices = [device for instance in old for device in instance.group.device_indices]
-            job.fail(error, devices, error.outcome)
+            call.fail(error, devices, error.outcome)
         else:
-            job.groups.append(done)
+            call.groups.append(done)

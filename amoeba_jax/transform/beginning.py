@@ -11,8 +11,8 @@ from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind
+from amoeba_jax.transform.call import GroupTransition, TransformCall
 from amoeba_jax.transform.ending import hand_over
-from amoeba_jax.transform.job import Active, Job
 from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
 from amoeba_jax.transform.movers import Mover, make_mover
 from amoeba_jax.transform.needs import GroupChange, samplers, transition_programs
@@ -38,14 +38,14 @@ class Beginning:
         self._cluster, self._requeue = cluster, requeue
         self._rates = SwitchRates()
 
-    def merge(self, job: Job, old: list[Instance]) -> Active:
+    def merge(self, call: TransformCall, old: list[Instance]) -> GroupTransition:
         """Begin to have one instance in the place of several, over their devices."""
         cluster, geometry = self._cluster, self._cluster.dims.pages
-        change = GroupChange.of(cluster, job.options, old)
+        change = GroupChange.of(cluster, call.options, old)
         group, (before, after) = change.group, change.released
         rows = max(len(instance.running) for instance in old)
         parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
-        programs, mover, extra = self._prepare(job, change, rows, samplers(old), parts)
+        programs, mover, extra = self._prepare(call, change, rows, samplers(old), parts)
         if programs.changes_weights:
             cluster.weights.prepare_release(group, before, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
@@ -69,19 +69,19 @@ class Beginning:
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
         step_s = max(paces, default=None)
         transition = Transition(
-            new, high, members, programs, mover, cluster.weights, self._pace(job, step_s, up=True),
-            overlapped=job.overlapped,
+            new, high, members, programs, mover, cluster.weights, self._pace(call, step_s, up=True),
+            overlapped=call.overlapped,
         )  # fmt: skip
         new.lane_buckets = cluster.buckets(change.lower)
         hand_over(old, views, self._requeue)
         cluster.replace(old, [new])
         cached = sum(len(part.cached) for part in parts)
-        return Active(job, transition, allocators, old, extra, step_s, None, cached, cached)
+        return GroupTransition(call, transition, allocators, old, extra, step_s, None, cached, cached)
 
-    def split(self, job: Job, instance: Instance) -> Active:
+    def split(self, call: TransformCall, instance: Instance) -> GroupTransition:
         """Begin to have several instances in the place of one."""
         cluster, geometry = self._cluster, self._cluster.dims.pages
-        change = GroupChange.of(cluster, job.options, [instance])
+        change = GroupChange.of(cluster, call.options, [instance])
         group, tp, after = instance.group, change.target, change.released[1]
         check_growth(cluster, instance, tp, after)
         allocators = [cluster.new_allocator(after) for _ in group.devices]
@@ -97,7 +97,7 @@ class Beginning:
                 raise
             raise RequestError(f"{error}, beside those that are paused: running='wait' has them end first") from error
         rows = max(len(part.sequences) for part in parts)
-        programs, mover, extra = self._prepare(job, change, rows, samplers([instance]), parts)
+        programs, mover, extra = self._prepare(call, change, rows, samplers([instance]), parts)
         tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
         settle_references(old_lane.pages, old_lane.cache.pages(), parts)
         num_layers, members, lanes = programs.num_layers, [], []
@@ -118,18 +118,18 @@ class Beginning:
         instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
         transition = Transition(
             instance, instance.site, members, programs, mover, cluster.weights,
-            self._pace(job, instance.pace.step_s, up=False), overlapped=job.overlapped,
+            self._pace(call, instance.pace.step_s, up=False), overlapped=call.overlapped,
         )  # fmt: skip
         cached = old_lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
-        return Active(job, transition, allocators, [instance], extra, instance.pace.step_s, kept, *cached)
+        return GroupTransition(call, transition, allocators, [instance], extra, instance.pace.step_s, kept, *cached)
 
     @staticmethod
     def _busy(instance: Instance, count: int) -> list[int]:
         """Of each of the instances to come, the slots that paused requests have."""
         return [len(member.running) for member in instance.paused] or [0] * count
 
-    def _pace(self, job: Job, step_s: float | None, *, up: bool) -> SwitchPace:
-        return SwitchPace(job.options.layers_per_step, step_s, self._rates, up=up)
+    def _pace(self, call: TransformCall, step_s: float | None, *, up: bool) -> SwitchPace:
+        return SwitchPace(call.options.layers_per_step, step_s, self._rates, up=up)
 
     def _joined_lane(self, part: LanePages, low: Any, high: Any, max_running: int):
         enabled = self._cluster.config.prefix_caching
@@ -142,7 +142,7 @@ class Beginning:
 
     def _prepare(
         self,
-        job: Job,
+        call: TransformCall,
         change: GroupChange,
         rows: int,
         kinds: set[SamplerKind],
@@ -159,20 +159,20 @@ class Beginning:
         programs = transition_programs(cluster, change, rows, kinds)
         max_pieces = 0
         if rows:
-            programs.prepare_steps(prompts=any(s.num_left > 1 for part in pages for s in part.sequences))
+            programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in pages for s in part.sequences))
         if any(part.num_pages for part in pages):
-            per_step = job.options.layers_per_step
+            per_step = call.options.layers_per_step
             steps = num_layers if per_step == "auto" else -(-num_layers // per_step)
             new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
             max_pieces = max(part.num_pages for part in pages) + new_pages
         devices = change.group.device_indices
         mover = make_mover(
-            job.options.variant, programs, cluster.weights, lambda more: reserve_staging(cluster, devices, more)
+            call.options.variant, programs, cluster.weights, lambda more: reserve_staging(cluster, devices, more)
         )
         extra = mover.prepare(max_pieces)
         try:
             reserve_staging(cluster, devices, extra)
         except MemoryBudgetError as error:
-            raise RequestError(f"variant {job.options.variant}: {error}, or kv_cache_tokens") from error
-        job.prepare_s += time.perf_counter() - start
+            raise RequestError(f"variant {call.options.variant}: {error}, or kv_cache_tokens") from error
+        call.prepare_s += time.perf_counter() - start
         return programs, mover, extra

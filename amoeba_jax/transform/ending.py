@@ -8,7 +8,7 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.job import Active
+from amoeba_jax.transform.call import GroupTransition
 from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
 from kvcache.pages import PagePool, SequencePages
 from sharding.placement import Placement
@@ -37,7 +37,7 @@ class Ending:
         if instance.paused:
             instance.take_the_place_of(instance.paused)
 
-    def settle_low(self, active: Active) -> None:
+    def settle_low(self, active: GroupTransition) -> None:
         """Have instances of the lower degree, those that were paused if there are, take over what they have there."""
         cluster, transition, instance = self._cluster, active.transition, active.transition.instance
         tp, released = transition.programs.lower, transition.programs.released[1]
@@ -60,7 +60,7 @@ class Ending:
             member.runner.hidden = HiddenStates(member.group, part.hidden)
         cluster.replace([instance], new)
 
-    def abort(self, active: Active) -> None:
+    def abort(self, active: GroupTransition) -> None:
         """Before the point of no return: nothing has moved and no step has run, and the layout to come is dropped."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
@@ -83,7 +83,7 @@ class Ending:
             new.add(sequence, lane)
         cluster.replace([instance], old)
 
-    def recover(self, active: Active) -> None:
+    def recover(self, active: GroupTransition) -> None:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance

@@ -17,7 +17,7 @@ from kvcache.exchange import Exchange, join_phases
 from kvcache.migration import Phase, plan_phases, single_phase
 from kvcache.relayout import moves
 from sharding.mesh import assemble, disassemble
-from sharding.release import ReleasedChunk, holder
+from sharding.release import ReleasedShard, holder
 
 Tables = list[np.ndarray]
 
@@ -60,8 +60,8 @@ class Mover(Protocol):
         """
         ...
 
-    def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:
-        """The weights of a chunk in the place of the extent that stood for it, which is no longer valid."""
+    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
+        """The weights of a shard in the place of the extent that stood for it, which is no longer valid."""
         ...
 
     def renew(self, layer: int) -> list[jax.Array]:
@@ -89,7 +89,7 @@ class InPlaceMover:
 
     def prepare(self, max_pieces: int) -> int:
         programs = self._programs
-        compiled = [programs.restore(chunk) for chunk in programs.restored(0)]
+        compiled = [programs.restore(shard) for shard in programs.restored(0)]
         if max_pieces:
             compiled += programs.exchanges.values()
         return max((_temporaries(program) for program in compiled), default=0)
@@ -107,7 +107,7 @@ class InPlaceMover:
             (extents,) = program([extents], send, receive)
         return extents
 
-    def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:
+    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
         return self._programs.restore(released)(_source(self._programs, self._weights, released), extent)
 
     def renew(self, layer: int) -> list[jax.Array]:
@@ -115,7 +115,7 @@ class InPlaceMover:
 
 
 class CopyMover:
-    """Everything is copied: all pages into fresh extents, and every chunk of FFN weights into a fresh buffer.
+    """Everything is copied: all pages into fresh extents, and every shard of FFN weights into a fresh buffer.
 
     Where more pages come than it was prepared for, it takes larger programs.
     """
@@ -127,11 +127,11 @@ class CopyMover:
 
     def prepare(self, max_pieces: int) -> int:
         programs, itemsize = self._programs, jnp.dtype(self._programs.dims.dtype).itemsize
-        specs = [chunk.spec for chunk in self._weights.released(0, programs.dims.max_tp)]
-        extra = max((spec.num_elements // spec.num_chunks * itemsize for spec in specs), default=0)
-        for chunk in programs.restored(0):
-            extra = max(extra, chunk.num_pages * chunk.spec.stored_shape[1] * itemsize * 2)
-            programs.restore(chunk)
+        specs = [shard.spec for shard in self._weights.released(0, programs.dims.max_tp)]
+        extra = max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
+        for shard in programs.restored(0):
+            extra = max(extra, shard.num_pages * shard.spec.stored_shape[1] * itemsize * 2)
+            programs.restore(shard)
         if max_pieces:
             self._max_pieces = 1 << max(1, (max_pieces - 1).bit_length())
             migrate, defragment = self._programs.migrate(self._max_pieces), self._programs.defragment(self._max_pieces)
@@ -163,7 +163,7 @@ class CopyMover:
         fresh = programs.defragment(self._max_pieces)(old, received, send, receive)
         return fresh + extents[len(fresh) :]
 
-    def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:
+    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
         fresh = jnp.zeros(extent.shape, extent.dtype, device=extent.sharding)
         return self._programs.restore(released)(_source(self._programs, self._weights, released), fresh)
 
@@ -172,17 +172,17 @@ class CopyMover:
 
 
 class HostMover:
-    """Everything goes through host memory: pages into fresh extents, and every chunk of FFN weights."""
+    """Everything goes through host memory: pages into fresh extents, and every shard of FFN weights."""
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         self._programs, self._weights = programs, weights
         self._source = self._target = np.zeros((0, 2), np.int64)
 
     def prepare(self, max_pieces: int) -> int:
-        # A chunk of weights is there twice for a moment. Of pages, only the host has two copies.
+        # A shard of weights is there twice for a moment. Of pages, only the host has two copies.
         itemsize = jnp.dtype(self._programs.dims.dtype).itemsize
-        specs = [chunk.spec for chunk in self._weights.released(0, self._programs.dims.max_tp)]
-        return max((spec.num_elements // spec.num_chunks * itemsize for spec in specs), default=0)
+        specs = [shard.spec for shard in self._weights.released(0, self._programs.dims.max_tp)]
+        return max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
 
     def plan(self, old: Tables, new: Tables) -> Plan:
         self._source, self._target = moves(old, new, staying=True)
@@ -223,21 +223,21 @@ class HostMover:
         extent = np.searchsorted(starts, slots[:, 1], side="right") - 1
         return extent * group.tp + slots[:, 0], slots[:, 1] - starts[extent]
 
-    def restore(self, released: ReleasedChunk, extent: jax.Array) -> jax.Array:
+    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
         group, max_tp = self._programs.group, self._programs.dims.max_tp
         extent.delete()
         buffers = []
         for device, place in zip(group.devices, group.device_indices, strict=True):
-            chunk = released.chunks[place % max_tp]
-            rank, _ = holder(released.spec, group.tp, chunk)
-            source = self._weights.chunk(group.device_indices[rank], released.spec.name, chunk)
+            shard = released.shards[place % max_tp]
+            rank, _ = holder(released.spec, group.tp, shard)
+            source = self._weights.shard(group.device_indices[rank], released.spec.name, shard)
             buffers += put_copies(np.asarray(source), (device,))
         return assemble(group, buffers)
 
     def renew(self, layer: int) -> list[jax.Array]:
-        def through_host(chunk: jax.Array) -> jax.Array:
-            (device,) = chunk.devices()
-            return put_copies(np.asarray(chunk), (device,))[0]
+        def through_host(shard: jax.Array) -> jax.Array:
+            (device,) = shard.devices()
+            return put_copies(np.asarray(shard), (device,))[0]
 
         return self._weights.replace(self._programs.group, layer, through_host)
 
@@ -247,8 +247,8 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
     return jax.device_put(moved.send, sharding), jax.device_put(moved.receive, sharding)
 
 
-def _source(programs: TransitionPrograms, weights: WeightStore, released: ReleasedChunk) -> jax.Array:
-    """The chunks that the ranks send each other when one of `released` is restored."""
+def _source(programs: TransitionPrograms, weights: WeightStore, released: ReleasedShard) -> jax.Array:
+    """The shards that the ranks send each other when one of `released` is restored."""
     place = source_place(released, programs.dims.max_tp, programs.group)
     return weights.assembled(programs.group, released.spec, place)
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.programs.catalogue import least_requests
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.enumeration import least_specs
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE, TransformVariant
-from amoeba_jax.transform.residency import move_requests, released_for
+from amoeba_jax.transform.residency import move_specs, released_for
 from sharding.mesh import SubMesh
 
 
@@ -57,7 +57,7 @@ class GroupChange:
         return bool(old[0].paused) and not old[0].running
 
 
-def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramRequest]:
+def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramSpec]:
     """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
     pages and weights, and the least that the new instances need.
 
@@ -67,27 +67,27 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     kinds = samplers(old)
     if old[0].tp == options.tensor_parallel_size:
         degree = released_for(options)
-        least = least_requests(cluster.plan, cluster.executables, old[0].group, degree, kinds)
-        return [*move_requests(cluster, old[0], degree), *least]
+        least = least_specs(cluster.plan, cluster.executables, old[0].group, degree, kinds)
+        return [*move_specs(cluster, old[0], degree), *least]
     change = GroupChange.of(cluster, options, old)
     group, buckets = change.group, cluster.buckets(change.lower)
     most = max(len(instance.running) for instance in old)
     rows = min(most, buckets.max_num_seqs)  # however they are dealt
-    needed: list[ProgramRequest] = []
+    needed: list[ProgramSpec] = []
     moves = not change.is_view_only(options, old)
     programs = _compiled_for_steps(cluster, change, rows, kinds) if moves else None
     if moves and programs is None:
         # The longest steps do for any number of sequences, also when more have come until they are there.
         programs = _programs(cluster, change, buckets.max_num_seqs)
         if options.variant is not TransformVariant.RESTART:
-            needed += _step_requests(cluster, programs, kinds)
+            needed += _step_specs(cluster, programs, kinds)
     if programs is not None and options.variant in IN_PLACE:
-        needed += programs.restore_requests()
+        needed += programs.restore_specs()
         if most or any(instance.lane.cache.num_cached_pages for instance in old):
-            needed += programs.exchange_requests()
+            needed += programs.exchange_specs()
     for first in range(group.start, group.start + group.tp, change.target):
         part = cluster.sub_meshes.group(first, change.target)
-        needed += least_requests(cluster.plan, cluster.executables, part, change.released[1], kinds)
+        needed += least_specs(cluster.plan, cluster.executables, part, change.released[1], kinds)
     return needed
 
 
@@ -107,7 +107,7 @@ def _compiled_for_steps(
     for bucket in cluster.buckets(change.lower).decode_sizes:
         if bucket >= rows:
             programs = _programs(cluster, change, bucket)
-            if not rows or cluster.executables.available(_step_requests(cluster, programs, kinds)):
+            if not rows or cluster.executables.available(_step_specs(cluster, programs, kinds)):
                 return programs
     return None
 
@@ -124,16 +124,16 @@ def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPro
     )
 
 
-def _step_requests(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramRequest]:
+def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
     """Of steps in every state between the layouts, of decodes and of prompts, and of what samples their tokens."""
-    requests, rows, slots = cluster.executables.requests, programs.shape.num_rows, cluster.plan.num_slots
-    needed = programs.step_requests() + programs.prompt_requests()
+    specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
+    needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.buckets(programs.lower).few_rows):
         if kinds - {"greedy"}:
             # Those of the rarest kind may end before the others.
-            needed.append(requests.draw(programs.group, count, slots, packed_size(count)))
+            needed.append(specs.sample(programs.group, count, slots, packed_size(count)))
         if "full" in kinds:
-            needed.append(requests.draw_full(programs.group, count, slots, packed_size(count, full=True)))
+            needed.append(specs.sample_full(programs.group, count, slots, packed_size(count, full=True)))
     if "full" in kinds:
-        needed.append(requests.set_state(programs.group, slots))
+        needed.append(specs.set_state(programs.group, slots))
     return needed

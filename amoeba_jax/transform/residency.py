@@ -10,7 +10,7 @@ from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.giving_up import give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.lanes import LanePages
 from amoeba_jax.transform.movers import InPlaceMover
@@ -38,12 +38,12 @@ def restore_programs(cluster: Cluster, instance: Instance, degree: int) -> Trans
     )
 
 
-def move_requests(cluster: Cluster, instance: Instance, degree: int) -> list[ProgramRequest]:
+def move_specs(cluster: Cluster, instance: Instance, degree: int) -> list[ProgramSpec]:
     """The programs that move something."""
     if degree >= instance.released:
         return []
     programs = restore_programs(cluster, instance, degree)
-    return programs.restore_requests() + programs.exchange_requests()
+    return programs.restore_specs() + programs.exchange_specs()
 
 
 def release(cluster: Cluster, instance: Instance, degree: int) -> None:
@@ -98,7 +98,7 @@ def restore(
         _undo(cluster, requeue, instance, programs)
         drop_frames(error)
         raise RestoreError(str(error)) from error
-    _settle(cluster, instance, part, table, allocators)
+    _end(cluster, instance, part, table, allocators)
     instance.released = degree
     instance.site.extent_pages = programs.new_extents
     instance.extents_changed()
@@ -111,12 +111,12 @@ def _restore_layer(
     site, num_kept = instance.site, len(programs.new_extents)
     site.kv[layer] = mover.move(site.kv[layer])
     pairs = zip(programs.restored(layer), site.kv[layer][num_kept:], strict=True)
-    weights = [mover.restore(chunk, extent) for chunk, extent in pairs]
+    weights = [mover.restore(shard, extent) for shard, extent in pairs]
     cluster.weights.put_back(instance.group, layer, *programs.released, weights)
     del site.kv[layer][num_kept:]
 
 
-def _settle(
+def _end(
     cluster: Cluster,
     instance: Instance,
     part: LanePages,

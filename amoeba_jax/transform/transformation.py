@@ -20,8 +20,8 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.transform.at_once import AtOnce
 from amoeba_jax.transform.beginning import Beginning
+from amoeba_jax.transform.call import GroupTransition, TransformCall, check_options, next_groups
 from amoeba_jax.transform.ending import Ending
-from amoeba_jax.transform.job import Active, Job, check_options, next_groups
 from amoeba_jax.transform.needs import needed_programs
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget
@@ -51,33 +51,33 @@ class Transformations:
         self._cluster, self._drain, self._requeue = cluster, drain, requeue
         self._beginning, self._ending = Beginning(cluster, requeue), Ending(cluster, requeue)
         self._at_once = AtOnce(cluster, drain, requeue)
-        self._jobs: list[Job] = []
-        self._active: dict[Instance, Active] = {}
-        self._settling: list[tuple[Active, Future[Any]]] = []
+        self._calls: list[TransformCall] = []
+        self._active: dict[Instance, GroupTransition] = {}
+        self._finishing: list[tuple[GroupTransition, Future[Any]]] = []
 
     @property
     def busy(self) -> bool:
         """A transformation has not ended yet."""
-        return bool(self._jobs)
+        return bool(self._calls)
 
     @property
     def awaits_programs(self) -> bool:
         """A transformation cannot begin, or go on, before programs have come."""
-        return any(job.awaits_programs for job in self._jobs)
+        return any(call.awaits_programs for call in self._calls)
 
     def targets(self) -> dict[int, int]:
         """Of every device that is being transformed, or is about to be, the degree to come.
 
-        Groups of a job that have ended, or that will not begin as another has failed, are not among them.
+        Groups of a call that have ended, or that will not begin as another has failed, are not among them.
         """
         targets: dict[int, int] = {}
-        for job in (job for job in self._jobs if not job.awaits_programs):
-            active = [*self._active.values(), *(active for active, _ in self._settling)]
-            devices = {device for a in active if a.job is job for device in a.devices}
-            if job.error is None:
-                to_come = [i for i in self._cluster.instances if i.tp != job.options.tensor_parallel_size]
+        for call in (call for call in self._calls if not call.awaits_programs):
+            active = [*self._active.values(), *(active for active, _ in self._finishing)]
+            devices = {device for a in active if a.call is call for device in a.devices}
+            if call.error is None:
+                to_come = [i for i in self._cluster.instances if i.tp != call.options.tensor_parallel_size]
                 devices |= {device for i in to_come for device in i.group.device_indices}
-            targets |= dict.fromkeys(devices & set(job.options.devices), job.options.tensor_parallel_size)
+            targets |= dict.fromkeys(devices & set(call.options.devices), call.options.tensor_parallel_size)
         return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
@@ -93,12 +93,12 @@ class Transformations:
 
         `further` is one that has not been requested yet. May be called by any thread.
         """
-        job = next((job for job in list(self._jobs) if instance.id in job.options.devices), None)
-        options = job.options if job is not None else further
+        call = next((call for call in list(self._calls) if instance.id in call.options.devices), None)
+        options = call.options if call is not None else further
         if options is None or instance.id not in options.devices:
             return instance.capacity_tokens, instance.tp
         if options.tensor_parallel_size == instance.tp:
-            if job is not None and instance.id not in job.residencies:
+            if call is not None and instance.id not in call.residencies:
                 return instance.capacity_tokens, instance.tp
             return self._cluster.capacity_tokens(instance.tp, released_for(options)), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
@@ -110,105 +110,105 @@ class Transformations:
 
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
-        check_options(options, self._cluster, self._jobs)
+        check_options(options, self._cluster, self._calls)
         self._cluster.check_in_service(options.devices)
         named = [i for i in self._cluster.instances if i.id in options.devices]
         check_paused(named, options)
-        job = Job(options)
+        call = TransformCall(options)
         degree = options.tensor_parallel_size
-        job.residencies = {i.id for i in named if i.tp == degree and i.released != released_for(options)}
-        self._jobs.append(job)
-        self._proceed(job)
-        return job.future
+        call.residencies = {i.id for i in named if i.tp == degree and i.released != released_for(options)}
+        self._calls.append(call)
+        self._proceed(call)
+        return call.future
 
-    # The course of a job
+    # The course of a call
 
-    def _proceed(self, job: Job) -> None:
-        """Start whatever transitions of a job can start now; report if there are none left."""
-        if job.error is None:
+    def _proceed(self, call: TransformCall) -> None:
+        """Start whatever transitions of a call can start now; report if there are none left."""
+        if call.error is None:
             try:
-                while not job.active and job.error is None and (groups := self._next_groups(job)):
-                    if self._await_requests(job, groups):
+                while not call.active and call.error is None and (groups := self._next_groups(call)):
+                    if self._await_requests(call, groups):
                         return  # until `collect` finds that they have ended
-                    job.awaits_programs = not self._request_programs(job.options, groups)
-                    if job.awaits_programs:
+                    call.awaits_programs = not self._request_programs(call.options, groups)
+                    if call.awaits_programs:
                         return  # until `retry`
                     for old in groups:
-                        self._begin(job, old)
-                        if job.error is not None:
+                        self._begin(call, old)
+                        if call.error is not None:
                             break  # a restart failed
             except Exception as error:
-                for active in [a for a in self._active.values() if a.job is job and not a.transition.started]:
+                for active in [a for a in self._active.values() if a.call is call and not a.transition.started]:
                     self._abort(active)
                     reserve_staging(self._cluster, active.devices, 0)
-                    job.active -= 1
-                if not job.groups and not job.active:
-                    self._jobs.remove(job)
+                    call.active -= 1
+                if not call.groups and not call.active:
+                    self._calls.remove(call)
                     if isinstance(error, OutOfPagesError | RequestError):
                         kind = type(error) if isinstance(error, RequestError) else RequestError
                         raise kind(f"the transformation is refused: {error}") from error
                     drop_frames(error)
-                    degree = job.options.tensor_parallel_size
+                    degree = call.options.tensor_parallel_size
                     raise TransformError(
                         f"the transformation to TP{degree} failed: {error} (it had not begun; all is as it was)"
                     ) from error
-                job.error = error
-                job.outcomes.append("what had not begun is as it was")
-        if job.active:
+                call.error = error
+                call.outcomes.append("what had not begun is as it was")
+        if call.active:
             return
-        self._jobs.remove(job)
-        job.end()
+        self._calls.remove(call)
+        call.end()
 
-    def _next_groups(self, job: Job) -> list[list[Instance]]:
-        return next_groups(job.options, self._cluster, job.residencies)
+    def _next_groups(self, call: TransformCall) -> list[list[Instance]]:
+        return next_groups(call.options, self._cluster, call.residencies)
 
     def retry(self) -> None:
-        """Programs have come: go on with jobs that wait for some."""
-        self._proceed_with([job for job in self._jobs if job.awaits_programs])
+        """Programs have come: go on with calls that wait for some."""
+        self._proceed_with([call for call in self._calls if call.awaits_programs])
 
-    def _proceed_with(self, jobs: list[Job]) -> None:
-        for job in jobs:
+    def _proceed_with(self, calls: list[TransformCall]) -> None:
+        for call in calls:
             try:
-                self._proceed(job)
+                self._proceed(call)
             except Exception as error:  # it cannot begin, and all is as it was
-                job.future.set_exception(error)
+                call.future.set_exception(error)
 
-    def _begin(self, job: Job, old: list[Instance]) -> None:
-        degree = job.options.tensor_parallel_size
+    def _begin(self, call: TransformCall, old: list[Instance]) -> None:
+        degree = call.options.tensor_parallel_size
         for instance in old:
             if instance.paused and instance.paused[0].tp != degree:
                 forget(instance)  # they have no requests: see `check_paused`
-        if job.options.running == "pause" and len(old) > 1:
-            self._at_once.pause(job, old)
+        if call.options.running == "pause" and len(old) > 1:
+            self._at_once.pause(call, old)
             return
         for instance in old:
             self._drain(instance)
         if old[0].tp == degree:
-            self._at_once.change_residency(job, old[0])
+            self._at_once.change_residency(call, old[0])
             return
         if old[0].paused and not old[0].running:
-            self._at_once.resume(job, old[0])
+            self._at_once.resume(call, old[0])
             return
-        if job.options.variant is TransformVariant.RESTART:
-            self._at_once.restart(job, old)
+        if call.options.variant is TransformVariant.RESTART:
+            self._at_once.restart(call, old)
             return
         try:
-            active = self._beginning.merge(job, old) if len(old) > 1 else self._beginning.split(job, old[0])
+            active = self._beginning.merge(call, old) if len(old) > 1 else self._beginning.split(call, old[0])
         except BaseException:
             for instance in old:
                 reserve_staging(self._cluster, instance.group.device_indices, 0)
             raise
         self._active[active.transition.instance] = active
         active.transition.instance.transition = active.transition
-        job.active += 1
+        call.active += 1
 
-    def _await_requests(self, job: Job, groups: list[list[Instance]]) -> bool:
+    def _await_requests(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
         """Whether requests run that are waited for. No others start beside them."""
         instances = [instance for old in groups for instance in old]
-        job.awaits_requests = job.options.running == "wait" and any(instance.running for instance in instances)
+        call.awaits_requests = call.options.running == "wait" and any(instance.running for instance in instances)
         for lane in [lane for instance in instances for lane in instance.lanes]:
-            lane.closed = job.awaits_requests
-        return job.awaits_requests
+            lane.closed = call.awaits_requests
+        return call.awaits_requests
 
     # The course of a transition
 
@@ -247,7 +247,7 @@ class Transformations:
             self._fail(active, error)
         transition.drop_spent()
 
-    def _finish(self, active: Active) -> None:
+    def _finish(self, active: GroupTransition) -> None:
         cluster, transition = self._cluster, active.transition
         instance, group = transition.instance, transition.instance.group
         if not transition.up:
@@ -263,41 +263,41 @@ class Transformations:
             self._ending.settle_low(active)
         del self._active[instance]
         if transition.up and instance.pending:
-            self._settling.append((active, instance.pending[-1].result))
+            self._finishing.append((active, instance.pending[-1].result))
             return
         if transition.restored:
             home = next(i for i in cluster.instances if i.id == instance.id)
-            self._settling.append((active, home.when_ready(transition.restored)))
+            self._finishing.append((active, home.when_ready(transition.restored)))
             return
-        self._settle(active)
+        self._end(active)
 
     def wait(self) -> None:
         """Wait for transitions that have switched all layers, and end them."""
-        for _, result in self._settling:
+        for _, result in self._finishing:
             result.exception()
         self.collect()
 
     def collect(self) -> None:
         """End the transitions whose last step has run, and begin those whose requests have ended."""
-        self._proceed_with([job for job in self._jobs if job.awaits_requests])
-        arrived = [settling for settling in self._settling if settling[1].done()]
-        self._settling = [settling for settling in self._settling if settling not in arrived]
+        self._proceed_with([call for call in self._calls if call.awaits_requests])
+        arrived = [finishing for finishing in self._finishing if finishing[1].done()]
+        self._finishing = [finishing for finishing in self._finishing if finishing not in arrived]
         for active, result in arrived:
             error = result.exception()
             if error is None:
-                self._settle(active)
+                self._end(active)
             else:
-                self._fail_settling(active, error)
+                self._fail_finishing(active, error)
 
-    def _settle(self, active: Active) -> None:
+    def _end(self, active: GroupTransition) -> None:
         reserve_staging(self._cluster, active.devices, 0)
-        active.job.groups.append(active.report())
-        active.job.active -= 1
-        self._proceed(active.job)
+        active.call.groups.append(active.report())
+        active.call.active -= 1
+        self._proceed(active.call)
 
     # Failures
 
-    def _fail(self, active: Active, error: Exception) -> None:
+    def _fail(self, active: GroupTransition, error: Exception) -> None:
         """A step or a switch failed: back to what was, or, after the point of no return, on with an empty cache."""
         if active.transition.started:
             self._recover(active)
@@ -318,7 +318,7 @@ class Transformations:
         self._recover(active)
         self._end_failed(active, error, "its requests are computed again")
 
-    def _fail_settling(self, active: Active, error: BaseException) -> None:
+    def _fail_finishing(self, active: GroupTransition, error: BaseException) -> None:
         """What a group was left with cannot be read: its cache, which is made again with its step, or its weights."""
         how = "its requests are computed again"
         if not active.transition.up:
@@ -333,31 +333,31 @@ class Transformations:
             how = f"its weights are loaded again, and {how}"
         self._end_failed(active, error, how)
 
-    def _end_failed(self, active: Active, error: BaseException, how: str) -> None:
+    def _end_failed(self, active: GroupTransition, error: BaseException, how: str) -> None:
         drop_frames(error)
         for site in (active.transition.high, *active.transition.members):
             site.forget_weights()  # those that were replaced by then live as long as views of them
         reserve_staging(self._cluster, active.devices, 0)
-        active.job.fail(error, active.devices, how)
-        active.job.active -= 1
-        self._proceed(active.job)
+        active.call.fail(error, active.devices, how)
+        active.call.active -= 1
+        self._proceed(active.call)
 
     def fail(self, error: BaseException) -> None:
         """The engine fails: so do the transformations under way."""
-        for job in self._jobs:
+        for call in self._calls:
             failure = TransformError(f"the engine failed: {error}")
             failure.__cause__ = error
-            job.future.set_exception(failure)
-        self._jobs.clear()
+            call.future.set_exception(failure)
+        self._calls.clear()
         self._active.clear()
-        self._settling.clear()
+        self._finishing.clear()
 
-    def _abort(self, active: Active) -> None:
+    def _abort(self, active: GroupTransition) -> None:
         """Before the point of no return: nothing has moved and no step has run, and the layout to come is dropped."""
         del self._active[active.transition.instance]
         self._ending.abort(active)
 
-    def _recover(self, active: Active) -> None:
+    def _recover(self, active: GroupTransition) -> None:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         del self._active[active.transition.instance]
         self._ending.recover(active)

@@ -142,7 +142,7 @@ class Transition:
     def restored_bytes(self) -> int:
         """Bytes of weights that come back in each layer, on all ranks together."""
         itemsize = jnp.dtype(self.programs.dims.dtype).itemsize
-        elements = sum(chunk.spec.num_elements // chunk.spec.num_chunks for chunk in self.programs.restored(0))
+        elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.programs.restored(0))
         return 0 if self.up else elements * itemsize * self.instance.tp
 
     def _all_extents(self, layer: int) -> list[jax.Array]:
@@ -174,7 +174,7 @@ class Transition:
         kept, given_back = kv[:num_kept], kv[num_kept:]
         if given_back:
             pairs = zip(programs.restored(layer), given_back, strict=True)
-            given_back = [self._mover.restore(chunk, extent) for chunk, extent in pairs]
+            given_back = [self._mover.restore(shard, extent) for shard, extent in pairs]
             self._weights.put_back(group, layer, *programs.released, given_back)
             self.restored = given_back
         self.high.kv[layer] = []

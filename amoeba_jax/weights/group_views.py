@@ -1,4 +1,4 @@
-"""Arrays over the devices of a group that share the buffers of the weights' chunks."""
+"""Arrays over the devices of a group that share the buffers of the weights' shards."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ import jax
 from sharding.mesh import SubMesh
 
 Place = tuple[int, bool]
-"""Place among the chunks that a rank computes with, and whether ranks have different ones."""
+"""Place among the shards that a rank computes with, and whether ranks have different ones."""
 
 
 class GroupViews:
@@ -23,15 +23,15 @@ class GroupViews:
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Views of a layer's chunks that may be released, by their place in the order of release."""
+        """Views of a layer's shards that may be released, by their place in the order of release."""
         return self._extents[group.start, group.tp][layer]
 
-    def forget_chunks(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop what holds buffers of chunks that change their owner on a group's devices.
+    def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
+        """Drop what holds buffers of shards that change their owner on a group's devices.
 
         Args:
-            places: of the chunks, in the order of release.
-            degrees: by parameter, the degree for which its chunks are released. Views of this degree, and of higher
+            places: of the shards, in the order of release.
+            degrees: by parameter, the degree for which its shards are released. Views of this degree, and of higher
                 ones, do not have them.
         """
         first, stop = group.start, group.start + group.tp

@@ -1,4 +1,4 @@
-"""Sizes of a model's weights on a device, and which chunks instances of a degree release: known without a buffer."""
+"""Sizes of a model's weights on a device, and which shards instances of a degree release: known without a buffer."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
-from sharding.release import ReleasedChunk, released_chunks
+from sharding.release import ReleasedShard, released_shards
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Padding:
 
 
 class WeightLayout:
-    """The parameters of a model and their chunks.
+    """The parameters of a model and their shards.
 
     Attributes:
         specs: all parameters by name.
@@ -37,7 +37,7 @@ class WeightLayout:
         for spec in self.specs.values():
             if spec.layer is not None and spec.page_elems is not None:
                 by_layer[spec.layer].append(spec)
-        self._released = [released_chunks(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
+        self._released = [released_shards(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
 
     @property
     def itemsize(self) -> int:
@@ -46,7 +46,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all chunks on one device."""
+        """Bytes of all shards on one device."""
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def padding(self) -> dict[str, Padding]:
@@ -58,10 +58,10 @@ class WeightLayout:
             total[1] += spec.model_elements
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
-    def released(self, layer: int, degree: int) -> tuple[ReleasedChunk, ...]:
-        """Chunks of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
-        return tuple(chunk for chunk in self._released[layer] if chunk.degree <= degree)
+    def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
+        """Shards of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
+        return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Pages of each extent that a layer gets where chunks are released for `degree`: the same for all layers."""
-        return tuple(chunk.num_pages for chunk in self.released(0, degree))
+        """Pages of each extent that a layer gets where shards are released for `degree`: the same for all layers."""
+        return tuple(shard.num_pages for shard in self.released(0, degree))

@@ -12,7 +12,7 @@ from itertools import islice
 import jax
 import numpy as np
 
-from amoeba_jax.checkpoint.base import FillChunks
+from amoeba_jax.checkpoint.base import FillShards
 from sharding.params import ParamSpec
 
 _ALIGNMENT = 64
@@ -26,12 +26,12 @@ class WeightReader:
     """Weights that are open for reading.
 
     Attributes:
-        fill: writes every element of a parameter's chunks, each in its stored shape, into host memory. It is called
+        fill: writes every element of a parameter's shards, each in its stored shape, into host memory. It is called
             from several threads at once, and keeps nothing of what it read.
         threads: how many threads call it. With one, that is the caller's, and nothing is read ahead.
     """
 
-    fill: FillChunks
+    fill: FillShards
     threads: int
 
 
@@ -45,9 +45,9 @@ def default_threads() -> int:
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
-    """Yield each parameter and its chunks, in the order given, while threads read those that follow.
+    """Yield each parameter and its shards, in the order given, while threads read those that follow.
 
-    The chunks are host memory that `device_put` copies from (see `staging_chunks`) and that is written to again once
+    The shards are host memory that `device_put` copies from (see `staging_shards`) and that is written to again once
     the next parameter is asked for. There are `reader.threads + 1` pieces of it, of `slot_bytes` each; a parameter
     that is larger has memory of its own, as long as it needs it.
 
@@ -56,9 +56,9 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
     slots = deque(np.empty(slot_bytes, np.uint8) for _ in range(reader.threads + 1))
 
     def fill(spec: ParamSpec, memory: np.ndarray) -> list[np.ndarray]:
-        chunks = staging_chunks(spec, dtype, memory)
-        reader.fill(spec, chunks)
-        return chunks
+        shards = staging_shards(spec, dtype, memory)
+        reader.fill(spec, shards)
+        return shards
 
     def take(spec: ParamSpec) -> np.ndarray:
         needed = staging_bytes(spec, dtype)
@@ -87,10 +87,10 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
             for spec in islice(upcoming, reader.threads + 1):
                 submit(spec)
             while pending:
-                spec, memory, chunks = pending.popleft()
-                yield spec, chunks.result()
+                spec, memory, shards = pending.popleft()
+                yield spec, shards.result()
                 give_back(memory)
-                del memory, chunks  # those of a large parameter, before the next one's are made
+                del memory, shards  # those of a large parameter, before the next one's are made
                 for spec in islice(upcoming, 1):
                     submit(spec)
         finally:
@@ -98,19 +98,19 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
 
 
 def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
-    """Bytes of host memory that `staging_chunks` needs."""
-    return spec.num_chunks * _stride(spec, dtype) + 2 * _ALIGNMENT
+    """Bytes of host memory that `staging_shards` needs."""
+    return spec.num_shards * _stride(spec, dtype) + 2 * _ALIGNMENT
 
 
-def staging_chunks(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
-    """A parameter's chunks in their stored shape, as views of `memory` (bytes) that are aligned for no device.
+def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
+    """A parameter's shards in their stored shape, as views of `memory` (bytes) that are aligned for no device.
 
     On CPU `device_put` adopts the memory of a NumPy array that happens to be aligned, `may_alias=False` or not (JAX
     0.10 to 0.12): such memory could not be used again, and donating such a buffer copies it. Misaligned memory is
     always copied, and only once, where `jnp.array(copy=True)` may copy twice.
     """
-    size, first = spec.num_elements // spec.num_chunks * dtype.itemsize, _misaligned(memory, dtype)
-    starts = [first + index * _stride(spec, dtype) for index in range(spec.num_chunks)]
+    size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
+    starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]
     return [memory[start : start + size].view(dtype).reshape(spec.stored_shape) for start in starts]
 
 
@@ -120,17 +120,17 @@ def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
 
 
 def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
-    size = spec.num_elements // spec.num_chunks * dtype.itemsize
+    size = spec.num_elements // spec.num_shards * dtype.itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def put(chunks: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """A buffer of its own for each chunk on each of its devices. Waits until all are written.
+def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
+    """A buffer of its own for each shard on each of its devices. Waits until all are written.
 
-    The chunks are as `staging_chunks` makes them, and may be written to afterwards.
+    The shards are as `staging_shards` makes them, and may be written to afterwards.
     """
     return jax.block_until_ready(
-        [[jax.device_put(chunk, device) for device in its] for chunk, its in zip(chunks, devices, strict=True)]
+        [[jax.device_put(shard, device) for device in its] for shard, its in zip(shards, devices, strict=True)]
     )
 
 
@@ -142,7 +142,7 @@ def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.A
 
 
 def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that `device_put` copies from and never adopts; see `staging_chunks`."""
+    """Host memory that `device_put` copies from and never adopts; see `staging_shards`."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _misaligned(memory, dtype)

@@ -1,8 +1,8 @@
-"""Where the chunks of weights come from: a checkpoint's tensors, or a random generator."""
+"""Where the shards of weights come from: a checkpoint's tensors, or a random generator."""
 
 import numpy as np
 
-from amoeba_jax.checkpoint.base import Checkpoint, FillChunks
+from amoeba_jax.checkpoint.base import Checkpoint, FillShards
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
@@ -29,21 +29,21 @@ def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
                 )
 
 
-def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillChunks:
-    """Chunks from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
+def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillShards:
+    """Shards from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
 
-    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
-        spec.fill_chunks(checkpoint.read, chunks)
+    def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
+        spec.fill_shards(checkpoint.read, shards)
         for source in spec.sources:
             checkpoint.release(source.name)
 
     return fill
 
 
-def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillChunks:
-    """Chunks of a randomly initialized model: the same values for every `max_tp` and page size."""
+def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillShards:
+    """Shards of a randomly initialized model: the same values for every `max_tp` and page size."""
 
-    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
+    def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
         def sample(name: str) -> np.ndarray:
             shape = next(source.shape for source in spec.sources if source.name == name)
             if spec.init == "ones":
@@ -55,6 +55,6 @@ def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillChunks:
             values *= np.float32(std)
             return values
 
-        spec.fill_chunks(sample, chunks)
+        spec.fill_shards(sample, shards)
 
     return fill

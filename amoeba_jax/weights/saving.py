@@ -1,4 +1,4 @@
-"""Save the loaded form: the chunks as devices hold them, through orbax."""
+"""Save the loaded form: the shards as devices hold them, through orbax."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from amoeba_jax.checkpoint.orbax_dir import CHUNKS, FORMAT, chunk_name
+from amoeba_jax.checkpoint.orbax_dir import FORMAT, SHARDS, shard_name
 from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.weights.store import WeightStore
@@ -23,7 +23,7 @@ _TOKENIZER_FILES = (
 
 
 def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write the loaded form: chunks with orbax, the model's config, how it was chunked, and the tokenizer files.
+    """Write the loaded form: shards with orbax, the model's config, how it was sharded, and the tokenizer files.
 
     Raises `CheckpointError` if the directory exists and is not empty.
     """
@@ -31,15 +31,15 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
     if directory.exists() and any(directory.iterdir()):
         raise CheckpointError(f"{directory} exists and is not empty: choose a new directory to save to")
     directory.mkdir(parents=True, exist_ok=True)
-    chunks = {
-        chunk_name(name, index): store.any_chunk(name, index)
+    shards = {
+        shard_name(name, index): store.any_shard(name, index)
         for name, spec in store.specs.items()
-        for index in range(spec.num_chunks)
+        for index in range(spec.num_shards)
     }
-    # One plain file a chunk: with zstd and OCDBT, orbax's defaults, reading takes about 4 times as long.
+    # One plain file a shard: with zstd and OCDBT, orbax's defaults, reading takes about 4 times as long.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory / CHUNKS, args=ocp.args.PyTreeSave(chunks))
+        checkpointer.save(directory / SHARDS, args=ocp.args.PyTreeSave(shards))
     for name in _TOKENIZER_FILES:
         if tokenizer_directory is not None and (tokenizer_directory / name).exists():
             shutil.copy(tokenizer_directory / name, directory / name)

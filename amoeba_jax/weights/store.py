@@ -1,4 +1,4 @@
-"""The model's weights on every device: each chunk once, in a buffer of its own."""
+"""The model's weights on every device: each shard once, in a buffer of its own."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from amoeba_jax.models.decoder import Segment, SegmentPlan, is_sharded, leaf_variables
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.weights.device_chunks import ChunkKey, DeviceChunks, ReleaseKey
+from amoeba_jax.weights.device_shards import DeviceShards, ReleaseKey, ShardKey
 from amoeba_jax.weights.group_views import GroupViews
 from amoeba_jax.weights.layout import WeightLayout
 from amoeba_jax.weights.loading import Parameters, WeightReader, put, read_ahead, staging_bytes
@@ -19,30 +19,30 @@ from sharding.ledger import Ledger
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.owners import Owner
 from sharding.params import ParamSpec
-from sharding.release import ReleasedChunk
+from sharding.release import ReleasedShard
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Chunks of a layer that are released, or come back, together, on the devices of one group.
+    """Shards of a layer that are released, or come back, together, on the devices of one group.
 
     Attributes:
         places: of each, in the order of release.
-        keys: of each rank, the chunks that they are there, in the same order.
+        keys: of each rank, the shards that they are there, in the same order.
         releases: what they are released with, on every device.
         sizes: bytes on each device, by owner.
         degrees: by parameter, the highest degree for which any of them is released.
     """
 
     places: tuple[int, ...]
-    keys: tuple[tuple[ChunkKey, ...], ...]
+    keys: tuple[tuple[ShardKey, ...], ...]
     releases: tuple[ReleaseKey, ...]
     sizes: dict[Owner, int]
     degrees: dict[str, int]
 
 
 class WeightStore(WeightLayout):
-    """Chunks of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
+    """Shards of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -51,18 +51,18 @@ class WeightStore(WeightLayout):
         self._ledgers: list[Ledger] = []
         self._leaves: dict[tuple[SegmentPlan, int], list[tuple[ParamSpec, int, bool]]] = {}
         self._changes: dict[tuple[int, int, int, int, int], _Change] = {}
-        self._chunks = [DeviceChunks(self._releases(device)) for device in range(len(devices))]
+        self._shards = [DeviceShards(self._releases(device)) for device in range(len(devices))]
 
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
         """Bytes of padding and copied heads on a device, by layer and owner as the ledger has them.
 
-        Chunks of a parameter count alike, and those that are released not at all.
+        Shards of a parameter count alike, and those that are released not at all.
         """
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, spec in self.specs.items():
-            present = sum((name, index) in self._chunks[device] for index in range(spec.num_chunks))
+            present = sum((name, index) in self._shards[device] for index in range(spec.num_shards))
             padding = (spec.num_elements - spec.model_elements) * self.itemsize
-            totals[(spec.layer, spec.owner)] += padding * present // spec.num_chunks
+            totals[(spec.layer, spec.owner)] += padding * present // spec.num_shards
         return totals
 
     def load(self, reader: WeightReader, ledgers: list[Ledger], on_load: Callable[[str], None]) -> None:
@@ -73,21 +73,21 @@ class WeightStore(WeightLayout):
         self._ledgers = ledgers
         try:
             with closing(self._read(reader)) as parameters:
-                for spec, chunks in parameters:
+                for spec, shards in parameters:
                     name = spec.name
                     for ledger in ledgers:
-                        ledger.add(spec.owner, sum(chunk.nbytes for chunk in chunks), spec.layer)
-                    for index, copies in enumerate(put(chunks, [self.devices] * len(chunks))):
-                        for buffers, copy in zip(self._chunks, copies, strict=True):
+                        ledger.add(spec.owner, sum(shard.nbytes for shard in shards), spec.layer)
+                    for index, copies in enumerate(put(shards, [self.devices] * len(shards))):
+                        for buffers, copy in zip(self._shards, copies, strict=True):
                             buffers[(name, index)] = copy
-                    del chunks  # where they are large, their memory is not there to be used again
+                    del shards  # where they are large, their memory is not there to be used again
                     on_load(name)
         except BaseException:
             self.release_all()
             raise
 
     def _read(self, reader: WeightReader) -> Parameters:
-        """Every parameter with its chunks, which are valid until the next is asked for.
+        """Every parameter with its shards, which are valid until the next is asked for.
 
         Those outside the layers come first, the largest before the others: they are staged in memory of their own,
         while there is little on the devices yet.
@@ -100,28 +100,28 @@ class WeightStore(WeightLayout):
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
         """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
 
-        Where reading fails, the group has the chunks that it had: each until the same is there again.
+        Where reading fails, the group has the shards that it had: each until the same is there again.
         """
-        back: list[dict[ChunkKey, jax.Array]] = [{} for _ in group.devices]
+        back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
-            for spec, chunks in parameters:
+            for spec, shards in parameters:
                 name, layer = spec.name, spec.layer
-                wanted = [set(range(len(chunks))) for _ in group.devices]
+                wanted = [set(range(len(shards))) for _ in group.devices]
                 for rank, degree in enumerate(degrees):
                     for released in self.released(layer, degree) if layer is not None else ():
                         if released.spec.name == name:
-                            wanted[rank].discard(self._chunk_on(released, group.device_indices[rank]))
+                            wanted[rank].discard(self._shard_on(released, group.device_indices[rank]))
                 self._forget_parameter(group, layer, name)
-                for index, chunk in enumerate(chunks):
+                for index, shard in enumerate(shards):
                     ranks = [rank for rank, indices in enumerate(wanted) if index in indices]
-                    (copies,) = put([chunk], [[group.devices[rank] for rank in ranks]])
+                    (copies,) = put([shard], [[group.devices[rank] for rank in ranks]])
                     for rank, copy in zip(ranks, copies, strict=True):
-                        present = self._chunks[group.device_indices[rank]]
+                        present = self._shards[group.device_indices[rank]]
                         (present if (name, index) in present else back[rank])[(name, index)] = copy
         for rank, device in enumerate(group.device_indices):
             for (name, index), buffer in back[rank].items():
                 spec = self.specs[name]
-                self._chunks[device][(name, index)] = buffer
+                self._shards[device][(name, index)] = buffer
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
@@ -137,34 +137,34 @@ class WeightStore(WeightLayout):
             views = self._views.of_parameter(group, spec.name)
             key = (place, sharded)
             if key not in views:
-                buffers = [self._chunks[device][(spec.name, place)] for device in group.device_indices]
+                buffers = [self._shards[device][(spec.name, place)] for device in group.device_indices]
                 views[key] = assemble(group, buffers, replicated=True)
             arrays.append(views[key])
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """The chunk at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
+        """The shard at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
         views = self._views.of_parameter(group, spec.name)
         key = (place, True)
         if key not in views:
             buffers = [
-                self._chunks[device][(spec.name, spec.chunk_indices(group.tp, rank)[place])]
+                self._shards[device][(spec.name, spec.shard_indices(group.tp, rank)[place])]
                 for rank, device in enumerate(group.device_indices)
             ]
             views[key] = assemble(group, buffers)
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Parameter, place among a rank's chunks, and whether ranks differ, of each of a segment's leaves."""
+        """Parameter, place among a rank's shards, and whether ranks differ, of each of a segment's leaves."""
         if (plan, tp) not in self._leaves:
             leaves = []
             for variable in leaf_variables(Segment(self.dims, plan, tp)):
                 metadata = variable.get_metadata()
-                leaves.append((metadata["spec"], metadata["chunk"], is_sharded(variable)))
+                leaves.append((metadata["spec"], metadata["shard"], is_sharded(variable)))
             self._leaves[plan, tp] = leaves
         return self._leaves[plan, tp]
 
-    # Chunks that are KV extents at higher degrees
+    # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
         """Assemble what `release` will hand out, which takes longer than handing it out."""
@@ -177,11 +177,11 @@ class WeightStore(WeightLayout):
     def release(
         self, group: SubMesh, layer: int, before: int, degree: int, spent: list[Any] | None = None
     ) -> list[jax.Array]:
-        """Give up the chunks that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
+        """Give up the shards that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
 
-        The arrays share the chunks' buffers: nothing is copied, and nothing allocated. What views of lower degrees
-        held of them is forgotten. `before` is the degree for which chunks of the layer are released already. The
-        chunks' own arrays are put into `spent`, if given, for the caller to drop when it has time.
+        The arrays share the shards' buffers: nothing is copied, and nothing allocated. What views of lower degrees
+        held of them is forgotten. `before` is the degree for which shards of the layer are released already. The
+        shards' own arrays are put into `spent`, if given, for the caller to drop when it has time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
@@ -189,83 +189,83 @@ class WeightStore(WeightLayout):
             for index, place in enumerate(change.places)
         ]
         for device in group.device_indices:
-            chunks, ledger = self._chunks[device], self._ledgers[device]
-            taken = [chunks.take(release) for release in change.releases]
+            shards, ledger = self._shards[device], self._ledgers[device]
+            taken = [shards.take(release) for release in change.releases]
             if spent is not None:
                 spent += taken
             for owner, size in change.sizes.items():
                 ledger.transfer(owner, Owner.KV_CACHE, size, layer)
-        self._views.forget_chunks(group, layer, change.places, change.degrees)
+        self._views.forget_shards(group, layer, change.places, change.degrees)
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Take chunks back that were released for `before` and are not for `degree`: the last extents, restored."""
+        """Take shards back that were released for `before` and are not for `degree`: the last extents, restored."""
         change = self._change(group, layer, degree, before)
-        self._views.forget_chunks(group, layer, change.places, change.degrees)
+        self._views.forget_shards(group, layer, change.places, change.degrees)
         self._views.of_extents(group, layer).update(zip(change.places, extents, strict=True))
         buffers = zip(*(disassemble(group, extent) for extent in extents), strict=True)
         for device, keys, own in zip(group.device_indices, change.keys, buffers, strict=True):
-            for key, chunk in zip(keys, own, strict=True):
-                self._chunks[device][key] = chunk
+            for key, shard in zip(keys, own, strict=True):
+                self._shards[device][key] = shard
             for owner, size in change.sizes.items():
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """The buffers of one of the chunks that change, by rank."""
+        """The buffers of one of the shards that change, by rank."""
         return [
-            self._chunks[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
+            self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Chunks that are released for `degree` and not for `before`. Looked up: it is always the same."""
+        """Shards that are released for `degree` and not for `before`. Looked up: it is always the same."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)
             num_before = len(self.released(layer, before))
             sizes: dict[Owner, int] = defaultdict(int)
             degrees: dict[str, int] = {}
-            for chunk in released[num_before:]:
-                name = chunk.spec.name
-                elements = chunk.spec.num_elements // chunk.spec.num_chunks
-                sizes[chunk.spec.owner] += elements * self.itemsize
-                degrees[name] = max(chunk.degree, degrees.get(name, 1))
+            for shard in released[num_before:]:
+                name = shard.spec.name
+                elements = shard.spec.num_elements // shard.spec.num_shards
+                sizes[shard.spec.owner] += elements * self.itemsize
+                degrees[name] = max(shard.degree, degrees.get(name, 1))
             keys = tuple(
-                tuple((chunk.spec.name, self._chunk_on(chunk, device)) for chunk in released[num_before:])
+                tuple((shard.spec.name, self._shard_on(shard, device)) for shard in released[num_before:])
                 for device in group.device_indices
             )
-            releases = tuple({(layer, chunk.degree): None for chunk in released[num_before:]})
+            releases = tuple({(layer, shard.degree): None for shard in released[num_before:]})
             places = tuple(range(num_before, len(released)))
             self._changes[key] = _Change(places, keys, releases, dict(sizes), degrees)
         return self._changes[key]
 
-    def _releases(self, device: int) -> dict[ChunkKey, ReleaseKey]:
-        """Which chunks of a device are released, and with which others."""
+    def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
+        """Which shards of a device are released, and with which others."""
         return {
-            (chunk.spec.name, self._chunk_on(chunk, device)): (layer, chunk.degree)
+            (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)
-            for chunk in released
+            for shard in released
         }
 
-    def _chunk_on(self, released: ReleasedChunk, device: int) -> int:
-        return released.chunks[device % self.dims.max_tp]
+    def _shard_on(self, released: ReleasedShard, device: int) -> int:
+        return released.shards[device % self.dims.max_tp]
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop what holds buffers of a parameter on a group's devices."""
         self._views.forget_parameter(group, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
-            self._views.forget_chunks(group, layer, [place for place, chunk in every if chunk.spec.name == name], {})
+            self._views.forget_shards(group, layer, [place for place, shard in every if shard.spec.name == name], {})
 
-    def chunk(self, device: int, name: str, index: int) -> jax.Array:
-        """One chunk's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
-        return self._chunks[device][(name, index)]
+    def shard(self, device: int, name: str, index: int) -> jax.Array:
+        """One shard's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
+        return self._shards[device][(name, index)]
 
-    def any_chunk(self, name: str, index: int) -> jax.Array:
-        """`chunk` of the first device that has it."""
-        return next(chunks[(name, index)] for chunks in self._chunks if (name, index) in chunks)
+    def any_shard(self, name: str, index: int) -> jax.Array:
+        """`shard` of the first device that has it."""
+        return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
     def replace(self, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-        """Put copies in the place of all chunks of a layer that are of the kind that is released at some degree.
+        """Put copies in the place of all shards of a layer that are of the kind that is released at some degree.
 
         Returns the copies. Views of them are forgotten.
         """
@@ -273,13 +273,13 @@ class WeightStore(WeightLayout):
         for name in {released.spec.name: None for released in self.released(layer, self.dims.max_tp)}:
             self._forget_parameter(group, layer, name)
             for device in group.device_indices:
-                for key in [key for key in self._chunks[device] if key[0] == name]:
-                    self._chunks[device][key] = copy(self._chunks[device][key])
-                    copies.append(self._chunks[device][key])
+                for key in [key for key in self._shards[device] if key[0] == name]:
+                    self._shards[device][key] = copy(self._shards[device][key])
+                    copies.append(self._shards[device][key])
         return copies
 
     def release_all(self) -> None:
         """Drop all buffers and views."""
         self._views.clear()
-        for buffers in self._chunks:
+        for buffers in self._shards:
             buffers.clear()

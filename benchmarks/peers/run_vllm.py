@@ -6,7 +6,7 @@ import timing
 
 
 class Vllm:
-    def __init__(self, job: timing.Job):
+    def __init__(self, job: timing.TransformCall):
         # Whole GiB only. Threads are bound by vLLM's own processes, which read these.
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-job["kv_bytes"] // (1 << 30)))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))

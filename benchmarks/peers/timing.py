@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-Job = dict[str, Any]
+TransformCall = dict[str, Any]
 Prompts = list[list[int]]
 
 
@@ -35,7 +35,7 @@ class Engine(Protocol):
         """Complete all prompts together, greedily and through any end token; the new tokens of each."""
 
 
-def main(load: Callable[[Job], Engine]) -> None:
+def main(load: Callable[[TransformCall], Engine]) -> None:
     """Run the job on stdin, and write a line of JSON to stdout for the engine and for each cell."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what engines print is no result
@@ -53,7 +53,7 @@ def main(load: Callable[[Job], Engine]) -> None:
     os._exit(0)  # every figure is out: an engine that fails to shut down loses nothing
 
 
-def measure(engine: Engine, job: Job, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
+def measure(engine: Engine, job: TransformCall, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
     """Seconds of each repeat for one new token (`first_s`) and for all of them (`total_s`), the tokens, the peak."""
 
     def run(kind: str, count: int) -> tuple[float, list[list[int]]]:

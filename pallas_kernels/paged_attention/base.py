@@ -98,13 +98,13 @@ def reference_paged_attention(
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(mask, scores, -jnp.inf)
-    peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    max_logit = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     sink = jnp.zeros(())
     if options.sinks is not None:
         sink = options.sinks.astype(jnp.float32).reshape(1, key.shape[1], -1, 1, 1)
-        peak = jnp.maximum(peak, sink)
-        sink = jnp.exp(sink - peak)
-    weights = jnp.exp(scores - peak)
+        max_logit = jnp.maximum(max_logit, sink)
+        sink = jnp.exp(sink - max_logit)
+    weights = jnp.exp(scores - max_logit)
     total = weights.sum(-1, keepdims=True) + sink
     weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)
     out = jnp.einsum("bkgtn,bknh->btkgh", weights, value, precision="highest")

@@ -41,13 +41,13 @@ def xla_paged_attention(
     rows = queries.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, length * group, head_dim)
     if options.sinks is None:
-        peak = jnp.full((batch, kv_heads, length * group), -jnp.inf, jnp.float32)
+        max_logit = jnp.full((batch, kv_heads, length * group), -jnp.inf, jnp.float32)
         total = jnp.zeros((batch, kv_heads, length * group), jnp.float32)
     else:  # a score without a value, taken in before all keys
         sinks = jnp.tile(options.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, length))
-        peak = jnp.broadcast_to(sinks, (batch, kv_heads, length * group))
+        max_logit = jnp.broadcast_to(sinks, (batch, kv_heads, length * group))
         total = jnp.ones((batch, kv_heads, length * group), jnp.float32)
-    carry = (jnp.zeros((batch, kv_heads, length * group, head_dim), jnp.float32), peak, total)
+    carry = (jnp.zeros((batch, kv_heads, length * group, head_dim), jnp.float32), max_logit, total)
     for extent, table in zip(extents, tables, strict=True):
         carry = _accumulate(carry, rows, extent, table, query_positions, options)
     out, _, total = carry
@@ -102,7 +102,7 @@ def _accumulate(
         return scores if options.soft_cap is None else options.soft_cap * jnp.tanh(scores / options.soft_cap)
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
-        acc, peak, total = carry
+        acc, max_logit, total = carry
         first = index * block
         ids = lax.dynamic_slice_in_dim(page_ids, first, block, axis=1)
         places = lax.dynamic_slice_in_dim(page_positions, first, block, axis=1)
@@ -118,10 +118,10 @@ def _accumulate(
             "bkmh,bknh->bkmn", rows, gather(ids, 0), precision=precision, preferred_element_type=jnp.float32
         )
         scores = jnp.where(mask, scaled(scores), -jnp.inf)
-        new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        finite_peak = jnp.where(new_peak == -jnp.inf, 0, new_peak)
-        weights = jnp.exp(scores - finite_peak[..., None])
-        decay = jnp.exp(peak - finite_peak)
+        new_max = jnp.maximum(max_logit, scores.max(axis=-1))
+        finite_max = jnp.where(new_max == -jnp.inf, 0, new_max)
+        weights = jnp.exp(scores - finite_max[..., None])
+        decay = jnp.exp(max_logit - finite_max)
         # Slots that no query sees may hold anything: zero weight times NaN would still be NaN.
         value = jnp.where(live, gather(ids, 1), 0)
         update = jnp.einsum(
@@ -131,7 +131,7 @@ def _accumulate(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return acc * decay[..., None] + update, new_peak, total * decay + weights.sum(axis=-1)
+        return acc * decay[..., None] + update, new_max, total * decay + weights.sum(axis=-1)
 
     num_blocks = (jnp.max(table.num_pages) + block - 1) // block
     return lax.fori_loop(0, num_blocks, step, carry)

@@ -11,7 +11,7 @@ KEYS = ("window_s", "rate_rps", "input_tokens_value", "input_tokens_prob", "outp
 MAX_DRAWN = 20_000_000
 
 
-def draw_requests(
+def draw_specs(
     path: Path,
     arrays: dict[str, np.ndarray],
     random: np.random.Generator,

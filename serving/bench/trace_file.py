@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from amoeba_jax.errors import ConfigError
-from serving.bench.statistics_trace import KEYS, draw_requests
+from serving.bench.statistics_trace import KEYS, draw_specs
 from serving.bench.text_trace import SUFFIXES, is_text_trace, read_text_trace
 
 _LENGTHS = ("input_tokens", "output_tokens")
@@ -51,7 +51,7 @@ def read_trace(path: Path, draw: Draw | None = None) -> Trace:
         arrays = _read_arrays(path)
         if "rate_rps" in arrays:
             draw = draw or Draw(np.random.default_rng(0))
-            arrays = draw_requests(path, arrays, draw.random, draw.duration_s, draw.rate_scale, draw.most)
+            arrays = draw_specs(path, arrays, draw.random, draw.duration_s, draw.rate_scale, draw.most)
         elif "hash_ptr" in arrays:
             ids, ends = arrays["hash_ids"].tolist(), arrays["hash_ptr"].tolist()
             blocks = [tuple(ids[start:end]) for start, end in itertools.pairwise(ends)]

@@ -23,12 +23,12 @@ from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.programs.background import compile_jobs
-from amoeba_jax.programs.catalogue import catalogue, kept_weights
 from amoeba_jax.programs.compiling import compile_programs
+from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import DeviceTooSmallError
 from amoeba_jax.programs.plan import EnginePlan, segment_layers
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import ExecutableInfo
 from amoeba_jax.weights.layout import WeightLayout
 from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests
@@ -69,7 +69,7 @@ def run_warmup(
     for tp in wanted:
         plan.sub_meshes.check_degree(tp)
     executables, in_order = Executables(plan.dims), tuple(sorted(set(wanted)))
-    requests = catalogue(plan, executables, in_order)
+    requests = enumerate_programs(plan, executables, in_order)
     if config.prepare_pausing:
         requests += kept_weights(plan, executables, in_order)
     if dry_run:
@@ -162,7 +162,7 @@ def _print_result(directory: Path, infos: list[ExecutableInfo], total: int, miss
 
 
 def _print_dry_run(
-    config: EngineConfig, plan: EnginePlan, short_bytes: int, requests: list[ProgramRequest], as_json: bool
+    config: EngineConfig, plan: EnginePlan, short_bytes: int, requests: list[ProgramSpec], as_json: bool
 ) -> None:
     if not as_json:
         print_plan(config, plan, short_bytes)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from amoeba_jax import EngineConfig
 from amoeba_jax.programs.plan import EnginePlan
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import ExecutableInfo
 from sharding.ledger import format_bytes
 
@@ -77,11 +77,11 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
     console.print(f"longest prompt plus output: {plan.max_model_len:,} tokens")
 
 
-def print_requests(requests: Sequence[ProgramRequest]) -> None:
+def print_requests(requests: Sequence[ProgramSpec]) -> None:
     """How many programs of each kind a layout has, and the bytes that each updates in place."""
     table = Table("layout", "kind", "programs", "in place on each device")
 
-    def group(request: ProgramRequest) -> tuple[int, str]:
+    def group(request: ProgramSpec) -> tuple[int, str]:
         return len(request.devices), request.kind
 
     for (tp, kind), members in groupby(sorted(requests, key=group), group):

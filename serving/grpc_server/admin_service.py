@@ -11,7 +11,7 @@ from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.transform.options import RunningRequests
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from amoeba_jax.views import InstanceView
+from amoeba_jax.views import InstanceStatus
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.statuses import PreconditionError
 from serving.runtime.snapshot import take_snapshot
@@ -38,7 +38,7 @@ _RUNNING: dict[int, RunningRequests] = {
 }
 
 
-def kinds_of(instances: Sequence[InstanceView], degree: int, devices: Collection[int]) -> list[str]:
+def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
     """What a transformation to `degree` would be for the instances with some of `devices`, or for all where none are
     named: `scale_up`, `scale_down`, both, or `unchanged`."""
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances

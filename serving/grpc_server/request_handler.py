@@ -20,11 +20,11 @@ from amoeba_jax.errors import (
     TransformError,
 )
 from amoeba_jax.tokenizer import Tokenizer
-from serving.grpc_server.admission import Admission, Ticket
 from serving.grpc_server.callers import Caller, Callers
 from serving.grpc_server.calls import Call, Prompt
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, check_prompt_text
+from serving.grpc_server.open_requests import OpenRequests, Ticket
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
@@ -70,7 +70,7 @@ class RequestHandler:
         callers: Callers | None = None,
     ):
         self.state = State.LOADING
-        self.admission = Admission(limits)
+        self.admission = OpenRequests(limits)
         self.refusals = Refusals(limits)
         self.callers = callers or Callers()
         self.limits = limits
@@ -243,7 +243,7 @@ class RequestHandler:
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
         """For calls that tokenize and generate nothing: they count as requests, and have the same deadlines.
 
-        Raises `NotServingError` unless the server is ready, and what `Admission.admit` raises.
+        Raises `NotServingError` unless the server is ready, and what `OpenRequests.admit` raises.
         """
         if self.state is not State.READY:
             raise NotServingError(self.state.value)
@@ -275,7 +275,7 @@ class RequestHandler:
 
     async def abort(self, caller: Caller, name: str) -> bool:
         """End requests by their name; clients get what was generated, with finish reason `abort`. Whether there was
-        one. See `Admission.find`."""
+        one. See `OpenRequests.find`."""
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
 

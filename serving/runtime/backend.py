@@ -10,7 +10,7 @@ from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform.options import RunningRequests
 from amoeba_jax.transform.report import TransformReport, TransformVariant
-from amoeba_jax.views import InstanceView, MemoryReport
+from amoeba_jax.views import InstanceStatus, MemoryReport
 
 
 class Backend(Protocol):
@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def instances(self) -> tuple[InstanceView, ...]:
+    def instances(self) -> tuple[InstanceStatus, ...]:
         """The instances as they are now."""
         ...
 

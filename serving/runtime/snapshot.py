@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.views import InstanceView, MemoryReport
+from amoeba_jax.views import InstanceStatus, MemoryReport
 from sharding.owners import Owner
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Snapshot:
     """Instances, memory and totals."""
 
-    instances: tuple[InstanceView, ...]
+    instances: tuple[InstanceStatus, ...]
     memory: MemoryReport
     stats: EngineStats
 

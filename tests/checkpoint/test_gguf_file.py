@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import psutil
 import pytest
-from chunks import build_chunks
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from shards import build_shards
 
 from amoeba_jax.checkpoint import GGUFCheckpoint, open_gguf
 from amoeba_jax.errors import CheckpointError
@@ -257,7 +257,7 @@ def test_release_gives_memory_back(tmp_path):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_chunks_are_the_same_whatever_the_number_of_threads(threads, tmp_path):
+def test_shards_are_the_same_whatever_the_number_of_threads(threads, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", "llama", hf_tensors(), GGMLQuantizationType.Q8_0)
     checkpoint = GGUFCheckpoint(path)
     dims = ModelDims(ModelConfig.from_hf(checkpoint.config), max_tp=2, page_size=16, dtype="float32")
@@ -266,9 +266,9 @@ def test_chunks_are_the_same_whatever_the_number_of_threads(threads, tmp_path):
     store.load(reader, [Ledger(1 << 30)] * 2, lambda _: None)
     whole = GGUFCheckpoint(path)
     for name, spec in store.specs.items():
-        for index, expected in enumerate(build_chunks(spec, whole.read, np.dtype(np.float32))):
+        for index, expected in enumerate(build_shards(spec, whole.read, np.dtype(np.float32))):
             for device in range(2):
-                np.testing.assert_array_equal(np.asarray(store.chunk(device, name, index)), expected, err_msg=name)
+                np.testing.assert_array_equal(np.asarray(store.shard(device, name, index)), expected, err_msg=name)
 
 
 def test_file_cut_after_opening_is_told_in_bytes(tmp_path):

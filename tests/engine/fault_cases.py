@@ -28,7 +28,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.relocation import PortableProgram
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.transform.options import TransformOptions
@@ -41,7 +41,7 @@ DONATED: dict[str, tuple[int, ...]] = {
     "step": (1, 2),
     "split": (0,),
     "join": (0,),
-    "draw_full": (2,),
+    "sample_full": (2,),
     "set_state": (0, 1),
     "page_copy": (0,),
     "exchange": (0,),
@@ -152,7 +152,7 @@ class Load:
             for instance in engine.instances:
                 for step in instance.pending:
                     step.result.exception()
-            for _, result in engine.transformations._settling:
+            for _, result in engine.transformations._finishing:
                 result.exception()
             engine.collect()
         raise AssertionError("the requests never end")
@@ -189,10 +189,10 @@ class Faults:
         get, compile_program, read = Executables.get, compiling.compile_program, Instance._read
         load, when_ready = PortableProgram.load, Instance.when_ready
 
-        def faulty_get(executables: Executables, request: ProgramRequest) -> Any:
+        def faulty_get(executables: Executables, request: ProgramSpec) -> Any:
             return _Program(get(executables, request), request, self)
 
-        def faulty_compile(request: ProgramRequest, source: PortableProgram | None = None) -> Any:
+        def faulty_compile(request: ProgramSpec, source: PortableProgram | None = None) -> Any:
             if request.kind == self.kind and self.how in ("compile", "load"):
                 self._compiled += 1
                 if self.how == "compile" and self._compiled == self.number:
@@ -233,7 +233,7 @@ class Faults:
         failed.set_exception(jax.errors.JaxRuntimeError(NO_MEMORY))
         return failed
 
-    def call(self, program: jax.stages.Compiled, request: ProgramRequest, arguments: tuple[Any, ...]) -> Any:
+    def call(self, program: jax.stages.Compiled, request: ProgramSpec, arguments: tuple[Any, ...]) -> Any:
         """Call a program, unless it is the one that fails."""
         self.calls[request.kind] += 1
         if self.how in ("compile", "load") or request.kind != self.kind or self.calls[self.kind] != self.number:
@@ -256,7 +256,7 @@ class Faults:
 @dataclass(frozen=True)
 class _Program:
     program: jax.stages.Compiled
-    request: ProgramRequest
+    request: ProgramSpec
     faults: Faults
 
     def __call__(self, *arguments: Any) -> Any:
@@ -269,7 +269,7 @@ class _Program:
 def drop_programs(engine: Engine, kind: str) -> None:
     """Have the programs of a kind loaded again when they are needed."""
     programs = engine.cluster.executables._store._programs
-    for key in [key for key, executable in programs.items() if executable.request.kind == kind]:
+    for key in [key for key, executable in programs.items() if executable.spec.kind == kind]:
         del programs[key]
 
 

@@ -16,7 +16,7 @@ from transform_cases import Background, requests, tokens, wait_until_decoding
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_requests import ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramSpec
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
@@ -59,7 +59,7 @@ class Gate:
         self._background = background = engine_of(llm).cluster.executables.background
         compile = background._compile
 
-        def waiting(wanted: list[ProgramRequest]):
+        def waiting(wanted: list[ProgramSpec]):
             self.held += [str(request) for request in wanted if not self.open.is_set()]
             assert self.open.wait(TIMEOUT_S)
             yield from compile(wanted)
@@ -92,7 +92,7 @@ def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
     (output,) = first.result()
     assert len(output.outputs[0].token_ids) == 200
     assert second._thread.is_alive(), "it has no program to be sampled with"
-    assert any("draw" in name for name in gate.asked())
+    assert any("sample" in name for name in gate.asked())
     gate.open.set()
     got = tokens([output, *second.result()])
     assert got[0] == tokens(cold.generate([[4, 5, 6]], greedy(200)))[0]
@@ -116,8 +116,8 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
     background = cold._engine.cluster.executables.background
     compile = background._compile
 
-    def failing(wanted: list[ProgramRequest]):
-        if wanted[0].kind == "draw":
+    def failing(wanted: list[ProgramSpec]):
+        if wanted[0].kind == "sample":
             raise RuntimeError("injected")
         yield from compile(wanted)
 
@@ -136,7 +136,7 @@ def test_load_and_transformations_from_the_start(directory: Path, monkeypatch: p
     between: list[str] = []
     make = Executables._make
 
-    def counted(self: Executables, request: ProgramRequest):
+    def counted(self: Executables, request: ProgramSpec):
         between.append(str(request))
         return make(self, request)
 

@@ -231,7 +231,7 @@ def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
             progress=False,
         ) as llm:
             results.append(llm.logits(list(range(40)), decode_from=30))
-            steps = [executable.request.key for executable in engine_of(llm).cluster.executables]
+            steps = [executable.spec.key for executable in engine_of(llm).cluster.executables]
     np.testing.assert_allclose(results[0], results[1], atol=1e-6)
     # Two layers of one executable, and a head, each for prefill and decode.
     assert len(steps) == 2 * len({key.batch for key in steps if isinstance(key, StepKey)})

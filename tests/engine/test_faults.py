@@ -46,21 +46,21 @@ MOVERS = {"migrate": TransformVariant.BASIC, "defragment": TransformVariant.BASI
 CALLS = {
     "step": 126,
     "head": 39,
-    "draw_full": 31,
+    "sample_full": 31,
     "exchange": 9,
     "set_state": 7,
     "page_copy": 6,
     "restore": 6,
     "migrate": 6,
     "defragment": 6,
-    "draw": 6,
+    "sample": 6,
     "join": 5,
     "split": 2,
     "token_logprobs": 1,
     "take_column": 1,
 }
 """Of each kind of program in one load."""
-RESULTS = ("head", "draw", "draw_full", "token_logprobs", "take_column")
+RESULTS = ("head", "sample", "sample_full", "token_logprobs", "take_column")
 """Programs whose results the host reads soon."""
 
 

@@ -85,17 +85,17 @@ def test_weights_exist_once_per_device(llm: LLM):
     owners = llm.memory().by_owner(0)
     weights = sum(size for owner, size in owners.items() if owner not in ("kv cache", "sampling", "hidden states"))
     config = tiny_config("qwen2")
-    hidden, ffn_chunk, vocab_chunk = 48, llm.dims.ffn_chunk, llm.dims.vocab_chunk
+    hidden, ffn_shard, vocab_shard = 48, llm.dims.ffn_shard, llm.dims.vocab_shard
     heads = llm.dims.heads
     columns = heads.kv_heads * (heads.group + 2) * 12
     attention = hidden * columns + columns + heads.kv_heads * heads.group * 12 * hidden
-    layer = attention + 3 * hidden * ffn_chunk * 4 + 2 * hidden
-    expected = config["num_hidden_layers"] * layer + hidden * vocab_chunk * 4 + hidden
+    layer = attention + 3 * hidden * ffn_shard * 4 + 2 * hidden
+    expected = config["num_hidden_layers"] * layer + hidden * vocab_shard * 4 + hidden
     assert weights == expected * 4
 
 
 def test_views_share_the_tp1_buffers(llm: LLM):
-    """Pointers of TP2 and TP4 arrays are those of the chunks on each device, at their places."""
+    """Pointers of TP2 and TP4 arrays are those of the shards on each device, at their places."""
     store, pool = engine_of(llm).cluster.weights, engine_of(llm).cluster.sub_meshes
     plan = engine_of(llm).cluster.plan
     for tp, segment in itertools.product((1, 2, 4), (*plan.segments, plan.head)):
@@ -106,11 +106,11 @@ def test_views_share_the_tp1_buffers(llm: LLM):
                 spec: ParamSpec = metadata["spec"]
                 for rank, device in enumerate(group.device_indices):
                     shards = {shard.device: shard.data for shard in array.addressable_shards}
-                    chunk = metadata["chunk"]
+                    shard = metadata["shard"]
                     if is_sharded(variable):
-                        chunk = spec.chunk_indices(tp, rank)[chunk]
+                        shard = spec.shard_indices(tp, rank)[shard]
                     pointer = shards[group.devices[rank]].unsafe_buffer_pointer()
-                    assert pointer == store.chunk(device, spec.name, chunk).unsafe_buffer_pointer()
+                    assert pointer == store.shard(device, spec.name, shard).unsafe_buffer_pointer()
 
 
 @pytest.mark.slow
@@ -132,14 +132,14 @@ def test_layout_switch_keeps_the_kv_buffers(llm: LLM):
         assert pointers() > before if tp > 1 else pointers() == before, "released weights come and go"
 
 
-def test_ffn_chunks_are_extents_of_the_cache(llm: LLM):
-    """A releasable chunk has the row length and dtype of a KV extent."""
+def test_ffn_shards_are_extents_of_the_cache(llm: LLM):
+    """A releasable shard has the row length and dtype of a KV extent."""
     store, kv = engine_of(llm).cluster.weights, engine_of(llm).instances[0].site.kv
     for name in ("layers.0.mlp.gate_up", "layers.1.mlp.down"):
         for index in range(4):
-            chunk = store.chunk(0, name, index)
-            assert chunk.shape[1:] == kv[0][0].shape[1:]
-            assert chunk.dtype == kv[0][0].dtype
+            shard = store.shard(0, name, index)
+            assert shard.shape[1:] == kv[0][0].shape[1:]
+            assert shard.dtype == kv[0][0].dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -149,21 +149,21 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
     for rows in range(1, 40, 4):
         memory = np.zeros(rows * 1024 * 4 + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        chunk = memory[start : start + rows * 1024 * 4].view(jnp.dtype(dtype)).reshape(rows, -1)
-        for buffer in put_copies(chunk, tuple(jax.devices()[:2])):
+        shard = memory[start : start + rows * 1024 * 4].view(jnp.dtype(dtype)).reshape(rows, -1)
+        for buffer in put_copies(shard, tuple(jax.devices()[:2])):
             pointer = buffer.unsafe_buffer_pointer()
-            assert pointer != chunk.ctypes.data
+            assert pointer != shard.ctypes.data
             assert overwrite(buffer).unsafe_buffer_pointer() == pointer
-        assert not chunk.any()
+        assert not shard.any()
 
 
-def test_attention_chunks_are_extents_if_asked(directory: Path, compile_cache: str):
+def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: str):
     settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
     outputs = []
     for transform_attention in (False, True):
         with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:
-            chunk = engine_of(llm).cluster.weights.chunk(1, "layers.0.attention.qkv", 2)
-            assert (chunk.shape[1] == llm.dims.pages.page_elems) == transform_attention
+            shard = engine_of(llm).cluster.weights.shard(1, "layers.0.attention.qkv", 2)
+            assert (shard.shape[1] == llm.dims.pages.page_elems) == transform_attention
             outputs.append(llm.logits(PROMPT))
             llm.set_layout(4)
             np.testing.assert_allclose(llm.logits(PROMPT), outputs[0], atol=1e-5)
@@ -176,7 +176,7 @@ def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str):
         llm = LLM(directory, dtype="bfloat16", device_memory="32MiB", compile_cache=compile_cache, progress=False)
     with llm:
         assert engine_of(llm).instances[0].site.kv[0][0].dtype == jnp.bfloat16
-        assert engine_of(llm).cluster.weights.chunk(0, "head", 0).dtype == jnp.bfloat16
+        assert engine_of(llm).cluster.weights.shard(0, "head", 0).dtype == jnp.bfloat16
         assert np.isfinite(llm.logits(PROMPT)).all()
 
 

@@ -98,5 +98,5 @@ def test_padding_is_reported(llm: LLM, family: str):
     padding = llm.memory().padding
     heads = llm.dims.heads
     assert padding["kv cache"] == pytest.approx(heads.kv_heads / tiny_config(family)["num_key_value_heads"])
-    assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_chunk * 4 / 116)
+    assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_shard * 4 / 116)
     assert padding["attention.qkv"] >= 1.0

@@ -9,7 +9,7 @@ from amoeba_jax.programs.restore import compile_restore, source_place
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.owners import Owner
 from sharding.params import ParamSpec, Source
-from sharding.release import released_chunks
+from sharding.release import released_shards
 
 MAX_TP, PAGES, PAGE_ELEMS, STEP_PAGES = 4, 13, 96, 5
 SPEC = ParamSpec(
@@ -28,27 +28,27 @@ def pointers(array: jax.Array) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("start", "tp"), [(0, 2), (2, 2), (0, 4)])
-def test_each_rank_gets_the_chunk_that_its_extent_stands_for(start, tp, dtype):
+def test_each_rank_gets_the_shard_that_its_extent_stands_for(start, tp, dtype):
     group = SubMesh(start, tuple(jax.devices()[start : start + tp]))
-    chunks = np.random.default_rng(0).standard_normal((MAX_TP, PAGES, PAGE_ELEMS)).astype(jnp.dtype(dtype))
+    shards = np.random.default_rng(0).standard_normal((MAX_TP, PAGES, PAGE_ELEMS)).astype(jnp.dtype(dtype))
     bytes_of = jnp.dtype(dtype).itemsize * PAGES * PAGE_ELEMS
-    released = [chunk for chunk in released_chunks((SPEC,), MAX_TP) if chunk.degree <= tp]
+    released = [shard for shard in released_shards((SPEC,), MAX_TP) if shard.degree <= tp]
     assert released
 
     def put(arrays: list[np.ndarray]) -> jax.Array:
         pairs = zip(arrays, group.devices, strict=True)
         return assemble(group, [jax.device_put(jnp.array(array, copy=True), device) for array, device in pairs])
 
-    for chunk in released:
-        program = compile_restore(chunk, MAX_TP, jnp.dtype(dtype), group, STEP_PAGES)
-        place = source_place(chunk, MAX_TP, group)
-        source = put([chunks[SPEC.chunk_indices(tp, rank)[place]] for rank in range(tp)])
+    for shard in released:
+        program = compile_restore(shard, MAX_TP, jnp.dtype(dtype), group, STEP_PAGES)
+        place = source_place(shard, MAX_TP, group)
+        source = put([shards[SPEC.shard_indices(tp, rank)[place]] for rank in range(tp)])
         extent = put([np.full((PAGES, PAGE_ELEMS), 7, jnp.dtype(dtype))] * tp)
         places = pointers(extent)
         restored = program(source, extent)
         for buffer, device in zip(disassemble(group, restored), group.device_indices, strict=True):
             np.testing.assert_array_equal(
-                np.asarray(buffer).view(np.uint8), chunks[chunk.chunks[device % MAX_TP]].view(np.uint8)
+                np.asarray(buffer).view(np.uint8), shards[shard.shards[device % MAX_TP]].view(np.uint8)
             )
         assert pointers(restored) == places
         assert extent.is_deleted()

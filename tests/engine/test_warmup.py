@@ -21,10 +21,10 @@ from transform_cases import Background, wait_until_decoding
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
 from amoeba_jax.programs.background import BackgroundCompiler
-from amoeba_jax.programs.catalogue import catalogue
 from amoeba_jax.programs.compiling import compile_program, compile_programs
+from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_requests import ProgramKey, ProgramRequest
+from amoeba_jax.programs.program_specs import ProgramKey, ProgramSpec
 from amoeba_jax.programs.program_store import ProgramStore
 from amoeba_jax.weights.store import WeightStore
 from sharding.errors import LayoutError
@@ -157,17 +157,17 @@ def test_warmup_drops_cached_pages_that_it_may_write_over(directory: Path, compi
 def test_registry_lists_every_program(llm: LLM):
     infos = llm.executables()
     engine = engine_of(llm)
-    wanted = catalogue(engine.cluster.plan, engine.cluster.executables, (1, 2))
+    wanted = enumerate_programs(engine.cluster.plan, engine.cluster.executables, (1, 2))
     assert {info.name for info in infos} == {str(request) for request in wanted}
     for info in infos:
         assert info.compile_s > 0
         assert info.argument_bytes > 0
         assert info.tensor_parallel_size == len(info.devices)
     for executable in engine.cluster.executables:
-        assert executable.info.aliased_bytes >= executable.request.donated_bytes
-    layers = [e for e in engine.cluster.executables if e.request.plan is not None and e.request.plan.layers]
+        assert executable.info.aliased_bytes >= executable.spec.donated_bytes
+    layers = [e for e in engine.cluster.executables if e.spec.plan is not None and e.spec.plan.layers]
     assert layers
-    assert all(executable.request.donated_bytes > 1 << 20 for executable in layers)
+    assert all(executable.spec.donated_bytes > 1 << 20 for executable in layers)
     assert max(info.temp_bytes for info in infos) <= sum(engine.cluster.ledgers[0].reserved.values())
 
 
@@ -178,7 +178,7 @@ def test_program_that_would_copy_is_an_error():
         jitted = jax.jit(lambda x: jnp.concatenate([x, x]), donate_argnums=0)
         return jitted.lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
 
-    request = ProgramRequest(ProgramKey("doubling", (0,), (8,)), compile, donated_bytes=32, on=tuple(jax.devices()[:1]))
+    request = ProgramSpec(ProgramKey("doubling", (0,), (8,)), compile, donated_bytes=32, on=tuple(jax.devices()[:1]))
     with pytest.raises(RuntimeError, match=r"doubling.*would copy.*0 of 32 bytes"):
         compile_program(request)
 
@@ -191,8 +191,8 @@ def test_error_of_one_program_ends_the_others():
         return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
     device = tuple(jax.devices()[:1])
-    requests = [ProgramRequest(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(3)]
-    requests.append(ProgramRequest(ProgramKey("fail", (0,), ()), fail, on=device))
+    requests = [ProgramSpec(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(3)]
+    requests.append(ProgramSpec(ProgramKey("fail", (0,), ()), fail, on=device))
     with pytest.raises(ValueError, match="no such program"):
         list(compile_programs(requests, 2))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("amoeba-compile")]
@@ -200,13 +200,13 @@ def test_error_of_one_program_ends_the_others():
 
 def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """The one whose program is not there: here by the name of one that no warm-up made."""
-    requests = engine_of(llm).cluster.executables.requests
-    draw_full = requests.draw_full
-    monkeypatch.setattr(requests, "draw_full", lambda *sizes: draw_full(*sizes[:-1], sizes[-1] + 1))
+    requests = engine_of(llm).cluster.executables.specs
+    sample_full = requests.sample_full
+    monkeypatch.setattr(requests, "sample_full", lambda *sizes: sample_full(*sizes[:-1], sizes[-1] + 1))
     params = SamplingParams(temperature=0, max_tokens=4, bad_words=["ab"], ignore_eos=True)
     load = Background(llm, [[5, 6, 7]], LONG)
     wait_until_decoding(llm, 1)
-    with pytest.raises(NotCompiledError, match="draw_full"):
+    with pytest.raises(NotCompiledError, match="sample_full"):
         llm.generate([1, 2, 3], params)
     (output,) = load.result()
     assert len(output.outputs[0].token_ids) == 40
@@ -215,8 +215,8 @@ def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.Mon
 
 def test_one_program_draws_with_all_options_for_a_number_of_rows(llm: LLM):
     cluster = engine_of(llm).cluster
-    keys = [request.key for request in catalogue(cluster.plan, cluster.executables, (1, 2))]
-    draws = [key for key in keys if isinstance(key, ProgramKey) and key.kind == "draw_full"]
+    keys = [request.key for request in enumerate_programs(cluster.plan, cluster.executables, (1, 2))]
+    draws = [key for key in keys if isinstance(key, ProgramKey) and key.kind == "sample_full"]
     # By device and logits, `[V, R]`.
     assert len({(key.devices, key.shape[0]) for key in draws}) == len(draws) > 2
 
@@ -262,7 +262,7 @@ def test_strict_mode_loads_again_what_was_dropped_for_others(llm: LLM):
         return jax.jit(lambda x: x + 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
     device = tuple(jax.devices()[:1])
-    there, other = (ProgramRequest(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(2))
+    there, other = (ProgramSpec(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(2))
     executables = Executables(llm.dims, strict=True)
     assert len(list(executables.prepare([there]))) == 1
     executables.set_complete()

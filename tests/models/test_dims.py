@@ -1,4 +1,4 @@
-"""Stored sizes after padding: real models' cost of it, and chunks that are whole pages."""
+"""Stored sizes after padding: real models' cost of it, and shards that are whole pages."""
 
 import json
 import math
@@ -53,10 +53,10 @@ def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
     dims = ModelDims(real(shared_data, model), max_tp, 16, "bfloat16", transform_attention=True)
     config = dims.config
     assert dims.heads.kv_padding == len(dims.heads.q_rows()) / config.num_heads == 1
-    assert dims.ffn_chunk * max_tp == config.ffn_size
+    assert dims.ffn_shard * max_tp == config.ffn_size
     assert dims.output_columns * max_tp == config.num_heads * config.head_dim
     assert dims.qkv_rows * max_tp == (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    assert dims.vocab_chunk * max_tp == config.vocab_size
+    assert dims.vocab_shard * max_tp == config.vocab_size
     ratios = padding(dims)
     assert set(ratios.values()) == {1.0}
     stored = sum(spec.num_elements for spec in model_specs(dims).values())
@@ -64,19 +64,19 @@ def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "ffn_chunk"),
+    ("page_size", "ffn_shard"),
     # A page has 2,048 elements per token, so 6,912 rows of 5,120 fill 17,280 tokens: 135 pages of 128.
     [(16, 6912), (32, 6912), (64, 6912), (128, 6912), (256, 7168)],
 )
-def test_qwen25_32b_ffn_needs_no_padding_up_to_pages_of_128_tokens(shared_data, page_size, ffn_chunk):
+def test_qwen25_32b_ffn_needs_no_padding_up_to_pages_of_128_tokens(shared_data, page_size, ffn_shard):
     dims = ModelDims(real(shared_data, "Qwen2.5-32B"), 4, page_size, "bfloat16")
     assert dims.pages.page_elems == 2048 * page_size
-    assert dims.ffn_chunk == ffn_chunk
+    assert dims.ffn_shard == ffn_shard
     assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_padding) == (8, 5, 1)
     assert dims.qkv_rows == (10 + 2 * 2) * 128
-    assert dims.vocab_chunk == 152064 // 4
+    assert dims.vocab_shard == 152064 // 4
     ratios = padding(dims)
-    assert ratios.pop("mlp.gate_up") == ratios.pop("mlp.down") == ffn_chunk * 4 / 27648
+    assert ratios.pop("mlp.gate_up") == ratios.pop("mlp.down") == ffn_shard * 4 / 27648
     assert set(ratios.values()) == {1.0}
 
 
@@ -85,13 +85,13 @@ def test_smollm2_gets_a_zero_head_where_ranks_do_not_divide_its_heads(max_tp, kv
     dims = ModelDims(SMOLLM2, max_tp, 16, "bfloat16")
     assert (dims.heads.kv_heads, dims.heads.group, dims.heads.kv_copies) == (kv_heads, 3, 1)
     assert dims.heads.kv_padding == len(dims.heads.q_rows()) / 9 == kv_heads / 3
-    assert dims.kv_chunk_heads == kv_heads // max_tp
+    assert dims.kv_shard_heads == kv_heads // max_tp
     assert dims.qkv_rows == kv_heads // max_tp * 5 * 64
     assert dims.output_columns == kv_heads // max_tp * 3 * 64
     ratios = padding(dims)
     assert ratios["attention.qkv"] == ratios["attention.o"] == kv_heads / 3
     # A page is 16 * 2 * 4 * 64 = 8,192 elements, so rows of 576 make whole pages every 128: 384 do.
-    assert dims.ffn_chunk == 1536 // max_tp
+    assert dims.ffn_shard == 1536 // max_tp
     assert ratios["mlp.gate_up"] == ratios["mlp.down"] == 1
     assert num_parameters(dims) == 134_515_008
 
@@ -107,10 +107,10 @@ def test_tied_embedding_is_stored_once():
 def test_vocabulary_is_dealt_evenly_and_aligned():
     dims = ModelDims(make_config(64, 4, 4, 16, 128, 50257), 4, 16, "float32")
     assert dims.vocab_share == 12565
-    assert dims.vocab_chunk == 12576
-    assert dims.vocab_chunk % VOCAB_ALIGNMENT == 0
+    assert dims.vocab_shard == 12576
+    assert dims.vocab_shard % VOCAB_ALIGNMENT == 0
     alone = ModelDims(dims.config, 1, 16, "float32")
-    assert alone.vocab_chunk == alone.vocab_share == 50257, "nothing to align for with one rank"
+    assert alone.vocab_shard == alone.vocab_share == 50257, "nothing to align for with one rank"
 
 
 def test_only_what_is_transformable_is_laid_out_in_pages():
@@ -132,18 +132,18 @@ def test_only_what_is_transformable_is_laid_out_in_pages():
     max_tp=st.sampled_from([2, 4]),
     page_size=st.sampled_from([1, 8, 16, 64]),
 )
-def test_chunks_are_the_fewest_whole_pages_that_hold_the_weights(
+def test_shards_are_the_fewest_whole_pages_that_hold_the_weights(
     hidden, kv_heads, group, head_dim, ffn, max_tp, page_size
 ):
     config = make_config(hidden, kv_heads * group, kv_heads, head_dim, ffn, 7)
     dims = ModelDims(config, max_tp, page_size, "float32", transform_attention=True)
     page = dims.pages.page_elems
     assert page == dims.heads.kv_heads * 2 * page_size * head_dim
-    assert dims.ffn_chunk * max_tp >= ffn
+    assert dims.ffn_shard * max_tp >= ffn
     # (size, least size, elements of a row): both FFN matrices are whole pages exactly when `down` is.
-    heads = dims.kv_chunk_heads * head_dim
+    heads = dims.kv_shard_heads * head_dim
     for size, least in (
-        (dims.ffn_chunk, -(-ffn // max_tp)),
+        (dims.ffn_shard, -(-ffn // max_tp)),
         (dims.qkv_rows, heads * (dims.heads.group + 2)),
         (dims.output_columns, heads * dims.heads.group),
     ):
@@ -154,4 +154,4 @@ def test_chunks_are_the_fewest_whole_pages_that_hold_the_weights(
         if spec.page_elems:
             pages, elems = spec.stored_shape
             assert elems == page
-            assert pages * page == math.prod(spec.chunk_shape), name
+            assert pages * page == math.prod(spec.shard_shape), name

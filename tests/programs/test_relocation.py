@@ -98,11 +98,11 @@ def test_all_devices_compute_the_same_in_place(directory: Path, cache: Path):
             assert pointers(llm) == before, "every step updates the cache in place"
         assert all(len(found) == 1 for found in tokens.values())
         made = executables(llm)
-        families = Counter(e.request.family for e in made if not e.info.cached)
+        families = Counter(e.spec.family for e in made if not e.info.cached)
         assert not [family for family, count in families.items() if count > 1]
         assert sum(e.info.cached for e in made) > len(made) / 3
         for executable in made:
-            assert executable.info.aliased_bytes >= executable.request.donated_bytes
+            assert executable.info.aliased_bytes >= executable.spec.donated_bytes
         check_idle(llm)
 
 
@@ -123,7 +123,7 @@ def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cac
         assert compiled["by XLA"] == before
         made = executables(llm)
         assert all(e.info.cached for e in made)
-        assert len({e.request.family for e in made}) <= len(entries)
+        assert len({e.spec.family for e in made}) <= len(entries)
     assert {path.name for path in cache.glob("amoeba_program-*-cache")} == entries
 
 

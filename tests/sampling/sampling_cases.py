@@ -26,10 +26,10 @@ from amoeba_jax.sampling.rows import (
     unpack_logprobs,
     unpack_result,
 )
-from amoeba_jax.sampling.sampler import draw, draw_full, set_state, token_logprobs
+from amoeba_jax.sampling.sampler import sample, sample_full, set_state, token_logprobs
 
-jit_draw = jax.jit(draw)
-jit_draw_full = jax.jit(draw_full, donate_argnums=2)
+jit_sample = jax.jit(sample)
+jit_draw_full = jax.jit(sample_full, donate_argnums=2)
 jit_set_state = jax.jit(set_state, donate_argnums=(0, 1))
 jit_token_logprobs = jax.jit(token_logprobs)
 
@@ -168,7 +168,7 @@ def cached_row(params: SamplingParams, seed: int, vocab_size: int) -> SamplingRo
 
 
 def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], seeds=0, positions=0) -> np.ndarray:
-    """Tokens that `draw` takes from `[R, V]` logits; settings are one for all rows or one each."""
+    """Tokens that `sample` takes from `[R, V]` logits; settings are one for all rows or one each."""
     num_rows, vocab_size = logits.shape
     settings = params if isinstance(params, list) else [params] * num_rows
     seeds, positions = (np.broadcast_to(value, num_rows).tolist() for value in (seeds, positions))
@@ -177,7 +177,7 @@ def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], se
         for p, seed, position in zip(settings, seeds, positions, strict=True)
     ]
     x = jnp.asarray(logits.T, jnp.float32)
-    _, result = jit_draw(x, jnp.zeros(SLOTS, jnp.int32), jnp.asarray(pack(rows, num_rows)))
+    _, result = jit_sample(x, jnp.zeros(SLOTS, jnp.int32), jnp.asarray(pack(rows, num_rows)))
     assert result.dtype == jnp.int32
     assert result.shape == (num_rows, 1)
     tokens, logprobs = unpack_result(np.asarray(result))

@@ -8,8 +8,8 @@ from sampling_cases import (
     SLOTS,
     Case,
     State,
-    jit_draw,
     jit_draw_full,
+    jit_sample,
     random_logits,
     sample,
     sample_full,
@@ -56,7 +56,7 @@ def test_draw_records_last_tokens_of_real_rows_only():
     logits = random_logits(ROWS, seed=2)
     rows = [Case(GREEDY, slot=7).row(), Case(GREEDY, slot=SLOTS).row(), Case(SamplingParams(), slot=0).row()]
     before = jnp.arange(100, 100 + SLOTS, dtype=jnp.int32)
-    last_tokens, result = jit_draw(jnp.asarray(logits.T), before, jnp.asarray(pack(rows, ROWS)))
+    last_tokens, result = jit_sample(jnp.asarray(logits.T), before, jnp.asarray(pack(rows, ROWS)))
     expected = np.array(before)
     expected[[7, 0]] = result[0, 0], result[2, 0]
     np.testing.assert_array_equal(last_tokens, expected)

@@ -55,7 +55,7 @@ def test_tokens_outside_the_vocabulary_have_no_state():
 
 def test_words_that_cannot_come_need_no_state():
     row = sampling_row(SamplingParams(max_tokens=2), 0, 8, (), bad_words=((8,), (9, 1), (1, 2, 3)))
-    assert (row.kind, row.uses_state) == ("draw", False)
+    assert (row.kind, row.uses_state) == ("sample", False)
 
 
 def test_client_stop_tokens_are_told_from_ends_of_generation():
@@ -196,8 +196,8 @@ def test_words_that_are_refused_are_named_in_short():
     [
         ({"temperature": 0}, (), "greedy", False),
         ({"temperature": 0, "top_k": 5, "prompt_logprobs": 3, "ignore_eos": True, "stop": "x"}, (), "greedy", False),
-        ({}, (), "draw", False),
-        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 3, "n": 2}, (), "draw", False),
+        ({}, (), "sample", False),
+        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 3, "n": 2}, (), "sample", False),
         ({"temperature": 0, "logprobs": 0}, (), "full", False),
         ({}, ((1, 2),), "full", False),
         ({}, ((1,),), "full", True),

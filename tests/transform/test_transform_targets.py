@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from amoeba_jax.transform.job import Job
+from amoeba_jax.transform.call import TransformCall
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transformation import Transformations
 
@@ -17,39 +17,39 @@ def transformations(*instances: Any) -> Transformations:
     return Transformations(cast(Any, cluster), *[cast(Any, None)] * 2)
 
 
-def active(job: Job, *devices: int) -> Any:
-    return SimpleNamespace(job=job, devices=devices)
+def active(call: TransformCall, *devices: int) -> Any:
+    return SimpleNamespace(call=call, devices=devices)
 
 
 def test_a_group_that_has_ended_is_not_busy_until_the_last_group_ends():
     made = transformations(instance(0, 2), instance(2, 2), instance(4, 1), instance(5, 1))
-    job = Job(TransformOptions(2, (0, 1, 2, 3, 4, 5)))
-    made._jobs.append(job)
-    made._active = {cast(Any, "devices 2-3"): active(job, 2, 3)}
+    call = TransformCall(TransformOptions(2, (0, 1, 2, 3, 4, 5)))
+    made._calls.append(call)
+    made._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
     assert made.targets() == {2: 2, 3: 2, 4: 2, 5: 2}
 
 
 def test_a_group_whose_last_step_still_runs_is_busy():
     made = transformations(instance(0, 2), instance(2, 2))
-    job = Job(TransformOptions(2, (0, 1, 2, 3)))
-    made._jobs.append(job)
-    made._settling = [(active(job, 0, 1), cast(Any, None))]
+    call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
+    made._calls.append(call)
+    made._finishing = [(active(call, 0, 1), cast(Any, None))]
     assert made.targets() == {0: 2, 1: 2}
 
 
 def test_groups_that_will_not_begin_are_not_busy():
-    """Another group of the same job has failed."""
+    """Another group of the same call has failed."""
     made = transformations(instance(0, 1), instance(1, 1), instance(2, 1), instance(3, 1))
-    job = Job(TransformOptions(2, (0, 1, 2, 3)))
-    job.fail(RuntimeError("injected"), (0, 1), "as it was")
-    made._jobs.append(job)
-    made._active = {cast(Any, "devices 2-3"): active(job, 2, 3)}
+    call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
+    call.fail(RuntimeError("injected"), (0, 1), "as it was")
+    made._calls.append(call)
+    made._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
     assert made.targets() == {2: 2, 3: 2}
 
 
 def test_a_job_that_awaits_programs_makes_nothing_busy():
     made = transformations(instance(0, 1), instance(1, 1))
-    job = Job(TransformOptions(2, (0, 1)))
-    job.awaits_programs = True
-    made._jobs.append(job)
+    call = TransformCall(TransformOptions(2, (0, 1)))
+    call.awaits_programs = True
+    made._calls.append(call)
     assert made.targets() == {}

@@ -86,9 +86,9 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_s
 def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
     """In other buffers, of which there are as many; and while they are replaced, hardly more."""
 
-    def chunks() -> dict[Any, np.ndarray]:
+    def shards() -> dict[Any, np.ndarray]:
         store = idle._engine.cluster.weights
-        return {(d, *key): np.array(c) for d, held in enumerate(store._chunks) for key, c in held.items()}
+        return {(d, *key): np.array(c) for d, held in enumerate(store._shards) for key, c in held.items()}
 
     replace, put, num_put = WeightStore.replace, store.put, itertools.count()
 
@@ -106,8 +106,8 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(WeightStore, "replace", watched_replace)
     monkeypatch.setattr(store, "put", watched_put)
     prompts, params = requests(4, max_tokens=64)
-    before = chunks()
-    num_bytes, weight_bytes = total_live_bytes(), sum(chunk.nbytes for chunk in before.values())
+    before = shards()
+    num_bytes, weight_bytes = total_live_bytes(), sum(shard.nbytes for shard in before.values())
     of_others = num_bytes - sum(ledger.live_bytes for ledger in idle._engine.cluster.ledgers)
     for _ in range(2):
         running = Background(idle, prompts, params)
@@ -120,10 +120,10 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
             else:
                 assert live[-1] - live[0] < 0.05 * weight_bytes, "what the first layers had before is still there"
         running.result()
-        after = chunks()
+        after = shards()
         assert before.keys() == after.keys()
-        for key, chunk in before.items():
-            np.testing.assert_array_equal(after[key], chunk)
+        for key, shard in before.items():
+            np.testing.assert_array_equal(after[key], shard)
         assert total_live_bytes() <= num_bytes
 
 
@@ -153,8 +153,8 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
         running.result()
     assert extra["basic"] > plan.num_pages * plan.page_bytes
     assert extra["in_place"] <= plan.staging_bytes
-    chunk = max(c.spec.num_elements // 4 * 4 for c in idle._engine.cluster.weights.released(0, 4))
-    assert extra["host_memory"] == chunk
+    shard = max(c.spec.num_elements // 4 * 4 for c in idle._engine.cluster.weights.released(0, 4))
+    assert extra["host_memory"] == shard
 
 
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):

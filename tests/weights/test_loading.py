@@ -1,4 +1,4 @@
-"""Loading: the same chunks by any number of threads, no second copy of the model, and nothing left of a failure."""
+"""Loading: the same shards by any number of threads, no second copy of the model, and nothing left of a failure."""
 
 import gc
 import json
@@ -14,8 +14,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from chunks import build_chunks
 from safetensors.numpy import load_file
+from shards import build_shards
 from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax.config import EngineConfig
@@ -23,7 +23,7 @@ from amoeba_jax.errors import CheckpointError, ConfigError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.weights.loading import WeightReader, put, read_ahead, staging_bytes, staging_chunks
+from amoeba_jax.weights.loading import WeightReader, put, read_ahead, staging_bytes, staging_shards
 from amoeba_jax.weights.saving import save
 from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger
@@ -53,14 +53,14 @@ def saved_model(model: Path, directory: Path, **settings) -> Path:
     return directory
 
 
-def assert_chunks(store: WeightStore, tensors: dict[str, np.ndarray]) -> None:
-    """All chunks on all devices are those of the tensors, bit for bit."""
+def assert_shards(store: WeightStore, tensors: dict[str, np.ndarray]) -> None:
+    """All shards on all devices are those of the tensors, bit for bit."""
     for name, spec in store.specs.items():
-        for index, expected in enumerate(build_chunks(spec, tensors.__getitem__, DTYPES[store.dims.dtype])):
+        for index, expected in enumerate(build_shards(spec, tensors.__getitem__, DTYPES[store.dims.dtype])):
             for device in range(len(store.devices)):
-                chunk = np.asarray(store.chunk(device, name, index))
-                assert chunk.dtype == expected.dtype
-                assert chunk.tobytes() == expected.tobytes(), (name, index, device)
+                shard = np.asarray(store.shard(device, name, index))
+                assert shard.dtype == expected.dtype
+                assert shard.tobytes() == expected.tobytes(), (name, index, device)
 
 
 def live_buffers() -> int:
@@ -74,21 +74,21 @@ def reading_threads() -> list[str]:
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("family", ["qwen2", "llama3-scaled-rope"])
-def test_chunks_are_the_same_whatever_the_number_of_threads(tmp_path: Path, family: str, threads: int):
+def test_shards_are_the_same_whatever_the_number_of_threads(tmp_path: Path, family: str, threads: int):
     config = tiny_config(family) | {"num_hidden_layers": 5}
     model = write_model(config, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for dtype in DTYPES:
-        assert_chunks(load(model, threads=threads, dtype=dtype), tensors)
+        assert_shards(load(model, threads=threads, dtype=dtype), tensors)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_saved_chunks_come_back_in_the_same_and_in_other_layouts(tmp_path: Path, threads: int):
+def test_saved_shards_come_back_in_the_same_and_in_other_layouts(tmp_path: Path, threads: int):
     model = tiny_model("smollm2", tmp_path)
     saved = saved_model(model, tmp_path / "saved")
     tensors = load_file(model / "model.safetensors")
     for layout in ({}, {"max_tp": 2}, {"page_size": 8}, {"max_tp": 1, "dtype": "bfloat16"}):
-        assert_chunks(load(saved, threads=threads, **layout), tensors)
+        assert_shards(load(saved, threads=threads, **layout), tensors)
 
 
 def parameters(count: int) -> list[ParamSpec]:
@@ -101,18 +101,18 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
     specs, started, most = parameters(20), [], 0
     together = threading.Barrier(threads, timeout=60)
 
-    def fill(spec: ParamSpec, chunks: list[np.ndarray]) -> None:
+    def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
         started.append(spec.name)
         if int(spec.name[1:]) < threads:
             together.wait()
-        chunks[0][...] = int(spec.name[1:])
+        shards[0][...] = int(spec.name[1:])
 
     dtype = np.dtype(np.float32)
     slot_bytes = staging_bytes(specs[9], dtype)  # the later half has memory of its own
-    for count, (spec, chunks) in enumerate(read_ahead(specs, WeightReader(fill, threads), dtype, slot_bytes)):
+    for count, (spec, shards) in enumerate(read_ahead(specs, WeightReader(fill, threads), dtype, slot_bytes)):
         assert spec is specs[count]
         most = max(most, len(started) - count)
-        np.testing.assert_array_equal(chunks[0], np.full((count + 1, 3), count))
+        np.testing.assert_array_equal(shards[0], np.full((count + 1, 3), count))
     assert len(started) == len(specs)
     assert most <= (1 if threads == 1 else threads + 1)
     assert not reading_threads()
@@ -120,13 +120,13 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_staging_memory_may_be_used_again(dtype: np.dtype):
-    """Devices have copies of their own: chunks that were put stay what they were when staging memory changes."""
-    spec = ParamSpec("p", (Source("t", (96, 64)),), (24, 64), num_chunks=4, owner=Owner.FFN)
+    """Devices have copies of their own: shards that were put stay what they were when staging memory changes."""
+    spec = ParamSpec("p", (Source("t", (96, 64)),), (24, 64), num_shards=4, owner=Owner.FFN)
     memory = np.empty(staging_bytes(spec, dtype), np.uint8)
-    chunks = staging_chunks(spec, dtype, memory)
-    for index, chunk in enumerate(chunks):
-        chunk[...] = index + 1
-    buffers = put(chunks, [jax.devices()[:2]] * 4)
+    shards = staging_shards(spec, dtype, memory)
+    for index, shard in enumerate(shards):
+        shard[...] = index + 1
+    buffers = put(shards, [jax.devices()[:2]] * 4)
     memory[...] = 0
     for index, copies in enumerate(buffers):
         for copy in copies:
@@ -147,30 +147,30 @@ def cut_file(model: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def chunk_file(model: Path) -> Path:
-    return model / "chunks" / "layers.1.mlp.down.2"
+def shard_file(model: Path) -> Path:
+    return model / "shards" / "layers.1.mlp.down.2"
 
 
-def cut_chunk(model: Path) -> None:
-    path = next(path for path in chunk_file(model).iterdir() if not path.name.startswith("."))
+def cut_shard(model: Path) -> None:
+    path = next(path for path in shard_file(model).iterdir() if not path.name.startswith("."))
     os.truncate(path, path.stat().st_size // 2)
 
 
-def remove_chunk_data(model: Path) -> None:
-    next(path for path in chunk_file(model).iterdir() if not path.name.startswith(".")).unlink()
+def remove_shard_data(model: Path) -> None:
+    next(path for path in shard_file(model).iterdir() if not path.name.startswith(".")).unlink()
 
 
-def remove_chunk(model: Path) -> None:
-    shutil.rmtree(chunk_file(model))
+def remove_shard(model: Path) -> None:
+    shutil.rmtree(shard_file(model))
 
 
-def replace_chunk(model: Path) -> None:
-    shutil.rmtree(chunk_file(model))
-    shutil.copytree(model / "chunks" / "layers.1.mlp.gate_up.0", chunk_file(model))
+def replace_shard(model: Path) -> None:
+    shutil.rmtree(shard_file(model))
+    shutil.copytree(model / "shards" / "layers.1.mlp.gate_up.0", shard_file(model))
 
 
-def unreadable_chunk(model: Path) -> None:
-    path = next(path for path in chunk_file(model).iterdir() if not path.name.startswith("."))
+def unreadable_shard(model: Path) -> None:
+    path = next(path for path in shard_file(model).iterdir() if not path.name.startswith("."))
     path.unlink()
     path.mkdir()
 
@@ -180,11 +180,11 @@ def unreadable_chunk(model: Path) -> None:
     ("damage", "message"),
     [
         (cut_file, r"model\.safetensors is truncated: tensor 'model\.\S+' ends at byte \d+, the file at \d+"),
-        (cut_chunk, r"chunks/layers\.1\.mlp\.down\.2, a chunk of layers\.1\.mlp\.down, cannot be read: "),
-        (remove_chunk_data, r"chunks/layers\.1\.mlp\.down\.2, a chunk of layers\.1\.mlp\.down, cannot be read: "),
-        (remove_chunk, r"chunks/layers\.1\.mlp\.down\.2, a chunk of layers\.1\.mlp\.down, cannot be read: "),
-        (unreadable_chunk, r"chunks/layers\.1\.mlp\.down\.2, a chunk of layers\.1\.mlp\.down, cannot be read: "),
-        (replace_chunk, r"layers\.1\.mlp\.down\.2, a chunk of layers\.1\.mlp\.down, has shape .* expected \("),
+        (cut_shard, r"shards/layers\.1\.mlp\.down\.2, a shard of layers\.1\.mlp\.down, cannot be read: "),
+        (remove_shard_data, r"shards/layers\.1\.mlp\.down\.2, a shard of layers\.1\.mlp\.down, cannot be read: "),
+        (remove_shard, r"shards/layers\.1\.mlp\.down\.2, a shard of layers\.1\.mlp\.down, cannot be read: "),
+        (unreadable_shard, r"shards/layers\.1\.mlp\.down\.2, a shard of layers\.1\.mlp\.down, cannot be read: "),
+        (replace_shard, r"layers\.1\.mlp\.down\.2, a shard of layers\.1\.mlp\.down, has shape .* expected \("),
     ],
 )
 def test_damage_after_opening_is_named_and_leaves_nothing(
@@ -237,7 +237,7 @@ def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self
 load(tiny, devices=devices)  # imports, JAX and its threads are not the load
 before, put, kept = peak(), module.put, []
 if keep:
-    module.put = lambda chunks, devices: (kept.extend(map(np.copy, chunks)), put(chunks, devices))[1]
+    module.put = lambda shards, devices: (kept.extend(map(np.copy, shards)), put(shards, devices))[1]
 store = load(large, devices=devices)
 print(json.dumps({"peak": peak() - before, "weights": store.num_bytes * devices}))
 """
@@ -278,7 +278,7 @@ def test_peak_host_memory_while_loading(models: dict[str, Path], devices: int):
 
 @on_linux
 @pytest.mark.slow
-def test_peak_host_memory_while_loading_saved_chunks(models: dict[str, Path], tmp_path: Path):
+def test_peak_host_memory_while_loading_saved_shards(models: dict[str, Path], tmp_path: Path):
     saved = saved_model(models["safetensors"], tmp_path / "saved")
     assert 0.9 < measure(models | {"saved": saved}, "saved", 1) <= 1.15
 

@@ -19,7 +19,7 @@ _WGMMA = plgpu.Layout.WGMMA
 class _State(NamedTuple):
     """Softmax so far: greatest score (times log2(e)) and sum of weights `[64]`, weighted values by column chunk."""
 
-    peak: jax.Array
+    max_logit: jax.Array
     total: jax.Array
     values: tuple[jax.Array, ...]
 
@@ -80,16 +80,16 @@ def _columns(v: Variant, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Item) -> _State:
     row, matrix = _WGMMA.reduce(1), _WGMMA
-    peak = _cast(v, jnp.full((ROWS,), -jnp.inf, jnp.float32), row)
+    max_logit = _cast(v, jnp.full((ROWS,), -jnp.inf, jnp.float32), row)
     total = _cast(v, jnp.full((ROWS,), 0, jnp.float32), row)
     if v.has_sinks:
         # A sink is a score of its own that adds to the sum of weights and to nothing else.
         given = _cast(v, scratch["sinks"][part], row)
         once = (item.split == 0) & ((lax.axis_index("wg") == 0) | (not v.split_keys))
-        peak = given + jnp.where(once, 0.0, -jnp.inf)
+        max_logit = given + jnp.where(once, 0.0, -jnp.inf)
         total += jnp.where(once, 1.0, 0.0)
     zeros = [jnp.full((ROWS, v.chunk), 0, jnp.float32) for _ in range(v.head_dim // v.chunk)]
-    return _State(peak, total, tuple(_cast(v, z, matrix) for z in zeros))
+    return _State(max_logit, total, tuple(_cast(v, z, matrix) for z in zeros))
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
@@ -152,9 +152,9 @@ def _compute_block(
         return mask
 
     scores = lax.cond(partly, lambda s: jnp.where(visible(), s, -jnp.inf), lambda s: s, scores)
-    peak = jnp.maximum(state.peak, scores.max(axis=1))
-    finite = jnp.where(peak == -jnp.inf, 0.0, peak)  # a row that has seen nothing yet
-    decay = jnp.exp2(state.peak - finite)
+    max_logit = jnp.maximum(state.max_logit, scores.max(axis=1))
+    finite = jnp.where(max_logit == -jnp.inf, 0.0, max_logit)  # a row that has seen nothing yet
+    decay = jnp.exp2(state.max_logit - finite)
     weights = jnp.exp2(scores - _columns(v, finite, shape))
     total = state.total * decay + weights.sum(axis=1)
     weights = weights.astype(v.dtype)
@@ -186,7 +186,7 @@ def _compute_block(
         update = weighted(operand)
     _release(v, scratch["values_free"].at[slot])
     values = [old * _columns(v, decay, old.shape) + new for old, new in zip(state.values, update, strict=True)]
-    return _State(peak, total, tuple(values))
+    return _State(max_logit, total, tuple(values))
 
 
 def _chunks(v: Variant) -> list[Any]:
@@ -251,7 +251,7 @@ def _write(
     if v.partials > 1:
         partial = item.split * v.warpgroups + worker if v.split_keys else item.split
         place += partial * (v.batch * v.kv_heads * tiles)
-        scratch["statistics"].at[worker, 0][...] = state.peak
+        scratch["statistics"].at[worker, 0][...] = state.max_logit
         scratch["statistics"].at[worker, 1][...] = state.total
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch["statistics"].at[worker], refs.statistics.at[place])

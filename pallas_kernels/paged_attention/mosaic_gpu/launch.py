@@ -196,9 +196,9 @@ def _merge(
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
     """Partial softmaxes into one, by log-sum-exp. Rows that are padding hold anything and give zeros."""
-    peak, total = statistics[..., 0, :], statistics[..., 1, :]
-    greatest = jnp.max(peak, axis=0)
-    weight = jnp.exp2(peak - jnp.where(greatest == -jnp.inf, 0, greatest))
+    max_logit, total = statistics[..., 0, :], statistics[..., 1, :]
+    greatest = jnp.max(max_logit, axis=0)
+    weight = jnp.exp2(max_logit - jnp.where(greatest == -jnp.inf, 0, greatest))
     weight = jnp.where(total > 0, weight, 0)
     total = jnp.sum(weight * total, axis=0)
     merged = jnp.sum(out * weight[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
-from amoeba_jax.views import InstanceView
+from amoeba_jax.views import InstanceStatus
 from serving.grpc_server.admin_service import kinds_of
 from serving.runtime.scheduling_config import SchedulingConfig
 
@@ -123,7 +123,7 @@ def test_transformation_beside_another_is_a_failed_precondition(live: Live):
 )
 def test_kind_of_a_transformation_is_that_of_the_instances_concerned(degree: int, devices: list[int], kinds: list[str]):
     groups = [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
-    views = [InstanceView(g[0], g, len(g), 0, 0, 0, 8) for g in groups]
+    views = [InstanceStatus(g[0], g, len(g), 0, 0, 0, 8) for g in groups]
     assert kinds_of(views, degree, devices) == kinds
 
 

@@ -4,9 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from serving.grpc_server.admission import Admission, Ticket
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
+from serving.grpc_server.open_requests import OpenRequests, Ticket
 from serving.grpc_server.priority_classes import PriorityClass, class_of
 from serving.grpc_server.statuses import LimitError
 
@@ -17,7 +17,7 @@ class Door:
     """An admission, and the requests that it has let in."""
 
     def __init__(self, **limits: int):
-        self.admission, self.open = Admission(Limits(**limits)), ExitStack()
+        self.admission, self.open = OpenRequests(Limits(**limits)), ExitStack()
 
     def admit(self, priority: int, client: str = "someone") -> Ticket:
         return self.open.enter_context(self.admission.admit(Caller(client, client, client), priority=priority))

@@ -19,7 +19,7 @@ class Ticket:
         id: the request's within this server; no client can choose it.
     """
 
-    def __init__(self, admission: "Admission", priority_class: PriorityClass):
+    def __init__(self, admission: "OpenRequests", priority_class: PriorityClass):
         self.id = uuid.uuid4().hex
         self._admission, self._class = admission, priority_class
         self._tokens = 0
@@ -38,7 +38,7 @@ class Ticket:
             self._admission.tokens_by_class[self._class] -= self._tokens
 
 
-class Admission:
+class OpenRequests:
     """The accepted requests. All methods run in the server's event loop.
 
     Attributes:

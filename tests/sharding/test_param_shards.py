@@ -1,13 +1,13 @@
-"""Weight chunks against matrices cut by hand, and sums over chunks against dense products in float64."""
+"""Weight shards against matrices cut by hand, and sums over shards against dense products in float64."""
 
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
-from chunks import build_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards import build_shards
 
 from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
@@ -66,7 +66,7 @@ def make_dims(sizes: dict[str, int]) -> ModelDims:
 
 
 class Weights:
-    """Random float64 tensors of a model's specs, no element zero, and the chunks built from them."""
+    """Random float64 tensors of a model's specs, no element zero, and the shards built from them."""
 
     def __init__(self, dims: ModelDims):
         self.specs = model_specs(dims)
@@ -76,13 +76,13 @@ class Weights:
             name: random.uniform(0.5, 1.5, source.shape) * random.choice([-1, 1], source.shape)
             for name, source in sources.items()
         }
-        self.chunks = {
-            n: build_chunks(s, self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()
+        self.shards = {
+            n: build_shards(s, self.tensors.__getitem__, np.dtype(np.float64)) for n, s in self.specs.items()
         }
 
-    def matrix(self, name: str, chunk: int) -> np.ndarray:
-        """A chunk in the shape that the model computes with."""
-        return self.chunks[name][chunk].reshape(self.specs[name].chunk_shape)
+    def matrix(self, name: str, shard: int) -> np.ndarray:
+        """A shard in the shape that the model computes with."""
+        return self.shards[name][shard].reshape(self.specs[name].shard_shape)
 
 
 def head_groups(dims: ModelDims) -> list[tuple[int, list[int]]]:
@@ -99,28 +99,28 @@ def head_groups(dims: ModelDims) -> list[tuple[int, list[int]]]:
 
 
 def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """Every chunked parameter, head by head and column by column, as `ModelDims` and layers document it."""
+    """Every sharded parameter, head by head and column by column, as `ModelDims` and layers document it."""
     config, max_tp, h = dims.config, dims.max_tp, dims.config.head_dim
-    hidden, chunk, share = config.hidden_size, dims.ffn_chunk, -(-config.ffn_size // max_tp)
+    hidden, shard, share = config.hidden_size, dims.ffn_shard, -(-config.ffn_size // max_tp)
     attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
     groups = head_groups(dims)
-    per_chunk = len(groups) // max_tp
+    per_shard = len(groups) // max_tp
     slots = max(len(queries) for _, queries in groups)
     out: dict[str, list[np.ndarray]] = {}
     gate, up = tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]
     down = tensors[f"{mlp}.down_proj.weight"]
     for c in range(max_tp):
-        gate_up, down_chunk = np.zeros((hidden, 2 * chunk)), np.zeros((chunk, hidden))
+        gate_up, down_shard = np.zeros((hidden, 2 * shard)), np.zeros((shard, hidden))
         for i, f in enumerate(range(c * share, min((c + 1) * share, config.ffn_size))):
-            gate_up[:, i], gate_up[:, chunk + i], down_chunk[i] = gate[f], up[f], down[:, f]
+            gate_up[:, i], gate_up[:, shard + i], down_shard[i] = gate[f], up[f], down[:, f]
         qkv, o = np.zeros((hidden, dims.qkv_rows)), np.zeros((dims.output_columns, hidden))
-        bias = np.zeros(per_chunk * (slots + 2) * h)
-        mine = groups[c * per_chunk : (c + 1) * per_chunk]
-        places: list[tuple[str, int, int]] = []  # projection, model head, place of the head in the chunk
+        bias = np.zeros(per_shard * (slots + 2) * h)
+        mine = groups[c * per_shard : (c + 1) * per_shard]
+        places: list[tuple[str, int, int]] = []  # projection, model head, place of the head in the shard
         for s, (head, queries) in enumerate(mine):
             places += [("q", query, s * slots + i) for i, query in enumerate(queries)]
             if head >= 0:
-                places += [("k", head, per_chunk * slots + s), ("v", head, per_chunk * (slots + 1) + s)]
+                places += [("k", head, per_shard * slots + s), ("v", head, per_shard * (slots + 1) + s)]
         for projection, head, place in places:
             model, stored = slice(head * h, (head + 1) * h), slice(place * h, (place + 1) * h)
             qkv[:, stored] = tensors[f"{attention}.{projection}_proj.weight"][model].T
@@ -128,11 +128,11 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
                 bias[stored] = tensors[f"{attention}.{projection}_proj.bias"][model]
             if projection == "q":
                 o[stored] = tensors[f"{attention}.o_proj.weight"][:, model].T
-        vocabulary = np.zeros((hidden, dims.vocab_chunk))
+        vocabulary = np.zeros((hidden, dims.vocab_shard))
         name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         entries = tensors[name][c * dims.vocab_share : (c + 1) * dims.vocab_share]
         vocabulary[:, : len(entries)] = entries.T
-        layer = {"mlp.gate_up": gate_up.T, "mlp.down": down_chunk.T, "attention.qkv": qkv.T, "attention.o": o.T}
+        layer = {"mlp.gate_up": gate_up.T, "mlp.down": down_shard.T, "attention.qkv": qkv.T, "attention.o": o.T}
         layer |= {"attention.qkv_bias": bias} if config.qkv_bias else {}
         for kind, value in layer.items():
             out.setdefault(f"layers.0.{kind}", []).append(value)
@@ -142,43 +142,43 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES)
-def test_chunks_are_those_cut_by_hand(sizes):
+def test_shards_are_those_cut_by_hand(sizes):
     dims = make_dims(sizes)
     weights = Weights(dims)
     expected = cut_by_hand(dims, weights.tensors)
     for name, spec in weights.specs.items():
-        assert len(weights.chunks[name]) == spec.num_chunks
-        assert all(chunk.shape == spec.stored_shape for chunk in weights.chunks[name])
-        if spec.num_chunks == 1 and name not in expected:  # used whole by every rank
+        assert len(weights.shards[name]) == spec.num_shards
+        assert all(shard.shape == spec.stored_shape for shard in weights.shards[name])
+        if spec.num_shards == 1 and name not in expected:  # used whole by every rank
             np.testing.assert_array_equal(weights.matrix(name, 0), weights.tensors[spec.sources[0].name])
-    for name, chunks in expected.items():
-        for index, chunk in enumerate(chunks):
-            np.testing.assert_array_equal(weights.matrix(name, index), chunk, err_msg=f"{name} {index}")
+    for name, shards in expected.items():
+        for index, shard in enumerate(shards):
+            np.testing.assert_array_equal(weights.matrix(name, index), shard, err_msg=f"{name} {index}")
 
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=SIZES)
-def test_chunks_are_written_whole_into_memory_that_was_used_before(sizes):
+def test_shards_are_written_whole_into_memory_that_was_used_before(sizes):
     weights = Weights(make_dims(sizes))
     for name, spec in weights.specs.items():
-        chunks = [np.full(spec.stored_shape, np.nan) for _ in range(spec.num_chunks)]
-        spec.fill_chunks(weights.tensors.__getitem__, chunks)
-        for chunk, expected in zip(chunks, weights.chunks[name], strict=True):
-            np.testing.assert_array_equal(chunk, expected, err_msg=name)
+        shards = [np.full(spec.stored_shape, np.nan) for _ in range(spec.num_shards)]
+        spec.fill_shards(weights.tensors.__getitem__, shards)
+        for shard, expected in zip(shards, weights.shards[name], strict=True):
+            np.testing.assert_array_equal(shard, expected, err_msg=name)
 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES, dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
-def test_tensors_come_back_from_their_chunks(sizes, dtype):
+def test_tensors_come_back_from_their_shards(sizes, dtype):
     dims = make_dims(sizes)
     specs = list(model_specs(dims).values())
     random = np.random.default_rng(1)
     restored = set()
     for spec in specs:
         tensors = {source.name: random.standard_normal(source.shape).astype(dtype) for source in spec.sources}
-        chunks = build_chunks(spec, tensors.__getitem__, dtype)
+        shards = build_shards(spec, tensors.__getitem__, dtype)
         for source in spec.sources:
-            back = spec.restore_tensor(source, chunks)
+            back = spec.restore_tensor(source, shards)
             assert back.dtype == dtype
             np.testing.assert_array_equal(back, tensors[source.name], err_msg=source.name)
             restored.add(source.name)
@@ -190,7 +190,7 @@ def test_tensors_come_back_from_their_chunks(sizes, dtype):
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES)
-def test_feed_forward_over_chunks_is_the_dense_one(sizes):
+def test_feed_forward_over_shards_is_the_dense_one(sizes):
     dims = make_dims(sizes)
     weights = Weights(dims)
     x = np.random.default_rng(2).standard_normal((5, dims.config.hidden_size))
@@ -203,19 +203,19 @@ def test_feed_forward_over_chunks_is_the_dense_one(sizes):
     dense = gated(np.concatenate([x @ gate.T, x @ up.T], axis=1)) @ down.T
     for tp in (degree for degree in (1, 2, 4) if degree <= dims.max_tp):
         spec = weights.specs["layers.0.mlp.gate_up"]
-        chunks = [c for rank in range(tp) for c in spec.chunk_indices(tp, rank)]
-        assert sorted(chunks) == list(range(dims.max_tp)), "ranks share the chunks out"
-        assert spec.local_chunks(tp) == dims.max_tp // tp
+        shards = [c for rank in range(tp) for c in spec.shard_indices(tp, rank)]
+        assert sorted(shards) == list(range(dims.max_tp)), "ranks share the shards out"
+        assert spec.local_shards(tp) == dims.max_tp // tp
         total = sum(
             gated(x @ weights.matrix("layers.0.mlp.gate_up", c).T) @ weights.matrix("layers.0.mlp.down", c).T
-            for c in chunks
+            for c in shards
         )
         np.testing.assert_allclose(total, dense, rtol=1e-9, atol=1e-9 * np.abs(dense).max())
 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES)
-def test_attention_projections_over_chunks_are_the_dense_ones(sizes):
+def test_attention_projections_over_shards_are_the_dense_ones(sizes):
     """`tanh(q * k) * v` stands for attention: it mixes a query head with its KV head and nothing else."""
     dims = make_dims(sizes)
     config, h, weights = dims.config, dims.config.head_dim, Weights(dims)
@@ -232,7 +232,7 @@ def test_attention_projections_over_chunks_are_the_dense_ones(sizes):
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     dense = (np.tanh(q * k) * v).reshape(len(x), -1) @ weights.tensors[f"{prefix}.o_proj.weight"].T
 
-    kv_heads, stored_group = dims.kv_chunk_heads, dims.heads.group
+    kv_heads, stored_group = dims.kv_shard_heads, dims.heads.group
     used = kv_heads * (stored_group + 2) * h
     total = np.zeros_like(dense)
     for c in range(dims.max_tp):
@@ -255,8 +255,8 @@ def test_padding_is_accounted_for(sizes):
     weights = Weights(dims)
     copies = dims.heads.kv_copies
     for name, spec in weights.specs.items():
-        stored = sum(chunk.size for chunk in weights.chunks[name])
-        nonzero = sum(np.count_nonzero(chunk) for chunk in weights.chunks[name])
+        stored = sum(shard.size for shard in weights.shards[name])
+        nonzero = sum(np.count_nonzero(shard) for shard in weights.shards[name])
         assert spec.num_elements == stored
         sizes = {source.name: math.prod(source.shape) for source in spec.sources}
         assert spec.model_elements == sum(sizes.values())
@@ -275,21 +275,21 @@ def test_expand_rows_spells_blocks_out(blocks, size):
     np.testing.assert_array_equal(expand_rows(np.array(blocks, np.int32), size), expected)
 
 
-@given(total=st.integers(1, 60), num_chunks=st.sampled_from([1, 2, 4]), spare=st.integers(0, 7))
-def test_deal_rows_deals_every_row_once_and_in_order(total, num_chunks, spare):
-    chunk_rows = -(-total // num_chunks) + spare
-    rows = deal_rows(total, num_chunks, chunk_rows)
-    assert rows.shape == (num_chunks, chunk_rows)
+@given(total=st.integers(1, 60), num_shards=st.sampled_from([1, 2, 4]), spare=st.integers(0, 7))
+def test_deal_rows_deals_every_row_once_and_in_order(total, num_shards, spare):
+    shard_rows = -(-total // num_shards) + spare
+    rows = deal_rows(total, num_shards, shard_rows)
+    assert rows.shape == (num_shards, shard_rows)
     np.testing.assert_array_equal(rows[rows >= 0], np.arange(total))
-    for chunk in rows:
-        used = int((chunk >= 0).sum())
-        assert (chunk[used:] == -1).all(), "padding comes last"
+    for shard in rows:
+        used = int((shard >= 0).sum())
+        assert (shard[used:] == -1).all(), "padding comes last"
     counts = (rows >= 0).sum(axis=1)
-    assert counts.max() == -(-total // num_chunks), "no chunk has more than its even share"
+    assert counts.max() == -(-total // num_shards), "no shard has more than its even share"
 
 
 def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(LayoutError, match="9 rows do not fit 4 chunks of 2"):
+    with pytest.raises(LayoutError, match="9 rows do not fit 4 shards of 2"):
         deal_rows(9, 4, 2)
 
 
@@ -310,11 +310,11 @@ def test_round_up_to_pages_is_the_smallest_whole_number_of_pages(size, row_elems
 
 def test_replicated_parameter_is_whole_on_every_rank():
     spec = ParamSpec("norm", (Source("norm.weight", (7,)),), (7,), owner=Owner.NORM)
-    assert [list(spec.chunk_indices(4, rank)) for rank in range(4)] == [[0]] * 4
-    assert spec.local_chunks(4) == 1
+    assert [list(spec.shard_indices(4, rank)) for rank in range(4)] == [[0]] * 4
+    assert spec.local_shards(4) == 1
 
 
-def test_chunk_that_is_not_whole_pages_is_refused():
+def test_shard_that_is_not_whole_pages_is_refused():
     spec = ParamSpec("w", (Source("w", (6, 5)),), (6, 5), page_elems=8, owner=Owner.FFN)
     with pytest.raises(AssertionError, match="not whole pages of 8"):
-        build_chunks(spec, lambda name: np.ones((6, 5)), np.dtype(np.float32))
+        build_shards(spec, lambda name: np.ones((6, 5)), np.dtype(np.float32))

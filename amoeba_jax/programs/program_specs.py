@@ -29,9 +29,9 @@ from amoeba_jax.sampling import sampler
 from kvcache.copying import compile_defragment, compile_migrate
 from kvcache.exchange import ExchangeKind, compile_exchange
 from sharding.mesh import SubMesh
-from sharding.release import ReleasedChunk
+from sharding.release import ReleasedShard
 
-Make = TypeVar("Make", bound=Callable[..., "ProgramRequest"])
+Make = TypeVar("Make", bound=Callable[..., "ProgramSpec"])
 _I32, _F32 = jnp.int32, jnp.float32
 # Traced steps that are kept for the next group of devices. Each holds a few MB.
 _KEPT_STEPS = 16
@@ -41,8 +41,9 @@ _KEPT_STEPS = 16
 def _few_kernels(platform: str) -> dict[str, str | bool]:
     """Options for programs of many small kernels, each of which XLA:CPU compiles and maps by itself otherwise.
 
-    Measured for the sampler with 32 rows of SmolLM2 and JAX 0.10.2: 117 memory mappings in place of 272, and a draw in
-    8.3 ms in place of 11.8. With the options for steps, those at TP4 have more mappings. JAX 0.12 does not know them.
+    Measured for the sampler with 32 rows of SmolLM2 and JAX 0.10.2: 117 memory mappings in place of 272, and sampling
+    in 8.3 ms in place of 11.8. With the options for steps, those at TP4 have more mappings. JAX 0.12 does not know
+    them.
     """
     options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
     if platform != "cpu":
@@ -68,7 +69,7 @@ class ProgramKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ProgramRequest:
+class ProgramSpec:
     """A program that may be compiled.
 
     Attributes:
@@ -76,9 +77,9 @@ class ProgramRequest:
         compile: does it.
         donated_bytes: what it must update in place, on each device.
         plan: of a step, layers that it may be run for; others of the same shape share it.
-        chunk: of a restored weight, one that it may be run for.
+        shard: of a restored weight, one that it may be run for.
         on: the devices that it runs on.
-        first: makes the request for the first group of devices of its degree; None for that group itself.
+        first: makes the spec for the first group of devices of its degree; None for that group itself.
         model: sizes of the model that it is for.
     """
 
@@ -86,14 +87,14 @@ class ProgramRequest:
     compile: Callable[[], jax.stages.Compiled] = field(compare=False, repr=False)
     donated_bytes: int = 0
     plan: SegmentPlan | None = None
-    chunk: ReleasedChunk | None = None
+    shard: ReleasedShard | None = None
     on: tuple[jax.Device, ...] = field(default=(), compare=False, repr=False)
-    first: "Callable[[], ProgramRequest] | None" = field(default=None, compare=False, repr=False)
+    first: "Callable[[], ProgramSpec] | None" = field(default=None, compare=False, repr=False)
     model: str = field(default="", compare=False, repr=False)
 
     @property
-    def original(self) -> "ProgramRequest | None":
-        """The request for the first group of its degree, if that is the same program but for its devices."""
+    def original(self) -> "ProgramSpec | None":
+        """The spec for the first group of its degree, if that is the same program but for its devices."""
         if self.first is None:
             return None
         first = self.first()
@@ -123,19 +124,19 @@ class ProgramRequest:
 
 
 def _of_any_group(make: Make) -> Make:
-    """Have a method that makes requests for a group say how the first group's is made."""
+    """Have a method that makes specs for a group say how the first group's is made."""
 
     @functools.wraps(make)
-    def made(self: "ProgramRequests", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramRequest:
-        request = make(self, group, *args, **kwargs)
+    def made(self: "ProgramSpecs", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramSpec:
+        spec = make(self, group, *args, **kwargs)
         first = None if group.first is group else functools.partial(made, self, group.first, *args, **kwargs)
-        return replace(request, on=group.devices[: len(request.devices)], first=first, model=self.model)
+        return replace(spec, on=group.devices[: len(spec.devices)], first=first, model=self.model)
 
     return cast(Make, made)
 
 
-class ProgramRequests:
-    """Makes requests for a model's programs. Logits are `[V, R]` everywhere here."""
+class ProgramSpecs:
+    """Makes specs for a model's programs. Logits are `[V, R]` everywhere here."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -146,7 +147,7 @@ class ProgramRequests:
 
     # Steps
 
-    def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramRequest:
+    def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramSpec:
         """A step of a segment of layers."""
 
         def compile() -> jax.stages.Compiled:
@@ -156,9 +157,9 @@ class ProgramRequests:
         if group.first is not group:
             first = functools.partial(self.step, replace(key, devices=group.first.device_indices), plan, group.first)
         donated = step_donated_bytes(self.dims, key)
-        return ProgramRequest(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
+        return ProgramSpec(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
-    def head(self, key: HeadKey, group: SubMesh) -> ProgramRequest:
+    def head(self, key: HeadKey, group: SubMesh) -> ProgramSpec:
         """The head of any step of as many rows."""
 
         def compile() -> jax.stages.Compiled:
@@ -167,7 +168,7 @@ class ProgramRequests:
         first = None
         if group.first is not group:
             first = functools.partial(self.head, replace(key, devices=group.first.device_indices), group.first)
-        return ProgramRequest(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
+        return ProgramSpec(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
 
     def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
         """What is traced for a group serves all of its degree."""
@@ -182,7 +183,7 @@ class ProgramRequests:
         return program
 
     @_of_any_group
-    def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramRequest:
+    def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """A program `(hidden, rows) -> hidden`. Of a group's buffers of hidden states, `[tp * D, hidden_tokens]`, all
         of which have the same first columns: moves each member's `rows` columns, a scalar on all ranks, to the front of
         its ranks' buffers, which are donated.
@@ -199,7 +200,7 @@ class ProgramRequests:
         return self._regroup("split", group, split, (lower, most_rows, hidden_tokens))
 
     @_of_any_group
-    def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramRequest:
+    def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """The inverse of `split`."""
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -216,7 +217,7 @@ class ProgramRequests:
         group: SubMesh,
         function: Callable[[jax.Array, jax.Array], jax.Array],
         shape: tuple[int, int, int],
-    ) -> ProgramRequest:
+    ) -> ProgramSpec:
         hidden_size, num_tokens = self.dims.config.hidden_size, shape[-1]
 
         def compile() -> jax.stages.Compiled:
@@ -227,25 +228,25 @@ class ProgramRequests:
             return jitted.lower(hidden, jax.ShapeDtypeStruct((), _I32)).compile()
 
         donated = hidden_size * num_tokens * self._dtype.itemsize
-        return ProgramRequest(ProgramKey(kind, group.device_indices, shape), compile, donated)
+        return ProgramSpec(ProgramKey(kind, group.device_indices, shape), compile, donated)
 
     # Sampling, on the first device of a group
 
     @_of_any_group
-    def draw(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
-        """`sampler.draw` for that many rows and settings of this size."""
+    def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
+        """`sampler.sample` for that many rows and settings of this size."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
-        return self._on_first("draw", group, sampler.draw, shapes, small=True)
+        return self._on_first("sample", group, sampler.sample, shapes, small=True)
 
     @_of_any_group
-    def draw_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramRequest:
-        """`sampler.draw_full` for that many rows and settings of this size. Donates `flags`."""
+    def sample_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
+        """`sampler.sample_full` for that many rows and settings of this size. Donates `flags`."""
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
-        return self._on_first("draw_full", group, sampler.draw_full, shapes, donate=(2,), small=True)
+        return self._on_first("sample_full", group, sampler.sample_full, shapes, donate=(2,), small=True)
 
     @_of_any_group
-    def set_state(self, group: SubMesh, num_slots: int) -> ProgramRequest:
+    def set_state(self, group: SubMesh, num_slots: int) -> ProgramSpec:
         """`sampler.set_state`. Donates `flags` and `bias`."""
         row = (self.dims.config.vocab_size,)
         state = (num_slots, *row)
@@ -253,13 +254,13 @@ class ProgramRequests:
         return self._on_first("set_state", group, sampler.set_state, shapes, donate=(0, 1))
 
     @_of_any_group
-    def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramRequest:
+    def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramSpec:
         """`sampler.token_logprobs` for logits of that many tokens, and as many targets."""
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
     @_of_any_group
-    def take_column(self, group: SubMesh, tokens: int) -> ProgramRequest:
+    def take_column(self, group: SubMesh, tokens: int) -> ProgramSpec:
         """`(logits, index) -> logits[:, index]`, as one column."""
 
         def take_column(logits: jax.Array, index: jax.Array):
@@ -278,7 +279,7 @@ class ProgramRequests:
         arguments: list[tuple[tuple[int, ...], Any]],
         donate: tuple[int, ...] = (),
         small: bool = False,
-    ) -> ProgramRequest:
+    ) -> ProgramSpec:
         # Looked up here: finding them out compiles a program, which is not to count as this one.
         options = _few_kernels(group.devices[0].platform) if small else None
 
@@ -290,16 +291,16 @@ class ProgramRequests:
 
         shapes = tuple(shape for shape, _ in arguments)
         donated = sum(4 * shapes[index][0] * shapes[index][1] for index in donate)  # flags and biases: four bytes each
-        return ProgramRequest(ProgramKey(kind, (group.start,), shapes), compile, donated)
+        return ProgramSpec(ProgramKey(kind, (group.start,), shapes), compile, donated)
 
     # Pages and weights
 
     @_of_any_group
-    def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramRequest:
+    def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramSpec:
         """`compile_page_copy` for extents of that many pages."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
-        return ProgramRequest(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
+        return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
 
     @_of_any_group
     def exchange(
@@ -309,7 +310,7 @@ class ProgramRequests:
         new_extents: tuple[int, ...],
         phase_pieces: int,
         kind: ExchangeKind,
-    ) -> ProgramRequest:
+    ) -> ProgramSpec:
         """`compile_exchange` for one layer."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
@@ -318,38 +319,38 @@ class ProgramRequests:
             pages = self.dims.pages
             return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, kind)
 
-        return ProgramRequest(key, compile, donated)
+        return ProgramSpec(key, compile, donated)
 
     @_of_any_group
-    def migrate(self, group: SubMesh, extents: tuple[int, ...], num_pieces: int) -> ProgramRequest:
+    def migrate(self, group: SubMesh, extents: tuple[int, ...], num_pieces: int) -> ProgramSpec:
         """`compile_migrate`."""
         key = ProgramKey("migrate", group.device_indices, (extents, num_pieces))
-        return ProgramRequest(key, lambda: compile_migrate(self.dims.pages, self._dtype, group, extents, num_pieces))
+        return ProgramSpec(key, lambda: compile_migrate(self.dims.pages, self._dtype, group, extents, num_pieces))
 
     @_of_any_group
     def defragment(
         self, group: SubMesh, old_extents: tuple[int, ...], new_extents: tuple[int, ...], num_pieces: int
-    ) -> ProgramRequest:
+    ) -> ProgramSpec:
         """`compile_defragment`."""
         key = ProgramKey("defragment", group.device_indices, (old_extents, new_extents, num_pieces))
 
         def compile() -> jax.stages.Compiled:
             return compile_defragment(self.dims.pages, self._dtype, group, old_extents, new_extents, num_pieces)
 
-        return ProgramRequest(key, compile)
+        return ProgramSpec(key, compile)
 
     @_of_any_group
-    def restore(self, group: SubMesh, released: ReleasedChunk, step_pages: int) -> ProgramRequest:
-        """`compile_restore` for a chunk; those of other layers, and others that peers trade alike, share it."""
+    def restore(self, group: SubMesh, released: ReleasedShard, step_pages: int) -> ProgramSpec:
+        """`compile_restore` for a shard; those of other layers, and others that peers trade alike, share it."""
         dims, shape = self.dims, released.spec.stored_shape
-        places = tuple(released.chunks[device % dims.max_tp] for device in group.device_indices)
+        places = tuple(released.shards[device % dims.max_tp] for device in group.device_indices)
         key = ProgramKey("restore", group.device_indices, (shape, places, step_pages))
         donated = released.num_pages * self._page_bytes
 
         def compile() -> jax.stages.Compiled:
             return compile_restore(released, dims.max_tp, self._dtype, group, step_pages)
 
-        return ProgramRequest(key, compile, donated, chunk=released)
+        return ProgramSpec(key, compile, donated, shard=released)
 
     @property
     def _page_bytes(self) -> int:

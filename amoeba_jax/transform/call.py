@@ -18,7 +18,7 @@ from kvcache.allocator import BuddyAllocator
 
 
 @dataclass(eq=False)
-class Job:
+class TransformCall:
     """A call of `LLM.transform`: transitions of groups, one after the other where they depend on each other."""
 
     options: TransformOptions
@@ -63,10 +63,10 @@ class Job:
 
 
 @dataclass(eq=False)
-class Active:
+class GroupTransition:
     """A transition under way."""
 
-    job: Job
+    call: TransformCall
     transition: Transition
     allocators: list[BuddyAllocator]
     """Of the view to come, one a device."""
@@ -93,9 +93,9 @@ class Active:
         lower, higher = programs.lower, programs.group.tp
         itemsize = jnp.dtype(programs.dims.dtype).itemsize
         restored = sum(
-            chunk.spec.num_elements // chunk.spec.num_chunks * itemsize * higher
+            shard.spec.num_elements // shard.spec.num_shards * itemsize * higher
             for switch in transition.switches
-            for chunk in (programs.restored(switch.layer) if not transition.up else ())
+            for shard in (programs.restored(switch.layer) if not transition.up else ())
         )
         return GroupTransform(
             programs.group.device_indices,
@@ -114,7 +114,7 @@ class Active:
         )
 
 
-def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Job]) -> None:
+def check_options(options: TransformOptions, cluster: Cluster, calls: Iterable[TransformCall]) -> None:
     """Raise `LayoutError` for devices that make up no instances, `RequestError` while others change them, or for
     options that exclude each other."""
     tp, devices = options.tensor_parallel_size, options.devices
@@ -129,9 +129,9 @@ def check_options(options: TransformOptions, cluster: Cluster, jobs: Iterable[Jo
             "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
             "weights would have to come back while they do"
         )
-    for job in jobs:
-        if not set(job.options.devices).isdisjoint(devices):
-            raise RequestError(f"devices {list(job.options.devices)} are being transformed: wait until they are done")
+    for call in calls:
+        if not set(call.options.devices).isdisjoint(devices):
+            raise RequestError(f"devices {list(call.options.devices)} are being transformed: wait until they are done")
     for instance in cluster.instances:
         group = set(instance.group.device_indices)
         if group.isdisjoint(devices):

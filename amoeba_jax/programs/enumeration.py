@@ -1,0 +1,107 @@
+"""Every program that serving can need, from sizes alone: no weights, no buffers, and no devices but their names."""
+
+from collections.abc import Collection, Iterator
+
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.programs.step_program import LogitsOf
+from amoeba_jax.programs.transition_programs import TransitionPrograms
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
+from sharding.mesh import SubMesh
+
+
+def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
+    """Programs of all instances of some degrees, and of transitions between any two of them, each once.
+
+    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights, for which there is
+    `kept_weights`, or are not in place.
+    """
+    by_degree = enumerate_by_degree(plan, executables, degrees)
+    return [spec for specs in by_degree.values() for spec in specs]
+
+
+def enumerate_by_degree(
+    plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
+) -> dict[int, list[ProgramSpec]]:
+    """`enumerate_programs` in the order of `degrees`: those of a degree's own instances, and of transitions between it
+    and those before it."""
+    found: dict[object, ProgramSpec] = {}
+    by_degree: dict[int, list[ProgramSpec]] = {}
+    for index, tp in enumerate(degrees):
+        mine = list(_instances(plan, executables, tp, tp))
+        for before in degrees[:index]:
+            for group in plan.sub_meshes.groups(max(tp, before)):
+                mine += _transition(plan, executables, group, min(tp, before), group.tp)
+        by_degree[tp] = [spec for spec in mine if found.setdefault(spec.key, spec) is spec]
+    return by_degree
+
+
+def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
+    """What `enumerate_programs` lacks for instances of some degrees that keep the weights that those of the lowest of
+    them have, as while requests are paused; and for transitions between them and those of the lowest."""
+    known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
+    lowest, found = min(degrees), dict[object, ProgramSpec]()
+    for tp in degrees:
+        specs = list(_instances(plan, executables, tp, lowest)) if tp > lowest else []
+        for group in plan.sub_meshes.groups(tp) if tp > lowest else ():
+            specs += _transition(plan, executables, group, lowest, lowest)
+        found.update((spec.key, spec) for spec in specs if spec.key not in known)
+    return list(found.values())
+
+
+def _instances(plan: EnginePlan, executables: Executables, tp: int, released: int) -> Iterator[ProgramSpec]:
+    for group in plan.sub_meshes.groups(tp):
+        yield from _steps(plan, executables, group, released)
+        yield from _sampling(plan, executables, group)
+        yield executables.specs.page_copy(group, plan.extent_pages(released))
+
+
+def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released: int) -> Iterator[ProgramSpec]:
+    buckets, extents = plan.buckets(group.tp), plan.extent_pages(released)
+    prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
+    steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
+    for shape, logits_of in steps:
+        yield from plan.step_specs(executables.specs, group, shape, extents, logits_of)
+
+
+def least_specs(
+    plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
+) -> Iterator[ProgramSpec]:
+    """The fewest programs with which an instance can serve any number of requests of some kinds: one step of decodes
+    and one with a chunk of a prompt, and their samplers."""
+    buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
+    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
+    for shape in (buckets.step(buckets.max_num_seqs), prompts):
+        yield from plan.step_specs(specs, group, shape, plan.extent_pages(released))
+        rows = shape.num_rows
+        if set(kinds) - {"greedy"}:
+            yield specs.sample(group, rows, slots, packed_size(rows))
+        if "full" in kinds:
+            yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
+            yield specs.set_state(group, slots)
+
+
+def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramSpec]:
+    buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
+    for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
+        yield specs.sample(group, rows, slots, packed_size(rows))
+        yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
+    for chunk in buckets.prompt_logits_chunks:
+        tokens = buckets.step(0, 1, chunk).num_tokens
+        yield specs.token_logprobs(group, tokens)
+        yield specs.take_column(group, tokens)
+    yield specs.set_state(group, slots)
+
+
+def _transition(
+    plan: EnginePlan, executables: Executables, group: SubMesh, lower: int, higher_released: int
+) -> Iterator[ProgramSpec]:
+    for rows in plan.buckets(lower).decode_sizes:
+        for up in (True, False):
+            released = (lower, higher_released) if up else (higher_released, lower)
+            programs = TransitionPrograms(plan, executables, group, lower, up=up, released=released, rows=rows)
+            yield from programs.step_specs()
+            yield from programs.exchange_specs()
+            yield from programs.restore_specs()
