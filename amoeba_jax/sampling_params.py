@@ -13,6 +13,9 @@ from amoeba_jax.shorten import shorten
 MAX_LOGPROBS = 20
 """Most top logprobs that a request can have for a token."""
 
+MAX_SLO_S = 86_400.0
+"""Largest SLO of a request, in seconds."""
+
 _SMALLEST_F32 = 1.1754943508222875e-38
 _LARGEST_F32 = 3.4028234663852886e38
 
@@ -79,6 +82,11 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     priority: int = 0
     """Requests with a lower value are served first."""
+    ttft_slo_s: float | None = None
+    """Seconds from its arrival in which the request should have its first token; above 0, at most 86400. What a policy
+    does for it is in docs/scheduling.md; the request goes on where it comes later. None: the server's."""
+    tpot_slo_s: float | None = None
+    """Seconds that each further token should take on average, likewise. None: the server's."""
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
@@ -117,6 +125,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and 0 <= value <= MAX_LOGPROBS):
                 raise RequestError(f"{name} must be None or an integer from 0 to {MAX_LOGPROBS}, got {shorten(value)}")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value <= MAX_SLO_S):
+                raise RequestError(
+                    f"{name} must be None or seconds above 0 and at most {MAX_SLO_S:g}, got {shorten(value)}"
+                )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise RequestError(f"{name} must be True or False, got {shorten(getattr(self, name))}")

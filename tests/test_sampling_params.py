@@ -40,6 +40,8 @@ RANGES = {
     "logprobs": ([None, 0, 20], [-1, 21, *NOT_INTEGERS]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, *NOT_INTEGERS]),
     "priority": ([-(2**31), 0, 2**31 - 1], [-(2**31) - 1, 2**31, None, *NOT_INTEGERS]),
+    "ttft_slo_s": ([None, 1e-9, 1, 86_400.0], [0, -1.0, above(86_400), INF, NAN, "1", True]),
+    "tpot_slo_s": ([None, 1e-9, 1, 86_400.0], [0, -1.0, above(86_400), INF, NAN, "1", True]),
     "include_stop_str_in_output": ([False, True], [0, 1, None, "yes"]),
     "ignore_eos": ([False, True], [0, 1, None, "yes"]),
     "skip_special_tokens": ([False, True], [0, 1, None, "yes"]),

@@ -157,6 +157,8 @@ class Load:
             max_tokens=request.output_len,
             ignore_eos=config.ignore_eos,
             priority=request.priority,
+            ttft_slo_s=request.ttft_slo_s,
+            tpot_slo_s=request.tpot_slo_s,
         )
         name = f"{config.request_id_prefix}{request.index}"
         record.start_s = self.clock()

@@ -87,7 +87,8 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
     """vLLM's figures by vLLM's names, over requests that completed, with rates over all of `duration_s`.
 
-    None instead of a latency where no request has one. `request_goodput` is None where there is no objective.
+    None instead of a latency where no request has one. `request_goodput` is None where there is no objective, neither
+    in `config` nor of a request.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -99,7 +100,7 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": len(done) / duration_s,
-        "request_goodput": good / duration_s if config.goodput else None,
+        "request_goodput": good / duration_s if config.goodput or any(map(own_objectives_ms, records)) else None,
         "output_throughput": output_tokens / duration_s,
         "total_token_throughput": (input_tokens + output_tokens) / duration_s,
         "preemptions": sum(record.preemptions for record in done),
@@ -114,11 +115,19 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Whether a request was within all limits. One without a second token has no TPOT, and meets any."""
+    """Whether a request was within all limits, of which its own SLOs win. One without a second token has no TPOT, and
+    meets any."""
+    objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
     return all(
         value is not None and value * 1000 <= objectives_ms.get(name, math.inf) for name, value in values.items()
     )
+
+
+def own_objectives_ms(record: Record) -> dict[str, float]:
+    """The SLOs that a request was sent with, in milliseconds."""
+    slos_s = {"ttft": record.request.ttft_slo_s, "tpot": record.request.tpot_slo_s}
+    return {name: slo_s * 1000 for name, slo_s in slos_s.items() if slo_s is not None}
 
 
 def max_concurrency(records: Sequence[Record]) -> int:

@@ -133,6 +133,8 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
         "kinds": [r.request.kind for r in records],
         "phases_of_requests": [r.request.phase for r in records],
         "priorities_of_requests": [r.request.priority for r in records],
+        "ttft_slos": [r.request.ttft_slo_s for r in records],
+        "tpot_slos": [r.request.tpot_slo_s for r in records],
         "server_queue_times": [r.server_queue_s for r in records],
         "outcomes": [str(r.outcome) for r in records],
     }

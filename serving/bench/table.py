@@ -48,7 +48,8 @@ def _totals(report: dict[str, Any]) -> Table:
         ("Preemptions", "preemptions", "d"),
     ):
         if report[key] is not None:
-            table.add_row(name, *(format(part[key], form) for part in (report, *groups.values())))
+            values = (part[key] for part in (report, *groups.values()))
+            table.add_row(name, *("-" if value is None else format(value, form) for value in values))
     return table
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from amoeba_jax.errors import ConfigError
+from amoeba_jax.sampling_params import MAX_SLO_S
 from serving.bench.arrivals import draw_arrivals
 from serving.bench.burst import HIGH, LOW, draw_phases, read_rates
 from serving.bench.trace_file import Draw, read_trace, scale_rate
@@ -78,6 +79,14 @@ class WorkloadConfig:
     """Priority of the urgent requests; lower goes first."""
     best_effort_priority: int = 1
     """Priority of the other requests, where some are urgent."""
+    ttft_slo_s: float | None = None
+    """SLO that requests are sent with: seconds to the first token. Default: none, the server's counts."""
+    tpot_slo_s: float | None = None
+    """SLO that requests are sent with: seconds for each further token. Default: none, the server's counts."""
+    urgent_ttft_slo_s: float | None = None
+    """The same of urgent requests. Default: `ttft_slo_s`."""
+    urgent_tpot_slo_s: float | None = None
+    """The same of urgent requests. Default: `tpot_slo_s`."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -105,6 +114,10 @@ class WorkloadConfig:
         if not 0 <= self.priority_share <= 1:
             raise ConfigError(f"priority_share={self.priority_share} must be from 0 to 1")
         _check_range(self, ("urgent_priority", "best_effort_priority"), -(2**31), 2**31 - 1)
+        for name in ("ttft_slo_s", "tpot_slo_s", "urgent_ttft_slo_s", "urgent_tpot_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MAX_SLO_S:
+                raise ConfigError(f"{name}={value} must be seconds above 0 and at most {MAX_SLO_S:g}")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be at least 0 and below 1")
         self._check_together()
@@ -164,6 +177,10 @@ class PlannedRequest:
     """Of `burst`: `low` or `high`, the phase in which it comes."""
     priority: int = 0
     """`SamplingParams.priority`: lower goes first."""
+    ttft_slo_s: float | None = None
+    """`SamplingParams.ttft_slo_s`."""
+    tpot_slo_s: float | None = None
+    """`SamplingParams.tpot_slo_s`."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
         """Its token ids, which depend on the seed and its index alone. Drawn when they are needed: those of a long
@@ -186,6 +203,9 @@ class Plan:
     phases: np.ndarray
     """Of `burst`: 0 in a low phase, 1 in a high one. Of others: -1."""
     priorities: np.ndarray
+    ttft_slo_s: np.ndarray
+    """NaN for none, as the next."""
+    tpot_slo_s: np.ndarray
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
 
@@ -200,19 +220,15 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
     cannot be read or has too few requests.
     """
     plan = plan_columns(config, max_model_len)
-    columns = (
-        plan.kinds,
-        plan.arrival_s,
-        plan.input_len,
-        plan.output_len,
-        plan.shortened,
-        plan.phases,
-        plan.priorities,
-    )
+    lengths = plan.input_len, plan.output_len
+    slos_s = plan.ttft_slo_s.astype(object), plan.tpot_slo_s.astype(object)
+    for column in slos_s:
+        column[np.isnan(column.astype(float))] = None
+    columns = (plan.kinds, plan.arrival_s, *lengths, plan.shortened, plan.phases, plan.priorities, *slos_s)
     names = {-1: "", 0: LOW, 1: HIGH}
     return [
-        PlannedRequest(index, plan.kind_names[kind], arrival_s, input_len, output_len, cut, names[phase], priority)
-        for index, (kind, arrival_s, input_len, output_len, cut, phase, priority) in enumerate(
+        PlannedRequest(index, plan.kind_names[kind], arrival_s, input_len, output_len, cut, names[phase], *rest)
+        for index, (kind, arrival_s, input_len, output_len, cut, phase, *rest) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         )
     ]
@@ -222,12 +238,21 @@ def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
     """The same as columns: a few bytes a request. Raises as `plan_requests`."""
     planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix, "trace": _plan_trace}
     plan = planners[config.dataset_name](config, max_model_len)
+    urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
     if config.priority_share:
-        urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
         plan = replace(plan, priorities=np.where(urgent, config.urgent_priority, config.best_effort_priority))
+    for name in ("ttft_slo_s", "tpot_slo_s"):
+        others, own = (math.nan if value is None else value for value in _slos(config, name))
+        plan = replace(plan, **{name: np.where(urgent, own, others)})
     if not len(plan):
         raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
     return plan
+
+
+def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
+    """An SLO of most requests, and that of urgent ones."""
+    others, own = getattr(config, name), getattr(config, f"urgent_{name}")
+    return others, others if own is None else own
 
 
 def _plan_random(config: WorkloadConfig, max_model_len: int) -> Plan:
@@ -354,6 +379,8 @@ def _plan(
         np.zeros(len(arrivals), bool) if shortened is None else shortened,
         np.full(len(arrivals), -1, np.int64),
         np.zeros(len(arrivals), np.int64),
+        np.full(len(arrivals), math.nan),
+        np.full(len(arrivals), math.nan),
         prefix_blocks or {},
     )
 

@@ -65,6 +65,11 @@ class Limits:
     `logprobs`. Streams have no such limit."""
     min_priority: int = 0
     """Lowest `priority`, which is served first, that requests may ask for. The admin's token allows any."""
+    min_ttft_slo_ms: int = 10
+    """Lowest `ttft_slo_s` that requests may ask for, in milliseconds: policies change instances for a request whose SLO
+    would be missed. The admin's token allows any."""
+    min_tpot_slo_ms: int = 1
+    """Lowest `tpot_slo_s` that requests may ask for, in milliseconds. The admin's token allows any."""
     max_refusals_per_second: int = 25
     """Refused calls of one client that are answered at once, after the first 100: further ones get their answer up to a
     second later."""

@@ -49,6 +49,13 @@ def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) ->
             f"priority={params.priority} is below {limits.min_priority}, the lowest that this server allows without "
             "the admin's token (min_priority)"
         )
+    for name, slo_s in (("ttft_slo", params.ttft_slo_s), ("tpot_slo", params.tpot_slo_s)):
+        least_s = getattr(limits, f"min_{name}_ms") / 1e3
+        if slo_s is not None and slo_s < least_s and not caller.has_admin_token:
+            raise RequestError(
+                f"{name}_s={slo_s:g} is below {least_s:g}, the lowest that this server allows without the admin's "
+                f"token (min_{name}_ms)"
+            )
     return params
 
 

@@ -31,7 +31,9 @@ Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
 VERSION = "1"
 _PLATFORM = "amoeba_jax"
 # Parameters of a request that are no sampling settings.
-_ENVELOPE = frozenset({"priority", "timeout", "cache_salt", "triton_enable_empty_final_response"})
+_ENVELOPE = frozenset({"timeout", "cache_salt", "triton_enable_empty_final_response"})
+# Sampling settings that may stand beside the tensor `sampling_parameters`, which they win over.
+_SERVICE = ("priority", "ttft_slo_s", "tpot_slo_s")
 _MAX_PARAMETERS = 64
 # Requests of one stream that are under way; the next is read when one has ended.
 _MAX_PER_STREAM = 1024
@@ -327,13 +329,13 @@ def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> 
     data = inputs.values.get("sampling_parameters")
     if isinstance(data, bytes):
         values = parse_settings(data, limits)
-        strangers = sorted(set(parameters) - _ENVELOPE)
+        strangers = sorted(set(parameters) - _ENVELOPE - set(_SERVICE))
         if strangers:
             raise RequestError(f"request parameters {shorten(strangers)} and sampling_parameters: send one of them")
     else:
         values = {key: value for key, value in parameters.items() if key not in _ENVELOPE}
-    if parameters.get("priority"):
-        values["priority"] = parameters["priority"]
+    # A priority of 0 is what Triton's clients send where none was asked for.
+    values |= {key: value for key, value in parameters.items() if key in _SERVICE and (value or key != "priority")}
     if values.get("logprobs") is None and (inputs.flag("return_logprobs") or inputs.flag("return_cumulative_logprob")):
         values["logprobs"] = 0
     return values

@@ -15,7 +15,16 @@ _INTEGERS = frozenset(
     {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "priority"},
 )
 _NUMBERS = frozenset(
-    {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"},
+    {
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ttft_slo_s",
+        "tpot_slo_s",
+    },
 )
 _FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
 _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})

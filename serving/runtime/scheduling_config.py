@@ -121,6 +121,8 @@ class SchedulingConfig:
             load_window_s=self.load_window_s,
             dwell_s=self.dwell_s,
             burst_wait_s=self.burst_wait_s,
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
             lookahead=self.lookahead,
             reserved_growth=self.reserved_growth,
         )

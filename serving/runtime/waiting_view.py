@@ -108,4 +108,6 @@ def waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
         started=sequence.started_at is not None,
         beyond_share=sequence.beyond_share,
         waiting_since_s=sequence.waiting_since,
+        ttft_slo_s=sequence.params.ttft_slo_s,
+        tpot_slo_s=sequence.params.tpot_slo_s,
     )

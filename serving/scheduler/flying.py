@@ -4,7 +4,8 @@ instances of the base degree for bursts."""
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.flying_round import FlyingRound, is_urgent
+from serving.scheduler.flying_groups import is_urgent
+from serving.scheduler.flying_round import FlyingRound
 from serving.scheduler.load_watch import LoadWatch
 from serving.scheduler.pausing import PauseBudget, misfits
 from serving.scheduler.room import KeptRoom, Room
@@ -29,8 +30,8 @@ class FlyingPolicy:
         """Devices of groups that were made as there were few requests."""
         self._for_urgent: set[tuple[int, ...]] = set()
         """Devices of groups that were made for urgent requests, and that others have moved to."""
-        self._crowded_s: float | None = None
-        """Since when the first short request waits that found no room when decisions were last made."""
+        self._split_at_s: float | None = None
+        """When groups are to split for short requests that found no room when decisions were last made."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -41,7 +42,7 @@ class FlyingPolicy:
         room = self._room.of(view)
         paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
-        late = self._crowded_s is not None and view.now_s - self._crowded_s >= self.config.burst_wait_s
+        late = self._split_at_s is not None and view.now_s >= self._split_at_s
         self.load.update(view, room.num_requests + len(index), late)
         urgent = [request for request in index.urgent(self.config.lookahead) if request.request_id not in gone]
         round_ = FlyingRound(view, room, self.config, self._budget)
@@ -64,7 +65,7 @@ class FlyingPolicy:
             actions += round_.place(request)
             if round_.num_unplaced >= self.config.lookahead:
                 break
-        self._crowded_s = round_.crowded_s
+        self._split_at_s = round_.split_at_s
         if self.load.bound:
             actions += self._bound(view, room, round_)
         return actions
@@ -92,7 +93,7 @@ class FlyingPolicy:
                 room.close(instance)
             return []
         room.close(instance)
-        round_.busy.update(instance.devices)
+        round_.groups.busy.update(instance.devices)
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
@@ -136,7 +137,7 @@ class FlyingPolicy:
         if degree <= view.base_degree:
             return []
         for devices in view.groups(degree):
-            members = round_.members(devices, degree)
+            members = round_.groups.members(devices, degree)
             if members is None or sum(len(i.running) for i in members) > view.limits[degree].max_requests:
                 continue
             for instance in members:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from serving.scheduler.amoeba_config import AmoebaConfig
+
 Preemption = Literal["hard", "soft", "sequential"]
 PREEMPTIONS: tuple[str, ...] = get_args(Preemption)
 
@@ -32,6 +34,11 @@ class FlyingConfig:
     """Groups bind for a light load no sooner than this after the last change for load. They split at once."""
     burst_wait_s: float = 1.0
     """Groups split once a short request has found no room for this long."""
+    ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
+    """Seconds in which a request should have its first token, unless it names an SLO of its own: groups split earlier
+    than `burst_wait_s`, and a long request has a group of its own, where it would come later. None: no matter."""
+    tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
+    """Seconds that each further token should take, likewise: requests keep away from instances with longer steps."""
     lookahead: int = 32
     """A decision goes past at most that many requests that find no place."""
     reserved_growth: float = 0.0

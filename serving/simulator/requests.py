@@ -24,7 +24,9 @@ class RequestTable:
     kind_names: tuple[str, ...] = ("all",)
     priority: np.ndarray | None = None
     deadline_s: np.ndarray | None = None
-    """Seconds after arrival; NaN for none."""
+    """Seconds after arrival; NaN for none, as the next two."""
+    ttft_slo_s: np.ndarray | None = None
+    tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     names: Sequence[str] | None = None
     """Ids of requests; by default `r` and the row."""
@@ -56,9 +58,8 @@ class RequestTable:
     def waiting(self, index: int) -> WaitingRequest:
         """A request as it comes."""
         prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
-        deadline_s = None
-        if self.deadline_s is not None and not np.isnan(self.deadline_s[index]):
-            deadline_s = arrival_s + float(self.deadline_s[index])
+        limit_s = _number(self.deadline_s, index)
+        deadline_s = None if limit_s is None else arrival_s + limit_s
         return WaitingRequest(
             self.name(index),
             prompt,
@@ -66,4 +67,11 @@ class RequestTable:
             0 if self.priority is None else int(self.priority[index]),
             arrival_s,
             deadline_s,
+            ttft_slo_s=_number(self.ttft_slo_s, index),
+            tpot_slo_s=_number(self.tpot_slo_s, index),
         )
+
+
+def _number(column: np.ndarray | None, index: int) -> float | None:
+    """An element of a column; None for NaN, or where there is no column."""
+    return None if column is None or np.isnan(column[index]) else float(column[index])

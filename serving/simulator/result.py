@@ -139,7 +139,7 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
     more = np.maximum(requests.output_len - 1, 1)
     done = ending == Ending.COMPLETED
     tpot_s = np.where(done & (requests.output_len > 1), (end - first) / more, np.nan)
-    kept = done & slo.kept(ttft_s, tpot_s, e2el_s)
+    kept = done & slo.kept(ttft_s, tpot_s, e2el_s, requests.ttft_slo_s, requests.tpot_slo_s)
     last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
     stopped = cluster.now_s < requests.span_s  # before all had come: it was overloaded
     counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]

@@ -39,7 +39,7 @@ def request_table(config: SimulationConfig) -> RequestTable:
     outputs = np.maximum(plan.output_len, 1)
     allowed = outputs if config.max_tokens is None else np.maximum(outputs, config.max_tokens)
     inputs = np.maximum(plan.input_len, 1)
-    priority = None
+    priority = plan.priorities
     if config.urgent_share:
         random = np.random.default_rng((config.seed, _URGENT_STREAM))
         priority = -(random.random(len(plan)) < config.urgent_share).astype(np.int64)
@@ -52,6 +52,8 @@ def request_table(config: SimulationConfig) -> RequestTable:
         plan.kind_names,
         priority,
         None if config.deadline_s is None else np.full(len(plan), config.deadline_s),
+        plan.ttft_slo_s,
+        plan.tpot_slo_s,
         plan.prefix_blocks,
     )
 

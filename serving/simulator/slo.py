@@ -46,7 +46,22 @@ class Slo:
         """Of those that are set."""
         return {n: limit for n in _NAMES if math.isfinite(limit := getattr(self, f"{n}_s"))}
 
-    def kept(self, ttft_s: np.ndarray, tpot_s: np.ndarray, e2el_s: np.ndarray) -> np.ndarray:
-        """Which requests keep all limits. Requests without a second token keep any TPOT."""
-        tpot_kept = np.isnan(tpot_s) | (tpot_s <= self.tpot_s)
-        return (ttft_s <= self.ttft_s) & tpot_kept & (e2el_s <= self.e2el_s)
+    def kept(
+        self,
+        ttft_s: np.ndarray,
+        tpot_s: np.ndarray,
+        e2el_s: np.ndarray,
+        own_ttft_s: np.ndarray | None = None,
+        own_tpot_s: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Which requests keep all limits. Requests without a second token keep any TPOT.
+
+        Args:
+            own_ttft_s, own_tpot_s: limits of single requests, which win; NaN for none.
+        """
+        tpot_kept = np.isnan(tpot_s) | (tpot_s <= _own(own_tpot_s, self.tpot_s))
+        return (ttft_s <= _own(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
+
+
+def _own(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
+    return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

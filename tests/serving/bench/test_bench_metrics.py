@@ -101,6 +101,25 @@ def test_goodput_counts_requests_within_all_limits():
         assert compute_metrics(records, 10.0, config)["request_goodput"] == expected / 10
 
 
+def test_goodput_counts_the_slos_that_requests_were_sent_with():
+    """They win over those of the report, which count for the others."""
+
+    def record(ttft_slo_s: float | None, tpot_slo_s: float | None) -> Record:
+        """0.5 s to the first token and 0.1 s for each further one."""
+        request = PlannedRequest(0, "random", 0.0, 10, 3, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+        return Record(request, 0.0, 1.0, [1.5, 1.6, 1.7], [1, 1, 1], 1.7, Outcome.COMPLETED)
+
+    plain, own = record(None, None), [record(0.6, None), record(0.4, None), record(None, 0.11), record(0.6, 0.09)]
+    for records, objectives, good in (
+        ([plain], [], None),
+        ([plain, *own], [], 3),
+        ([plain, *own], ["ttft:450"], 1),  # that of 0.6 s and no TPOT
+        ([plain, *own], ["tpot:95"], 1),  # that of 0.11 s
+    ):
+        figure = compute_metrics(records, 10.0, MetricsConfig.from_text("ttft", "99", objectives))["request_goodput"]
+        assert figure == (None if good is None else good / 10)
+
+
 def test_no_completed_request_has_no_latency():
     figures = compute_metrics([], 1.0, MetricsConfig())
     assert figures["completed"] == figures["max_concurrent_requests"] == figures["output_throughput"] == 0

@@ -14,7 +14,7 @@ from serving.bench.load import Outcome, Record
 from serving.bench.metrics import PEAK_WINDOW_S, MetricsConfig, compute_metrics
 from serving.bench.phases import by_phase, by_priority, transition_windows, transitions
 from serving.bench.report import make_report
-from serving.bench.workload import PlannedRequest, WorkloadConfig, plan_requests
+from serving.bench.workload import PlannedRequest, WorkloadConfig, plan_columns, plan_requests
 
 BURST = WorkloadConfig(dataset_name="burst", duration_s=240.0, priority_share=0.2, random_input_len=8, seed=3)
 CONFIG = MetricsConfig(metric_percentiles=(90.0,))
@@ -152,3 +152,21 @@ def test_the_report_has_all_of_them():
     itls = sum(len(list(pairwise(r.chunk_times))) for r in done)
     assert parts["during"]["num_itl"] + parts["outside"]["num_itl"] == itls
     assert report["priorities_of_requests"][:2] == [0, 1]
+
+
+def test_urgent_requests_may_have_slos_of_their_own():
+    slos = {"ttft_slo_s": 5.0, "tpot_slo_s": 0.2}
+    both = dataclasses.replace(BURST, urgent_ttft_slo_s=0.5, **slos)
+    assert {r.priority: (r.ttft_slo_s, r.tpot_slo_s) for r in plan_requests(both, 4096)} == {
+        0: (0.5, 0.2),
+        1: (5.0, 0.2),
+    }
+    assert {(r.ttft_slo_s, r.tpot_slo_s) for r in plan_requests(BURST, 4096)} == {(None, None)}
+    assert set(plan_columns(dataclasses.replace(BURST, **slos), 4096).ttft_slo_s.tolist()) == {5.0}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 86_401.0, float("nan")])
+def test_slos_out_of_range_are_refused(value: float):
+    for name in ("ttft_slo_s", "urgent_tpot_slo_s"):
+        with pytest.raises(ConfigError, match=rf"^{name}=.* must be seconds above 0 and at most 86400"):
+            WorkloadConfig(**{name: value})

@@ -61,6 +61,18 @@ def test_urgent_requests_wait_less_where_many_wait():
     assert np.median(result.ttft_s[priority < 0]) < 0.5 * np.median(result.ttft_s[priority == 0])
 
 
+def test_priorities_and_slos_of_the_load_are_those_of_its_requests():
+    """Their own SLOs win over those of the simulation."""
+    settings = {"priority_share": 0.3, "urgent_priority": -1, "ttft_slo_s": 30.0, "urgent_ttft_slo_s": 0.2}
+    result = simulate(config(settings, slo=Slo(ttft_s=1e-6)), "amoeba")
+    requests = result.requests
+    waiting = [requests.waiting(index) for index in range(len(requests))]
+    assert {(it.priority, it.ttft_slo_s, it.tpot_slo_s) for it in waiting} == {(-1, 0.2, None), (1, 30.0, None)}
+    limits_s = np.array([it.ttft_slo_s for it in waiting])
+    assert result.kept.tolist() == (result.completed & (result.ttft_s <= limits_s)).tolist()
+    assert result.kept.any()
+
+
 def test_requests_are_given_up_at_their_deadline():
     crowded = config({"short_per_minute": 2400.0, "duration_s": 20.0}, deadline_s=5.0, max_num_seqs=4)
     result = simulate(crowded, "amoeba")
