@@ -148,7 +148,7 @@ def measure(name: str, case: str, options: argparse.Namespace) -> Figures:
     tick_ms = []
     for _ in range(2 * options.ticks):
         fleet.step(changed, options.changed, ends=case == "flow")
-        fleet.arrive(priority=0 if case == "urgent" else 1)
+        fleet.arrive(priority=-1 if case == "urgent" else 1)
         start = time.perf_counter()
         scheduler.tick()
         tick_ms.append(1e3 * (time.perf_counter() - start))

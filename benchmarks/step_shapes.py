@@ -122,7 +122,7 @@ class Runner:
         """Run steps to their end, one behind the other."""
         tokens = None
         for step in steps:
-            tokens = self.instance.launch(self._batches[step]).likeliest
+            tokens = self.instance.launch(self._batches[step]).argmax_ids
         np.asarray(tokens)
 
 

@@ -20,7 +20,7 @@ _TOKENS = 40
 """Generated for each request whose decode steps are timed."""
 _REPEATS = 3
 _CHUNKS = 3
-"""Of the largest size, in the prompt that tells what one more takes."""
+"""Chunks of the largest size in the prompt that tells what one more takes."""
 
 
 class _PinPolicy:

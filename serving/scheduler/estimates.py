@@ -1,5 +1,7 @@
 """When a waiting request would have its first token, by what was measured. None where a measurement is missing."""
 
+from bisect import bisect_left
+
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
@@ -8,20 +10,17 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
     """Seconds until an instance has that many tokens free, if nothing else is given to it: its running requests end one
     after the other, at the latest when they have generated all that they may."""
     step_s = view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
-    prompts_s = view.timing.prompt_s(sum(r.uncomputed_tokens for r in instance.running), instance.degree)
-    free, until_s = room.free(instance), 0.0
-    if free >= need and room.has_slot(instance):
+    prompts_s = view.timing.prompt_s(instance.uncomputed_tokens, instance.degree)
+    lacks = need - room.free(instance)
+    if lacks <= 0 and room.has_slot(instance):
         return 0.0
     if step_s is None or prompts_s is None:
         return None
-    slots = room.has_slot(instance)
-    for request in sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens):
-        free += room.freed_by(request)
-        slots = True
-        until_s = prompts_s + (request.max_total_tokens - request.num_tokens) * step_s
-        if free >= need and slots:
-            return until_s
-    return until_s  # more was promised to others than ends: not before all of it
+    left, freed = room.endings(instance)
+    if not left:
+        return 0.0
+    # Where more was promised to others than ends: not before all of it.
+    return prompts_s + left[min(bisect_left(freed, lacks), len(left) - 1)] * step_s
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
@@ -32,7 +31,7 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
     seconds = timing.transformation_s(lowest, degree) or max(others, default=None)
-    left = sum(r.uncomputed_tokens for i in members for r in i.running)
+    left = sum(i.uncomputed_tokens for i in members)
     prompt_s = timing.prompt_s(left + request.prompt_tokens, degree)
     return None if seconds is None or prompt_s is None else seconds + prompt_s
 

@@ -4,7 +4,7 @@ instances of the base degree for bursts."""
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.flying_groups import is_urgent
+from serving.scheduler.flying_groups import is_urgent, runs_urgent
 from serving.scheduler.flying_round import FlyingRound
 from serving.scheduler.load_watch import LoadWatch
 from serving.scheduler.pausing import PauseBudget, misfits
@@ -99,7 +99,7 @@ class FlyingPolicy:
     def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
         """A group is kept for urgent requests: not one that was made for a light load, and none that others were given
         to, while there are many: they would pause for the next urgent one."""
-        if instance.devices in self._for_load or not (waiting or any(map(is_urgent, instance.running))):
+        if instance.devices in self._for_load or not (waiting or runs_urgent(instance)):
             return False
         mixed = not all(map(is_urgent, instance.running))
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)

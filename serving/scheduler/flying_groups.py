@@ -1,6 +1,6 @@
 """Groups that the policy `flying` makes: which instances may merge, for whom, and what will be there."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, ScaleDown, ScaleUp
@@ -13,6 +13,11 @@ from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, Runn
 def is_urgent(request: WaitingRequest | RunningRequest) -> bool:
     """It has a group of its own, or shares one with other urgent requests."""
     return request.priority < 0
+
+
+def runs_urgent(instance: InstanceView) -> bool:
+    """Some of its requests are urgent."""
+    return instance.first_priority < 0
 
 
 class FlyingGroups:
@@ -31,6 +36,8 @@ class FlyingGroups:
             for i in room.unsteady.values()
             if i.transition_to is not None and i.transition_to > view.base_degree and not i.draining
         ]
+        self._candidates: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
+        """Of a degree, and whether requests are to pause: groups for urgent requests that were not looked at yet."""
 
     def _kept(self, instance: InstanceView) -> int:
         """Tokens at least that an instance in transition will hold."""
@@ -39,11 +46,12 @@ class FlyingGroups:
 
     def members(self, devices: tuple[int, ...], degree: int) -> tuple[InstanceView, ...] | None:
         """Instances that may merge into one of `degree`; None where some are not there, or have paused requests."""
-        members = self.room.members(devices)
-        if len(members) < 2 or sum(i.degree for i in members) != degree or not self.busy.isdisjoint(devices):
+        if (devices, degree) in self.view.refused or not self.busy.isdisjoint(devices):
             return None
-        fine = all(self.room.takes(i) and i.paused_degree is None for i in members)
-        return members if fine and (devices, degree) not in self.view.refused else None
+        members = self.room.members(devices)
+        if len(members) < 2 or sum(len(i.devices) for i in members) != degree:
+            return None
+        return members if all(self.room.takes(i) and i.paused_degree is None for i in members) else None
 
     def claim(self, members: tuple[InstanceView, ...]) -> None:
         """Keep requests and other merges away from instances that merge."""
@@ -62,29 +70,34 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], tuple[InstanceView, ...]] | None:
         """Degree, devices and members of a group for an urgent request: of the highest degree that there can be, where
         the fewest requests run, none of which is urgent where they are to pause. None where there is no such group."""
-        view = self.view
-        for limits in reversed(view.degrees):
+        for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
-            if above or limits.degree <= view.base_degree or not limits.ready:
+            if above or limits.degree <= self.view.base_degree or not limits.ready:
                 continue
-            found = []
-            for devices in view.groups(limits.degree):
-                members = self.members(devices, limits.degree)
-                if members is None or self._budget.used_up(devices) or (pause and not self._may_pause(members)):
-                    continue
-                running = sum(len(i.running) for i in members)
-                if pause or running < limits.max_requests:
-                    found.append((running, sum(i.used_tokens for i in members), devices, members))
-            if found:
-                _, _, devices, members = min(found, key=lambda it: it[:3])
-                return limits.degree, devices, members
+            key = limits.degree, pause
+            if key not in self._candidates:
+                self._candidates[key] = self._find_candidates(limits, pause)
+            candidates = self._candidates[key]
+            while candidates:
+                if (members := self.members(devices := candidates.pop(), limits.degree)) is not None:
+                    return limits.degree, devices, members
         return None
+
+    def _find_candidates(self, limits: DegreeLimits, pause: bool) -> list[tuple[int, ...]]:
+        """Groups for urgent requests, that with the fewest requests and tokens last."""
+        found = []
+        for devices in self.view.groups(limits.degree):
+            members = self.members(devices, limits.degree)
+            if members is None or self._budget.used_up(devices) or (pause and not self._may_pause(members)):
+                continue
+            running = sum(len(i.running) for i in members)
+            if pause or running < limits.max_requests:
+                found.append((running, sum(i.used_tokens for i in members), devices))
+        return [devices for _, _, devices in sorted(found, reverse=True)]
 
     def _may_pause(self, members: tuple[InstanceView, ...]) -> bool:
         """None of their requests is urgent, and all have one degree."""
-        if len({i.degree for i in members}) > 1:
-            return False
-        return not any(is_urgent(request) for i in members for request in i.running)
+        return len({i.degree for i in members}) == 1 and not any(map(runs_urgent, members))
 
     def merge(
         self, request: WaitingRequest, claim: bool = False, sooner_than_s: float | None = None
@@ -99,15 +112,15 @@ class FlyingGroups:
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
             capacity = view.kept_tokens(limits.degree) if kept else limits.capacity_tokens
-            groups = sorted(self._groups(limits.degree), key=lambda it: it[0])
+            groups = sorted(self._groups(limits, with_slot=not claim), key=lambda it: it[0])
             for _, devices, members in groups:
                 free = capacity - sum(i.capacity_tokens - room.free(i) for i in members)
                 running = sum(len(i.running) for i in members)
-                if sooner_than_s is not None:
-                    merge_s = estimates.merge_s(view, members, limits.degree, request)
-                    if merge_s is None or merge_s >= sooner_than_s:
-                        continue
                 if free >= room.need(request) and running < limits.max_requests:
+                    if sooner_than_s is not None:
+                        merge_s = estimates.merge_s(view, members, limits.degree, request)
+                        if merge_s is None or merge_s >= sooner_than_s:
+                            continue
                     self.claim(members)
                     self.coming.append((capacity, limits.max_requests))
                     how = "with weights kept" if kept else "with weights released"
@@ -127,9 +140,22 @@ class FlyingGroups:
         if not any(view.kept_tokens(limits.degree) >= size for limits in above):
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
-    def _groups(self, degree: int) -> Iterator[tuple[int, tuple[int, ...], tuple[InstanceView, ...]]]:
-        """Groups that may merge to a degree, with the tokens that they have in use."""
-        for devices in self.view.groups(degree):
+    def _groups(
+        self, limits: DegreeLimits, with_slot: bool
+    ) -> Iterator[tuple[int, tuple[int, ...], tuple[InstanceView, ...]]]:
+        """Groups that may merge to a degree, with the tokens that they have in use.
+
+        Args:
+            with_slot: leave out those none of whose instances can run one more request, where the instance that they
+                would make could not either.
+        """
+        view, degree = self.view, limits.degree
+        groups: Iterable[tuple[int, ...]] = view.groups(degree)
+        base = view.limits[view.base_degree]
+        if with_slot and limits.max_requests * base.degree <= base.max_requests * degree:
+            starts = {instance.id - instance.id % degree for instance in self.room.by_load()}
+            groups = (tuple(range(start, start + degree)) for start in sorted(starts))
+        for devices in groups:
             if (members := self.members(devices, degree)) is not None:
                 yield sum(i.capacity_tokens - self.room.free(i) for i in members), devices, members
 

@@ -6,7 +6,7 @@ from itertools import islice
 from serving.scheduler import request_slos
 from serving.scheduler.actions import Action, Dispatch, Preempt, RunningRequests, ScaleUp
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.flying_groups import FlyingGroups, is_urgent
+from serving.scheduler.flying_groups import FlyingGroups, runs_urgent
 from serving.scheduler.pausing import PauseBudget, in_the_way
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
@@ -81,7 +81,7 @@ class FlyingRound:
 
     def _keeps_own(self, instance: InstanceView, request: WaitingRequest) -> bool:
         """It serves a request within SLOs of its own."""
-        before = sum(other.uncomputed_tokens for other in instance.running) + self._given.get(instance.id, 0)
+        before = instance.uncomputed_tokens + self._given.get(instance.id, 0)
         return request_slos.keeps_own(self.view, instance, request, before)
 
     def _bind(self, request: WaitingRequest) -> list[Action]:
@@ -134,7 +134,7 @@ class FlyingRound:
         for instance in room.by_load():
             if not self._has_room(instance, request):
                 continue
-            beside = any(is_urgent(other) for other in instance.running)
+            beside = runs_urgent(instance)
             rank = beside, request_slos.is_slow(instance, request, config.tpot_slo_s)
             if best is None or rank < best[0]:
                 best = rank, instance

@@ -199,6 +199,17 @@ class Room:
         """Tokens that the end of a running request would free."""
         return self._view.whole_pages(request.num_tokens) + self._growth_of(request)
 
+    def endings(self, instance: InstanceView) -> tuple[list[int], list[int]]:
+        """Of an instance's requests, tokens that each may still generate, the fewest first, and the tokens that it and
+        those before it free when they end. Found once for the view of an instance."""
+
+        def find() -> tuple[list[int], list[int]]:
+            ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)
+            freed = list(itertools.accumulate(self.freed_by(request) for request in ordered))
+            return [request.max_total_tokens - request.num_tokens for request in ordered], freed
+
+        return self._remembered("endings", instance, find)
+
     def freed_by_long(self, instance: InstanceView) -> int:
         """Tokens that an instance has more once its long requests are done."""
         view = self._view

@@ -2,7 +2,7 @@
 
 from serving.scheduler.actions import Action, Dispatch
 from serving.scheduler.admission import Admission
-from serving.scheduler.room import Room
+from serving.scheduler.room import KeptRoom
 from serving.scheduler.view import ClusterView
 
 
@@ -14,7 +14,7 @@ class StaticPolicy:
     name = "static"
 
     def __init__(self, admission: Admission | None = None, reserved_growth: float = 0.0):
-        self._admission, self._reserved_growth = admission or Admission(), reserved_growth
+        self._admission, self._room = admission or Admission(), KeptRoom(reserved_growth)
         self._index = self._admission.index()
 
     def decide(self, view: ClusterView) -> list[Action]:
@@ -27,7 +27,7 @@ class StaticPolicy:
         rejects = self._admission.turn_away(view, self._index, largest.capacity_tokens, holder)
         gone = {reject.request_id for reject in rejects}
         actions: list[Action] = [*rejects]
-        room = Room(view, self._reserved_growth)
+        room = self._room.of(view)
         for request in self._index.ordered(view.now_s):
             if request.request_id in gone:
                 continue

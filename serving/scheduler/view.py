@@ -121,14 +121,24 @@ class InstanceView:
         return max((request.max_total_tokens for request in self.running), default=0)
 
     @cached_property
+    def first_priority(self) -> int:
+        """The lowest priority of its requests, which are served first; the highest there is if it runs none."""
+        return min((request.priority for request in self.running), default=2**31 - 1)
+
+    @cached_property
     def last_rank(self) -> tuple[bool, int]:
         """The highest rank of its requests, which are preempted first: see `RunningRequest.rank`."""
         return max((request.rank for request in self.running), default=(False, -(2**31)))
 
     @cached_property
+    def uncomputed_tokens(self) -> int:
+        """Tokens of its requests that are still to be computed before these decode."""
+        return sum(request.uncomputed_tokens for request in self.running)
+
+    @cached_property
     def load(self) -> float:
         """Share of the KV cache in use, with prompt tokens that are still to be computed counted twice."""
-        return (self.used_tokens + sum(r.uncomputed_tokens for r in self.running)) / self.capacity_tokens
+        return (self.used_tokens + self.uncomputed_tokens) / self.capacity_tokens
 
 
 @dataclass(frozen=True)

@@ -176,10 +176,7 @@ class SimExecutor:
             return
         while instance.change is None and pages_short(instance):
             self.preempt(*next_victim(instance))
-        if instance.pricing.crowding:
-            busy = sum(other.block is not None for other in self.instances if other is not instance)
-            instance.slowdown = instance.pricing.slowdown(busy + 1)
-            instance.prompt_slowdown = instance.pricing.slowdown(busy + 1, prompts=True)
+        _crowd(instance, self.instances)
         block = instance.begin(self.now_s)
         if block is not None:
             self._reschedule(instance, block.end_s)
@@ -288,3 +285,11 @@ class SimExecutor:
         for instance in new:
             for name in instance.runs:
                 self._home[name] = instance
+
+
+def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
+    """Slow an instance down by those that run steps beside it."""
+    pricing = instance.pricing
+    if pricing.crowding:
+        busy = sum(other.block is not None for other in instances if other is not instance) + 1
+        instance.slowdown, instance.prompt_slowdown = pricing.slowdown(busy), pricing.slowdown(busy, prompts=True)
