@@ -145,7 +145,7 @@ class Placement:
         return [stage.homes for stage in self.stages for _ in stage.layers]
 
     def parallelism(self) -> list[int]:
-        """Of every layer, how many homes compute it side by side: CoCoServe's vector P."""
+        """Return, for every layer, how many homes compute it side by side: CoCoServe's vector P."""
         return [len(stage.distinct_homes) for stage in self.stages for _ in stage.layers]
 
     def homes_of(self, lane: int) -> tuple[Home, ...]:

@@ -20,5 +20,5 @@ def live_bytes() -> dict[int, int]:
 
 
 def total_live_bytes() -> int:
-    """Of all devices."""
+    """Bytes in use on all devices."""
     return sum(live_bytes().values())

@@ -79,7 +79,7 @@ def expected_of(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list
 
 
 def expected_of_group(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
-    """Of requests that only fit an instance over all devices."""
+    """Tokens of requests that only fit an instance over all devices."""
     llm.set_layout(4)
     found = expected_of(llm, asked)
     llm.set_layout(1)

@@ -24,11 +24,6 @@ INSTEAD = {
 _BANNED = re.compile("|".join(rf"\b({word})\b" for word in INSTEAD), re.IGNORECASE)
 # A docstring that begins with a noun phrase without its noun: "Of the pages in use." says less than "Pages in use."
 _NO_NOUN = re.compile(r'^\s*r?"""(Of|Its|Their|Likewise)\b')
-# Still being rewritten: only the first list counts in these.
-_WITHOUT_NOUNS_YET = (
-    *(f"amoeba_jax/{room}/" for room in ("engine", "transform", "instances", "programs")),
-    *("sharding/placement.py", "serving/scheduler/", "serving/bench/", "serving/simulator/", "tests/"),
-)
 _FOLDERS = ("amoeba_jax", "benchmarks", "docs", "examples", "kvcache", "pallas_kernels", "serving", "sharding", "tests")
 
 
@@ -54,7 +49,7 @@ def test_docstrings_begin_with_what_they_describe():
     found = []
     for file in _files():
         name = file.relative_to(ROOT).as_posix()
-        if file.suffix == ".py" and not name.startswith(_WITHOUT_NOUNS_YET):
+        if file.suffix == ".py":
             lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
             found += [f"{name}:{number}: {line.strip()}" for number, line in lines if _NO_NOUN.search(line)]
     assert not found, "name the thing that is described"

@@ -24,7 +24,7 @@ class Readiness:
 
     @property
     def degrees(self) -> tuple[DegreePrograms, ...]:
-        """Of the latest warm-up, in the order in which they become ready."""
+        """The degrees of the latest warm-up, in the order in which they become ready."""
         return tuple(
             DegreePrograms(tp, len(keys), len(keys) - len(self._missing[tp])) for tp, keys in self._all.items()
         )

@@ -230,7 +230,7 @@ class Cluster:
         )
 
     def new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
-        """Of each rank, before anything was sampled."""
+        """The last tokens of each rank, before anything was sampled."""
         zeros = np.zeros(self.plan.num_slots, np.int32)
         return [jax.device_put(zeros, device) for device in group.devices]
 

@@ -9,7 +9,7 @@ from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
 class HiddenStates:
-    """Of each rank a buffer `[D, hidden_tokens]`, whose first columns are a step's tokens. Used by the dispatcher
+    """A buffer `[D, hidden_tokens]` of each rank, whose first columns are a step's tokens. Used by the dispatcher
     thread only.
 
     Programs take them donated: `take` gives them away, and `put` takes them back.

@@ -263,7 +263,7 @@ class Instance:
         return known
 
     def extents_changed(self) -> None:
-        """Its cache has other extents: steps need other programs."""
+        """Take note that the cache has other extents: steps need other programs."""
         self._known_at = None
 
     def launch_plan(self, plan: StepPlan) -> None:

@@ -46,7 +46,7 @@ def _decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[S
 
 
 def _blocks(decodes: list[list[Sequence]], size: int, buckets: Buckets, lane: int | None) -> StepPlan:
-    """Of all lanes, or of one that has `size` rows to itself."""
+    """Make a step of all lanes, or of one that has `size` rows to itself."""
     blocks = decodes if lane is None else [decodes[lane]]
     rows = [
         Row(number * size + index, s, s.num_computed, 1)

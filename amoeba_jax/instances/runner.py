@@ -218,7 +218,7 @@ class Runner:
         return [*work, *_moves(before, (self.placement.ends,))]
 
     def _shape_at(self, part: Part, shape: BatchShape) -> BatchShape:
-        """Of a lane's block of a step of all lanes, or of the whole step."""
+        """Return the shape of a lane's block of a step of all lanes, or of the whole step."""
         if part.lane is None:
             return shape
         return BatchShape(((shape.num_rows // self.placement.num_lanes, 1),), shape.table_width)
@@ -239,7 +239,7 @@ class Runner:
 
 
 def _block(stage: Stage, home: Home, lane: int | None) -> int | None:
-    """Of a step of all lanes, the lane whose block a home computes, unless it computes all."""
+    """Find the lane whose block of a step of all lanes a home computes; None if it computes all."""
     lanes = stage.lanes(home)
     return lanes[0] if lane is None and len(lanes) < len(stage.homes) else None
 

@@ -20,12 +20,12 @@ class Scratch(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable["Scratch"]) -> "Scratch":
-        """Of groups side by side."""
+        """Join the buffers of groups side by side."""
         parts = list(parts)
         return cls([t for part in parts for t in part.last_tokens], [h for part in parts for h in part.hidden])
 
     def split(self, size: int) -> list["Scratch"]:
-        """Of groups of `size` ranks."""
+        """Divide the buffers among groups of `size` ranks."""
         return [
             Scratch(self.last_tokens[first : first + size], self.hidden[first : first + size])
             for first in range(0, len(self.hidden), size)

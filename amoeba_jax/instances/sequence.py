@@ -36,11 +36,11 @@ class Update(NamedTuple):
     sequence: "Sequence"
     tokens: tuple[int, ...] = ()
     logprobs: Entries | None = None
-    """Of the tokens added, if asked for."""
+    """Log-probabilities of the tokens added, if asked for."""
     finished: bool = False
     """There will be no more of this sequence, and its fields do not change any more."""
     prompt_logprobs: Entries | None = None
-    """Of the prompt's tokens that follow those of the updates before."""
+    """Log-probabilities of the prompt's tokens that follow those of the updates before."""
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Its prompt's log-probabilities were asked for, and not all steps that give them were launched."""
+        """Whether log-probabilities of the prompt were asked for, and not all steps that give them were launched."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 

@@ -36,7 +36,7 @@ class SampleCall(NamedTuple):
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """Of the program that samples a step's rows; `greedy` where the step itself does, as all rows want the argmax."""
+    """Choose the program that samples a step's rows: `greedy`, the step itself, where all rows want the argmax."""
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
         return "full"

@@ -68,7 +68,7 @@ class Entry:
 
     @functools.cached_property
     def key(self) -> str:
-        """Its name in the directory: a hash of all that it depends on."""
+        """Return the name in the directory: a hash of all that the entry depends on."""
         settings = [
             f"{name}={value}"
             for name, value in sorted(jax.config.values.items())
@@ -164,7 +164,7 @@ def _environment() -> str:
 
 
 def _processor() -> str:
-    """Its kind and instructions, which machine code depends on."""
+    """Return a CPU's kind and instructions, which machine code depends on."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

@@ -125,7 +125,7 @@ class Beginning:
 
     @staticmethod
     def _busy(instance: Instance, count: int) -> list[int]:
-        """Of each of the instances to come, the slots that paused requests have."""
+        """Count the slots that paused requests have on each of the instances to come."""
         return [len(member.running) for member in instance.paused] or [0] * count
 
     def _pace(self, call: TransformCall, step_s: float | None, *, up: bool) -> SwitchPace:

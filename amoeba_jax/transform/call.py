@@ -71,11 +71,11 @@ class GroupTransition:
     call: TransformCall
     transition: Transition
     allocators: list[BuddyAllocator]
-    """Of the view to come, one a device."""
+    """The allocators of the layout to come, one a device."""
     old: list[Instance]
     staging_bytes: int
     step_s: float | None
-    """Of the instances before; see `GroupTransform`."""
+    """Seconds of a step of the instances before; see `GroupTransform`."""
     kept: KeptPages | None = None
     cached_before: int = 0
     """Cached pages, and those that are kept."""

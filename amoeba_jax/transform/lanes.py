@@ -96,7 +96,7 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Of each page the key of the first page of its prefix that is cached, and how many lie between."""
+    """Return, for each page, the key of the first cached page of its prefix, and how many lie between."""
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
     for page in pages:

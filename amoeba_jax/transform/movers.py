@@ -213,7 +213,7 @@ class HostMover:
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of pieces (rank, id): the extent's rank that has it, by extent and rank, and its place there."""
+        """Find the extents that hold pieces (rank, id): the extent's rank, by extent and rank, and the place there."""
         group, programs = self._programs.group, self._programs
         pages = max(programs.old_extents, programs.new_extents, key=len)[:num_extents]
         starts = np.cumsum([0, *pages])[:-1] * group.tp

@@ -125,7 +125,7 @@ def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPro
 
 
 def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
-    """Of steps in every state between the layouts, of decodes and of prompts, and of what samples their tokens."""
+    """Return the programs of steps in every state between the layouts, with their samplers."""
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.buckets(programs.lower).few_rows):

@@ -16,7 +16,7 @@ class TransformVariant(StrEnum):
     IN_PLACE_OVERLAPPED = "in_place_overlapped"
     """Layer by layer between steps, in the memory there is; steps are launched behind it without waiting."""
     IN_PLACE = "in_place"
-    """Likewise, and each layer's switch is waited for, so that its parts can be timed."""
+    """The same, but each layer's switch is waited for, so that its parts can be timed."""
     BASIC = "basic"
     """By copying: a layer's pages move into fresh extents, which are packed afterwards, and its FFN weights into fresh
     buffers. Needs memory for a layer's cache twice (`EngineConfig.kv_cache_tokens`). A baseline, as those below."""
@@ -90,7 +90,7 @@ class GroupTransform:
     def without_moves(
         cls, devices: tuple[int, ...], degrees: tuple[int, int], start: float, **counts: int
     ) -> "GroupTransform":
-        """Of a group that went from one degree to another at once, which began at `start` by `time.perf_counter()`."""
+        """Report on a group that changed its degree at once, beginning at `start` by `time.perf_counter()`."""
         counts = {"steps": 0, "tokens": 0, "staging_bytes": 0, "restored_bytes": 0} | counts
         return cls(devices, *degrees, time.perf_counter() - start, layers=(), **counts)
 

@@ -28,7 +28,7 @@ class SwitchRates:
 
 
 class SwitchPace:
-    """Of one transition.
+    """The pace of one transition.
 
     `auto` begins with what is known to be bearable, or with one segment, and takes twice as many layers from one step
     to the next until a step has taken too long: devices differ, and so do steps during a transition.

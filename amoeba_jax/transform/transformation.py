@@ -66,7 +66,7 @@ class Transformations:
         return any(call.awaits_programs for call in self._calls)
 
     def targets(self) -> dict[int, int]:
-        """Of every device that is being transformed, or is about to be, the degree to come.
+        """Return the degree to come of every device that is being transformed, or is about to be.
 
         Groups of a call that have ended, or that will not begin as another has failed, are not among them.
         """

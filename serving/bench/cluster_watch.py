@@ -15,7 +15,7 @@ class Sample:
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]
-    """Of each instance."""
+    """Devices of each instance."""
     degrees: tuple[int, ...]
     """Tensor-parallel sizes of the same instances."""
     waiting: int

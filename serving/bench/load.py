@@ -91,7 +91,7 @@ class Load:
         self._begin = time.perf_counter()
         self._room = nullcontext() if config.max_concurrency is None else asyncio.Semaphore(config.max_concurrency)
         self.records: list[Record] = []
-        """Of all requests that have arrived, in that order."""
+        """Records of all requests that have arrived, in that order."""
 
     def clock(self) -> float:
         """Seconds since the start of the run."""

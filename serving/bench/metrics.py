@@ -30,7 +30,7 @@ class MetricsConfig:
     """Which figures there are. Raises `ConfigError`."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    """Of `METRICS`: mean, median, standard deviation and percentiles."""
+    """Those of `METRICS` that get a mean, a median, a standard deviation and percentiles."""
     metric_percentiles: tuple[float, ...] = (99.0,)
     """From 0 to 100."""
     goodput: dict[str, float] = field(default_factory=dict)

@@ -174,7 +174,7 @@ class PlannedRequest:
     shortened: bool = False
     """Whether it was longer in the trace than the model's context."""
     phase: str = ""
-    """Of `burst`: `low` or `high`, the phase in which it comes."""
+    """The phase of `burst` in which it comes: `low` or `high`."""
     priority: int = 0
     """`SamplingParams.priority`: lower goes first."""
     ttft_slo_s: float | None = None
@@ -183,7 +183,7 @@ class PlannedRequest:
     """`SamplingParams.tpot_slo_s`."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Its token ids, which depend on the seed and its index alone. Drawn when they are needed: those of a long
+        """Draw the token ids, which depend on the seed and the index alone. Drawn when they are needed: those of a long
         trace would fill the memory."""
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
@@ -201,7 +201,7 @@ class Plan:
     kind_names: tuple[str, ...]
     shortened: np.ndarray
     phases: np.ndarray
-    """Of `burst`: 0 in a low phase, 1 in a high one. Of others: -1."""
+    """The phase of `burst`: 0 for a low one, 1 for a high one; -1 for other datasets."""
     priorities: np.ndarray
     ttft_slo_s: np.ndarray
     """NaN for none, as the next."""
@@ -274,7 +274,7 @@ def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
-    """Of prompts and outputs, around the two means."""
+    """Draw lengths of prompts and outputs, around the two means."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]

@@ -23,7 +23,7 @@ class RejectKind(StrEnum):
     NEVER_FITS = "never_fits"
     """No instance that could be made holds it: INVALID_ARGUMENT."""
     DEADLINE = "deadline"
-    """Its deadline passed while it waited: DEADLINE_EXCEEDED."""
+    """The deadline passed while the request waited: DEADLINE_EXCEEDED."""
     QUEUE_FULL = "queue_full"
     """More requests or tokens wait than may: RESOURCE_EXHAUSTED."""
 

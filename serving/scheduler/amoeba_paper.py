@@ -13,7 +13,7 @@ from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 _TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
-"""Of one full instance, by degree (Gyges, Table 1). Their ratios stand in for steps that were not measured yet."""
+"""Tokens a second of one full instance, by degree (Gyges, Table 1). Their ratios stand in for unmeasured steps."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Round:
         self.to_come: list[int] = []
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
         self.taken_s: dict[int, float] = {}
-        """Of instances where room is set aside, seconds until the last request that waits for it has ended."""
+        """Seconds until the last request that waits for an instance's room has ended, where room is set aside."""
 
     def place(self, request: WaitingRequest) -> list[Action]:
         """What becomes of a request: nothing, where it waits."""
@@ -68,8 +68,8 @@ class Round:
         return [*preempts]
 
     def _least_loaded(self, request: WaitingRequest, kept: frozenset[int]) -> InstanceView | None:
-        """Of instances with room, in this order: such as keep none for a scale-up, run no long request, have steps
-        within the SLO, and have the smallest load."""
+        """Choose among instances with room, in this order: such as keep none for a scale-up, run no long request, have
+        steps within the SLO, and have the smallest load."""
         slo_s = self.config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
         room, view, need, best = self.room, self.view, self.room.need(request), None
         for instance in room.by_load():
@@ -168,7 +168,7 @@ class Round:
         return None
 
     def _capacities(self) -> list[int]:
-        """Of instances that hold long requests: present ones, and those that transformations under way will make."""
+        """Capacities of instances for long requests: present ones, and those to come."""
         capacities = list(self.to_come)
         for instance in self.special.values():
             if not instance.draining:

@@ -37,7 +37,7 @@ class FlyingGroups:
             if i.transition_to is not None and i.transition_to > view.base_degree and not i.draining
         ]
         self._candidates: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
-        """Of a degree, and whether requests are to pause: groups for urgent requests that were not looked at yet."""
+        """Groups for urgent requests that were not looked at yet, by degree and whether requests are to pause."""
 
     def _kept(self, instance: InstanceView) -> int:
         """Tokens at least that an instance in transition will hold."""

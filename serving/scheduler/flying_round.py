@@ -38,7 +38,7 @@ class FlyingRound:
         self.num_unplaced = 0
         self.split_at_s: float | None = None
         self._given: dict[int, int] = {}
-        """Of instances that requests were given to, which the snapshot does not show there: tokens of their prompts."""
+        """Prompt tokens of requests that were given to instances, and that the snapshot does not show there."""
         self._long_waits = False
         self._in_vain = False
         """No group can be made for an urgent request: none can for another."""

@@ -25,10 +25,10 @@ class QueueIndex:
         self._requests: dict[str, WaitingRequest] = {}
         self._by_due: list[tuple[Any, ...]] = []
         self._by_since: list[tuple[float, float, str]] = []
-        """Of requests within their client's share: those that have waited longest first."""
+        """Requests within their client's share: those that have waited longest first."""
         self._by_size: list[tuple[int, str]] = []
         self._urgent: list[tuple[Any, ...]] = []
-        """Of requests with a priority below 0."""
+        """Requests with a priority below 0."""
         self._deadlines: list[tuple[float, str]] = []
         self._seen: tuple[object, int] = (None, -1)
 

@@ -200,8 +200,8 @@ class Room:
         return self._view.whole_pages(request.num_tokens) + self._growth_of(request)
 
     def endings(self, instance: InstanceView) -> tuple[list[int], list[int]]:
-        """Of an instance's requests, tokens that each may still generate, the fewest first, and the tokens that it and
-        those before it free when they end. Found once for the view of an instance."""
+        """Return what an instance's requests may still generate, in tokens, the fewest first, and the tokens that each
+        and those before it free when they end. Found once for the view of an instance."""
 
         def find() -> tuple[list[int], list[int]]:
             ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)

@@ -25,7 +25,7 @@ class SchedulerCounters:
     scale_downs: int = 0
     """Splits that were begun."""
     transformations_failed: int = 0
-    """Of these, such as ended without their degree in place."""
+    """Transformations, of these, that ended without their degree in place."""
     preempted: int = 0
     rejected: dict[RejectKind, int] = field(default_factory=lambda: dict.fromkeys(RejectKind, 0))
     refused: int = 0

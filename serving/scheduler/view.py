@@ -33,7 +33,7 @@ class WaitingRequest:
     tpot_slo_s: float | None = None
     """Seconds that each further token should take at most; None: the policy's."""
     beyond_share: bool = False
-    """Its client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
+    """The client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
     that are within theirs."""
 
     @property
@@ -85,12 +85,12 @@ class InstanceView:
     """A serving replica."""
 
     id: int
-    """Its first device. A merged instance and the one over its first device alone share the id, at different times."""
+    """The first device. A merged instance and the one over its first device alone share the id, at different times."""
     devices: tuple[int, ...]
     capacity_tokens: int
     """Tokens that it holds when empty."""
     free_tokens: int
-    """Of these, tokens that are free, or held only by prefixes that no one uses."""
+    """Tokens, of these, that are free, or held only by prefixes that no one uses."""
     free_slots: int
     """Requests that it could run besides those that it runs."""
     running: tuple[RunningRequest, ...] = ()
@@ -108,7 +108,7 @@ class InstanceView:
 
     @property
     def degree(self) -> int:
-        """Its TP degree."""
+        """The TP degree."""
         return len(self.devices)
 
     @property
@@ -153,8 +153,8 @@ class DegreeLimits:
     """Tokens that it would hold if it were merged from instances of the base degree with their weights kept. None: as
     many as those hold together."""
     ready: bool = True
-    """Its programs are there. An instance is not made of a degree that is not ready: `ClusterView.refused` has all of
-    its groups."""
+    """Whether the programs are there. An instance is not made of a degree that is not ready: `ClusterView.refused` has
+    all of its groups."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class ClusterView:
     queue: Collection[WaitingRequest]
     """In any order. A `QueueSnapshot` where the executor keeps a `WaitingQueue`, else a tuple."""
     degrees: tuple[DegreeLimits, ...]
-    """Of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
+    """Limits of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
     num_devices: int
     base_degree: int = 1
     """Degree that instances start with, and split to."""

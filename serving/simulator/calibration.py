@@ -64,7 +64,7 @@ class Calibration:
         )
 
     def limits(self) -> tuple[DegreeLimits, ...]:
-        """Of all degrees that were measured."""
+        """Limits of all degrees that were measured."""
         degrees = sorted(self.capacity_tokens)
         return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
 

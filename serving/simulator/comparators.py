@@ -168,7 +168,7 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Of pipelines: each stage keeps a part of all layers' parameters, and their part of the cache."""
+    """Sizes of pipelines: each stage keeps a part of all layers' parameters, and their part of the cache."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:
@@ -180,13 +180,13 @@ def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Of sequence parallelism: each device keeps all weights, so that `p` of them hold `p` times as much."""
+    """Sizes of sequence parallelism: each device keeps all weights, so that `p` of them hold `p` times as much."""
     one = memory.limits((1,), max_num_seqs)[0].capacity_tokens
     return tuple(DegreeLimits(degree, one * degree, max_num_seqs * degree) for degree in degrees)
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Of Shift Parallelism: each device keeps all weights for sequence parallelism, and its shard for tensor
+    """Sizes of Shift Parallelism: each device keeps all weights for sequence parallelism, and its shard for tensor
     parallelism."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations

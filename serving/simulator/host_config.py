@@ -24,7 +24,7 @@ class HostConfig:
     pricing: Pricing
     transformation: TransformationCost
     degrees_at_start: tuple[int, ...]
-    """Of its instances, in the order of devices."""
+    """Degrees of the instances at the start, in the order of devices."""
     page_size: int = 16
     max_model_len: int | None = None
     layers_per_step: int = 1

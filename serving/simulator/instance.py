@@ -137,7 +137,7 @@ class SimInstance:
     # Requests
 
     def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
-        """Its requests as a policy sees them, when it has decoded `steps` times."""
+        """Return the requests as a policy sees them, when the instance has decoded `steps` times."""
         return tuple(run.view(steps) for run in self.runs.values())
 
     def add(self, run: Run, prefix_blocks: tuple[int, ...] = ()) -> None:

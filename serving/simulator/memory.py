@@ -49,8 +49,9 @@ class MemoryPlan:
         return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
 
     def limits(self, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-        """Of the degrees at which the model fits; `max_num_seqs` requests for each device. Raises `SimulationError`
-        where it fits at none."""
+        """Limits of the degrees at which the model fits; `max_num_seqs` requests for each device.
+
+        Raises `SimulationError` where it fits at none."""
         fitting = tuple(
             DegreeLimits(degree, capacity, max_num_seqs * degree)
             for degree in degrees

@@ -94,7 +94,7 @@ class ModelShape:
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Of one layer: the fused query, key and value projection, and the output projection."""
+        """Matrices of one layer's attention: the fused query, key and value projection, and the output projection."""
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (
             Matrix("qkv", self.hidden_size, rows, "outputs"),
@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def ffn_matrices(self) -> tuple[Matrix, ...]:
-        """Of one layer, or of one expert: gate and up as one matrix, and down."""
+        """Matrices of one layer's FFN, or of one expert: gate and up as one matrix, and down."""
         return (
             Matrix("gate_up", self.hidden_size, 2 * self.ffn_size, "outputs"),
             Matrix("down", self.ffn_size, self.hidden_size, "inputs"),

@@ -34,7 +34,7 @@ class PolicyResult:
     requests: RequestTable
     tally: Tally
     counters: dict[str, int]
-    """Of all schedulers together."""
+    """Counters of all schedulers together."""
     num_devices: int
     preempted: int
 

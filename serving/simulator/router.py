@@ -46,7 +46,7 @@ class RoundRobinRouter:
 
 
 class TwoChoicesRouter:
-    """Of two hosts drawn at random, the one with fewer tokens of requests that have not ended."""
+    """Choose, of two hosts drawn at random, the one with fewer tokens of requests that have not ended."""
 
     def __init__(self, num_hosts: int, seed: int, num_requests: int):
         self._random = random.Random(seed)

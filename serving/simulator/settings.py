@@ -55,13 +55,13 @@ class SimulationConfig:
     """Share of requests with priority -1."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
     flying_config: FlyingConfig = field(default_factory=FlyingConfig)
-    """Of the policy `flying`."""
+    """Settings of the policy `flying`."""
     router: str = "two_choices"
     """How requests are spread over schedulers."""
     profiles: tuple[Path, ...] = ()
     """Operator profiles of the device (`serving.simulator.operator_profile`)."""
     calibration: Calibration | None = None
-    """Of an engine on this machine, instead of a device's cost model."""
+    """A calibration of an engine on this machine, instead of a device's cost model."""
     faults: Faults = field(default_factory=Faults)
     until_s: float | None = None
     drain_s: float = 3600.0

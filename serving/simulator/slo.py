@@ -43,7 +43,7 @@ class Slo:
 
     @property
     def limits_s(self) -> dict[str, float]:
-        """Of those that are set."""
+        """The limits that are set, in seconds by name."""
         return {n: limit for n in _NAMES if math.isfinite(limit := getattr(self, f"{n}_s"))}
 
     def kept(

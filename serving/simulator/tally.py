@@ -57,7 +57,7 @@ class Tally:
         self.prefix_tokens = 0
         self.kv_bytes = self.weight_bytes = 0.0
         self.changes: list[tuple[float, int, int, float]] = []
-        """Of each transformation that ended: when, from and to which degree, and its seconds."""
+        """When each transformation ended, from and to which degree, and its seconds."""
         self.regroups: list[tuple[float, int, int]] = []
         """When requests paused, or went on with nothing moved: seconds, and the degrees before and after."""
         self.degrees: list[tuple[float, int, int]] = []

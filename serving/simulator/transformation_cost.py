@@ -25,7 +25,7 @@ class MoveCount(NamedTuple):
     """What the planner says of a group's pages."""
 
     share: float
-    """Of all pieces, those that change their device, on the device that sends most."""
+    """Share of all pieces that change their device, on the device that sends most."""
     phases_per_page: float
 
 
@@ -42,7 +42,7 @@ class Change(NamedTuple):
     """Bytes of weights that they send or load, all together."""
 
     def seconds(self, layers: int) -> float:
-        """Of a transformation during which no step runs."""
+        """Return the seconds of a transformation during which no step runs."""
         return self.pause_s + layers * self.layer_s
 
 
@@ -55,8 +55,8 @@ class TransformationCost(Protocol):
         ...
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in their cache. Of
-        weights that are `kept` a split restores none."""
+        """Price a change of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in
+        their cache. Where weights are `kept`, a split restores none."""
         ...
 
 

@@ -71,13 +71,13 @@ class Outcome:
 
     @property
     def failures(self) -> list[BaseException]:
-        """Of requests, then of transformations."""
+        """Errors of requests, then of transformations."""
         every = [*self.requests.values(), *self.transformations]
         return [result for result in every if isinstance(result, BaseException)]
 
     @property
     def tokens(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Of each continuation of the requests that did not fail."""
+        """Tokens of each continuation of the requests that did not fail."""
         return {name: result for name, result in self.requests.items() if not isinstance(result, BaseException)}
 
 

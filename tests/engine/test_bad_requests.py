@@ -1,4 +1,4 @@
-"""Of several requests a bad one fails alone, with a message that names value and limit, for whatever it is bad."""
+"""A bad request fails alone among others, with a message that names value and limit, for whatever it is bad."""
 
 import re
 from collections.abc import Iterator

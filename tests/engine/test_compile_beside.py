@@ -212,7 +212,7 @@ def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
 
 
 def test_a_policy_waits_for_programs_that_no_warmup_brings(directory: Path):
-    """Its first scale-up is refused, and asked for again when the programs are there."""
+    """The first scale-up is refused, and asked for again when the programs are there."""
     settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
     with LLM(directory, num_devices=2, **settings) as llm:
         scheduling = Scheduling(llm, SchedulingConfig("amoeba"), ServerMetrics())

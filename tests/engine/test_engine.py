@@ -141,7 +141,7 @@ def test_request_checked_in_one_layout_is_not_stuck_in_another(tmp_path: Path, c
 
 
 def test_abandoned_stream_may_be_collected_in_any_thread(llm: LLM):
-    """Its finalizer must not wait for the dispatcher: it may be the dispatcher that runs it."""
+    """The finalizer must not wait for the dispatcher: it may be the dispatcher that runs it."""
     holder: dict = {}
     stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     next(stream)

@@ -59,7 +59,7 @@ CALLS = {
     "token_logprobs": 1,
     "take_column": 1,
 }
-"""Of each kind of program in one load."""
+"""Programs of each kind in one load."""
 RESULTS = ("head", "sample", "sample_full", "token_logprobs", "take_column")
 """Programs whose results the host reads soon."""
 
@@ -172,7 +172,7 @@ def test_copies_to_devices_that_fail_once(
 
 @pytest.mark.parametrize("name", ["greedy", "two", "late"])
 def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any], name: str):
-    """Of a request whose news goes nowhere nothing can be told."""
+    """Nothing can be told of a request whose news goes nowhere."""
     before = ledgers(llm)
     broken: list[Sequence] = []
 

@@ -64,7 +64,7 @@ def llm(directory: Path, compile_cache: str, quick_compile: None) -> Iterator[LL
 
 
 def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Of every kind that needs programs of its own."""
+    """Requests of every kind that needs programs of its own."""
     random = np.random.default_rng(seed)
     prompts = [random.integers(0, 256, random.integers(1, 40)).tolist() for _ in range(count)]
     kinds: list[dict[str, Any]] = [

@@ -101,7 +101,7 @@ async def beside(
 @pytest.mark.parametrize("length", [4, 30], ids=["slots", "pages"])
 @pytest.mark.parametrize("priority", [0, -9], ids=["equal", "urgent"])
 def test_another_client_goes_before_what_is_beyond_a_share(llm: LLM, length: int, priority: int):
-    """Of either: of one client's own requests the last comes last, as ever."""
+    """Either order: of one client's own requests the last comes last, as ever."""
     hostile = [([n + 1] * length, greedy(CONTEXT - length, priority)) for n in range(12)]
     before = llm.stats.preemptions
     ended, tokens = asyncio.run(beside(llm, hostile, "blue", greedy(2)))

@@ -55,7 +55,7 @@ class Memory:
         self.slots = np.full((b, num_pieces), -1)
 
     def places(self, table: np.ndarray, instance: int) -> list[list[tuple[int, int]]]:
-        """Of each page the places of its `b` pieces in the order of heads, counted out one by one."""
+        """Places of the `b` pieces of each page in the order of heads, counted out one by one."""
         tp = len(table)
         k = self.b // tp
         first = 0 if tp == self.b else instance * tp

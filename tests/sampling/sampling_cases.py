@@ -186,7 +186,7 @@ def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], se
 
 
 def logprobs_of(logits: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
-    """Of `[N, V]` logits and a target each."""
+    """Log-probabilities from `[N, V]` logits and a target each."""
     packed = jit_token_logprobs(jnp.asarray(logits.T), jnp.asarray(targets, jnp.int32))
     return unpack_logprobs(np.array(packed))
 

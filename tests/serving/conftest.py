@@ -64,7 +64,7 @@ Start = Callable[..., Live]
 
 @pytest.fixture(scope="session")
 def loop() -> Iterator[LoopThread]:
-    """Of all servers: gRPC's event loops share what wakes them up, and one that ends may take that from another."""
+    """The loop of all servers: gRPC's event loops share what wakes them up, and one that ends may take it away."""
     loop = LoopThread()
     yield loop
     loop.close()

@@ -57,7 +57,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("pause_after", [1, 5, 20], ids=lambda count: f"{count} tokens")
 def test_paused_requests_go_on_where_they_were(idle: LLM, pause_after: int):
-    """Of every kind, also in the middle of their prompts, while another request runs on all devices."""
+    """Requests of every kind, also in the middle of their prompts, while another request runs on all devices."""
     expected, urgent_expected = expected_of(idle, KINDS), expected_of(idle, [URGENT])
 
     def drive() -> None:

@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, at: int):
-    """Of every kind, at the start, in the middle and at the end: tokens are those of an undisturbed run."""
+    """Every kind, at the start, in the middle and at the end: tokens are those of an undisturbed run."""
     asked = list(KINDS.values())
     expected = [idle.generate(p, params)[0] for p, params in asked]
     forget_prefixes(idle)

@@ -174,7 +174,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
 
 
 def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
-    """Its last token alone is left when instances begin to merge."""
+    """The last token of the leader alone is left when instances begin to merge."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=27, ignore_eos=True, n=3)
     length = 2 * SETTINGS["max_num_batched_tokens"] + 1
     request = scarce._registry.make(prompt(length), params, lambda _: None, None, None)

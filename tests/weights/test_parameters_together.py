@@ -80,7 +80,7 @@ def prompts() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path, settings: dict[str, Any], prompts: dict[str, str]) -> Outputs:
-    """Of each request alone, with memory enough."""
+    """Outputs of each request alone, with memory enough."""
     with LLM(directory, **settings) as llm:
         outputs = {name: alone(llm, prompts[name], params) for name, params in PARAMS.items()}
         assert llm.stats.preemptions == 0

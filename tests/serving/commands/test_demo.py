@@ -20,7 +20,7 @@ def num_devices(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def report(num_devices: int, chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of one run."""
+    """The report of one run."""
     arguments = ["demo", "-m", str(chat_model), "--device-memory", "64MiB", "--num-devices", str(num_devices)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AMOEBA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))

@@ -71,7 +71,7 @@ def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cach
 
 
 def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
-    """Of an 80-layer model nothing but sizes is made."""
+    """Nothing but sizes is made of an 80-layer model."""
     model = config_only(tmp_path / "large", LLAMA_70B)
     script = (
         "import re, sys; from serving.cli import app\n"

@@ -183,7 +183,7 @@ def test_transformations_that_are_waited_for_are_limited(live: Live):
 
 @pytest.mark.parametrize("policy", [None, "amoeba"])
 def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], policy: str | None):
-    """Of eight slots; many requests of the one wait besides those that have them."""
+    """Many requests wait besides those that have the eight slots."""
     scheduling = None if policy is None else SchedulingConfig(policy)
     live = start(api_token=("red", "blue"), scheduling=scheduling, max_requests_per_client=64)
     streams = [generate(live.inference, "red", text=f"{n}", params=LONG) for n in range(24)]

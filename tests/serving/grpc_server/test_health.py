@@ -92,7 +92,7 @@ def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threadi
 
 
 def test_engine_that_is_stuck_is_seen(start: Callable[..., Live], stuck: tuple):
-    """Its thread lives, in a call that does not return."""
+    """The thread lives, in a call that does not return."""
     llm, block, _ = stuck
     live = start(llm, engine_timeout_s=3)
     watch = health_pb2_grpc.HealthStub(live.channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)

@@ -160,7 +160,7 @@ def test_consecutive_long_request_waits_for_the_merged_instance():
 
 
 def test_short_requests_use_what_a_waiting_long_request_leaves():
-    """Of 80,000 tokens 50,000 are in use by a long request, and 55,000 will be by the next one."""
+    """A long request uses 50,000 of 80,000 tokens, and 55,000 will be used by the next one."""
     merged, others = instance(0, 4, running("long", TP4_LONG)), [filled(d, 1.0) for d in range(4, 8)]
     shorts = [waiting(f"short{n:02}", 8_000, arrival_s=1) for n in range(5)]
     for long in (1, 3):  # they come one after the other, so only the first counts

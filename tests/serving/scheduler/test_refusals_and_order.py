@@ -186,7 +186,7 @@ def test_a_request_that_starved_before_it_ran_is_not_preempted():
 
 
 def test_time_that_a_request_ran_is_not_waiting_time():
-    """Of 400 s since its arrival it ran for 350: it does not starve yet."""
+    """It ran for 350 of the 400 s since its arrival: it does not starve yet."""
     order = QueueOrder(starving_s=300)
     preempted = waiting("preempted", arrival_s=0, priority=9, started=True, waiting_since_s=350)
     never_ran = waiting("never_ran", arrival_s=0, priority=9)

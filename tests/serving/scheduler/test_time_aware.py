@@ -97,7 +97,7 @@ def test_requests_behind_each_other_wait_for_each_other():
 
 
 def test_wait_is_until_enough_has_ended():
-    """Of three requests that end after 2, 4 and 6 s the second leaves enough."""
+    """Three requests end after 2, 4 and 6 s; the second leaves enough."""
     ends = [dataclasses.replace(running(f"r{n}", 10_000), num_tokens=10_000 - 100 * n) for n in (1, 2, 3)]
     view = cluster(instance(0, 2, *ends), timing=dataclasses.replace(TIMING, steps_s={2: 0.02}))
     room, (busy, *_) = Room(view, 0.0), view.instances

@@ -100,7 +100,7 @@ def test_linear_operators_at_held_out_points(shared_data: Path, device: str):
 
 
 def test_roofline_stands_in_for_matrices_that_were_not_measured(shared_data: Path):
-    """Its efficiencies were fitted to these profiles; the error is larger than that of interpolation."""
+    """The efficiencies were fitted to these profiles; the error is larger than that of interpolation."""
     points = read_points(shared_data / "profiles" / "a100_Llama-2-7b-hf_mlp.csv.gz")
     from serving.simulator.step_cost import roofline_s
 
@@ -145,7 +145,7 @@ def test_buckets_are_the_engines():
 
 
 def test_moves_are_those_of_the_planner():
-    """Of pages by heads: a quarter stays on each of four devices that merge."""
+    """A quarter of pages by heads stays on each of four devices that merge."""
     assert count_moves(1, 2, 100).share == 0.5
     assert count_moves(1, 4, 100).share == 0.75
     assert count_moves(1, 4, 400).phases_per_page == pytest.approx(count_moves(1, 4, 200).phases_per_page, rel=0.5)

@@ -73,7 +73,7 @@ def test_a_step_with_a_prompt_has_rows_for_decodes_already():
 
 
 def test_preempting_a_request_leaves_the_running_step_to_the_others():
-    """Of two that decode, one goes at 35 ms, in the step that ends at 40 ms: the other still gets that step's token."""
+    """Two decode; one goes at 35 ms, in the step that ends at 40 ms: the other still gets that step's token."""
     records = Records(2)
     limits = (DegreeLimits(1, 4096, 8),)
     config = HostConfig(1, limits, Pricing(DECODES, TokenBudget(64)), FixedTransformation(), (1,), strict=True)
