@@ -133,10 +133,10 @@ class Load:
         sequences = [sequence for name in asked for sequence in self._asked[name][0].sequences]
         return all(sequence.finished or len(sequence.output) >= count for sequence in sequences)
 
-    def _transform(self, engine: Engine, degree: int) -> None:
+    def _transform(self, engine: Engine, degree: int, **options: Any) -> None:
         error: BaseException | None = None
         try:
-            report = engine.transform(TransformOptions(degree, (0, 1), self._variant, layers_per_step=1))
+            report = engine.transform(TransformOptions(degree, (0, 1), self._variant, layers_per_step=1, **options))
             self._until(engine, lambda: not engine.transformations.busy)
             error = report.exception(timeout=0)
         except (RequestError, TransformError) as refused:
@@ -149,13 +149,36 @@ class Load:
             if done():
                 return
             engine.advance()
-            for instance in engine.instances:
+            for instance in engine.cluster.all_instances:
                 for step in instance.pending:
                     step.result.exception()
             for _, result in engine.transformations._finishing:
                 result.exception()
             engine.collect()
         raise AssertionError("the requests never end")
+
+
+class PausingLoad(Load):
+    """The same requests; the early ones pause while the late ones run on both devices, and go on when these have ended,
+    or, if `early`, while they run."""
+
+    def __init__(self, llm: LLM, early: bool = False):
+        super().__init__(llm)
+        self._early = early
+
+    def _drive(self, engine: Engine) -> None:
+        self._submit(engine, EARLY)
+        self._until(engine, lambda: self._have(EARLY, 3))
+        engine.advance()  # steps are in flight
+        self._transform(engine, 2, release_weights=False, running="pause")
+        self._submit(engine, LATE)
+        self._until(engine, lambda: self._have(LATE, 2 if self._early else 18))
+        if len(engine.instances) == 1:
+            self._transform(engine, 1)
+        if len(engine.instances) == 1:  # that was what failed
+            self._until(engine, lambda: self._have(LATE, 18))
+            self._transform(engine, 1)
+        self._until(engine, lambda: not engine.has_requests)
 
 
 class Faults:
