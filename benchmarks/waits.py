@@ -4,8 +4,9 @@
 
 On 4 virtual devices, requests decode on all instances. Measured in one process, with `layers_per_step="auto"`:
 
-- the longest gap between two tokens of any request during a merge and a split, in steps as long as before it; and how
-  long the whole takes, as a multiple of switching all layers at once;
+- the longest gap between two tokens of any request during a merge and a split, in steps of the slower of both layouts;
+  beside it the longest gap at rest in that layout, over as many tokens; and how long the whole takes, as a multiple of
+  switching all layers at once;
 - the time to the first token of a short prompt that comes at the start, in the middle and at the end of a change,
   beside that of the same prompt at rest, in the layout before and in the layout after;
 - prompts that hit the prefix cache before: the share of their tokens that still does.
@@ -35,6 +36,8 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PLACES = ("start", "middle", "end")
 _SETTLE_TOKENS = 6
+_REST_TOKENS = 12
+"""About as many as a change takes steps."""
 
 
 class Watched:
@@ -131,7 +134,7 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
     random, vocab = np.random.default_rng(0), llm._engine.dims.config.vocab_size
     prompts = [random.integers(3, vocab, 64).tolist() for _ in range(num_requests)]
     short = [random.integers(3, vocab, 24).tolist() for _ in range(200)]
-    found: dict[str, Any] = {"gap_steps": {}, "whole": {}, "rest_s": {}, "ttft_s": {}}
+    found: dict[str, Any] = {"gap_steps": {}, "rest_gap_steps": {}, "whole": {}, "rest_s": {}, "ttft_s": {}}
     llm.warmup([1, 4])
 
     def running() -> Watched:
@@ -146,12 +149,18 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
             for layers in ("auto", llm._engine.dims.config.num_layers):
                 llm.transform(degree)
                 watched = running()
-                steady = median(watched.gaps(watched.times[0][2], time.perf_counter()))
+                watched.wait_for(max(map(len, watched.times)) + _REST_TOKENS)
+                rest = [watched.gaps(watched.times[0][2], time.perf_counter())]
                 _, begin, end = change(llm, 5 - degree, None, "start", layers)
                 watched.wait_for(max(map(len, watched.times)) + 2)
+                after = time.perf_counter()
+                watched.wait_for(max(map(len, watched.times)) + _REST_TOKENS)
+                rest.append(watched.gaps(after, time.perf_counter()))
                 seconds.setdefault(str(layers), []).append(end - begin)
                 if layers == "auto":
-                    seconds.setdefault("gap", []).append(max(watched.gaps(begin, end)) / steady)
+                    slower = max(rest, key=median)
+                    seconds.setdefault("gap", []).append(max(watched.gaps(begin, end)) / median(slower))
+                    seconds.setdefault("rest_gap", []).append(max(slower) / median(slower))
                 watched.end()
             for place in PLACES:
                 llm.transform(degree)
@@ -162,6 +171,7 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
                 seconds.setdefault("after", []).append(first_token(llm, short.pop()))
                 watched.end()
         found["gap_steps"][name] = median(seconds["gap"])
+        found["rest_gap_steps"][name] = median(seconds["rest_gap"])
         found["whole"][name] = median(seconds["auto"]) / median(seconds[str(llm._engine.dims.config.num_layers)])
         found["rest_s"][name] = {"before": median(seconds["rest"]), "after": median(seconds["after"])}
         found["ttft_s"][name] = {place: median(seconds[place]) for place in PLACES}
@@ -189,6 +199,7 @@ def show(name: str, found: dict[str, Any]) -> None:
         table.add_column(column)
     both = ("merge", "split")
     table.add_row("longest gap, steps", *(f"{found['gap_steps'][kind]:.2f}" for kind in both))
+    table.add_row("longest gap at rest, steps", *(f"{found['rest_gap_steps'][kind]:.2f}" for kind in both))
     table.add_row("whole, of all layers at once", *(f"{found['whole'][kind]:.2f}x" for kind in both))
     rest = found["rest_s"]
     table.add_row("TTFT at rest before, ms", *(f"{rest[kind]['before'] * 1e3:.0f}" for kind in both))
