@@ -123,8 +123,8 @@ def test_ctrl_c_ends_quietly(text_model: Path):
         assert process.stderr is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert process.stderr.read().decode().strip() == "interrupted"
+        code, said = process.wait(timeout=60), process.stderr.read().decode().strip()
+        assert (code, said) == (130, "interrupted")
 
 
 def test_reader_that_goes_away_ends_quietly(text_model: Path):
