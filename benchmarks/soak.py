@@ -34,6 +34,7 @@ from rich.table import Table
 MAX_P99_RATIO = 1.5
 _RSS_EVERY_S = 5.0
 _IDLE_WITHIN_S = 60.0
+_NUM_SLOWEST = 20
 _BUGS = ("INTERNAL", "UNKNOWN")
 
 
@@ -72,6 +73,7 @@ class Soak:
         left: what the server had at the end, when all clients had gone.
         bugs: INTERNAL and UNKNOWN statuses, with their first text.
         attacks: how often which attack ran.
+        beside: innocent requests that ended while an attack was prepared or ran, by its name.
     """
 
     baseline: list[Answer] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Soak:
     rss: list[tuple[float, float]] = field(default_factory=list)
     mix: MixReport | None = None
     attacks: Counter[str] = field(default_factory=Counter)
+    beside: dict[str, list[Answer]] = field(default_factory=dict)
     statuses: Counter[str] = field(default_factory=Counter)
     bugs: dict[str, str] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
@@ -156,7 +159,7 @@ class Runner:
                 self.soak.add(name, siege.end())
             except ChildError as error:
                 self.soak.troubles.append(f"{name}: {error}")
-            self._gather(self.soak.attacked)
+            self._gather(self.soak.attacked, self.soak.beside.setdefault(name, []))
 
     def finish(self, mix: Mix) -> None:
         """End the load and look what is left."""
@@ -169,11 +172,11 @@ class Runner:
         _, self.soak.left = wait_until_idle(self._running.target, time.monotonic(), _IDLE_WITHIN_S)
         self.soak.alive, self.soak.log = self._running.alive, self._running.last_words()
 
-    def _gather(self, answers: list[Answer]) -> None:
-        """Add the answers of innocent requests since the last time."""
+    def _gather(self, *lists: list[Answer]) -> None:
+        """Add the answers of innocent requests since the last time to each of the lists."""
         taken = self._innocents.take()
-        answers += taken
-        self._recent += taken
+        for answers in (*lists, self._recent):
+            answers += taken
         if int(self.minutes) > self._lines:
             self._lines = int(self.minutes)
             seen = figures(self._recent)
@@ -201,17 +204,30 @@ def run(options: argparse.Namespace, console: Console) -> Soak:
         return runner.soak
 
 
+def slowest(soak: Soak) -> list[str]:
+    """How long the slowest innocent requests took, when they were sent (as the server's log says it), beside what."""
+    named = [(answer, name) for name, answers in soak.beside.items() for answer in answers]
+    named.sort(key=lambda pair: pair[0].latency_s, reverse=True)
+    clock = time.time() - time.monotonic()
+    return [
+        f"{answer.latency_s:.2f} {time.strftime('%H:%M:%S', time.gmtime(clock + answer.sent_at_s))} {name}"
+        for answer, name in named[:_NUM_SLOWEST]
+    ]
+
+
 def show(soak: Soak, held: dict[str, tuple[bool, str]], console: Console) -> None:
     """What was seen, and the criteria."""
     times = Table("innocent requests", title="times in ms")
     for column in ("count", "TTFT p50", "p99", "worst", "p50", "p99", "worst"):
         times.add_column(column, justify="right")
-    for name, answers in (("baseline", soak.baseline), ("beside attacks", soak.attacked)):
+    beside = {f"beside {name}": answers for name, answers in sorted(soak.beside.items())}
+    for name, answers in ({"baseline": soak.baseline, "beside attacks": soak.attacked} | beside).items():
         seen = figures(answers)
         row = (seen.ttft_median_s, seen.ttft_p99_s, seen.ttft_worst_s, seen.median_s, seen.p99_s, seen.worst_s)
         times.add_row(name, str(seen.count), *(f"{1e3 * time_s:.0f}" for time_s in row))
     console.print(times)
     console.print(f"attacks: {dict(soak.attacks)}")
+    console.print("slowest innocent requests, s: " + ", ".join(slowest(soak)), markup=False)
     console.print(f"answers to them and to the mixed load: {dict(soak.statuses)}")
     for trouble in soak.troubles:
         console.print(f"trouble: {trouble}", markup=False)
@@ -229,6 +245,8 @@ def plain(soak: Soak, held: dict[str, tuple[bool, str]]) -> dict[str, Any]:
         "rss_mib_by_minute": soak.rss,
         "rss_slope_mib_per_min": slope(soak.rss),
         "attacks": soak.attacks,
+        "beside": {name: asdict(figures(answers)) for name, answers in soak.beside.items()},
+        "slowest": slowest(soak),
         "statuses": soak.statuses,
         "mix": soak.mix.tally.report() if soak.mix else None,
         "troubles": soak.troubles,

@@ -25,11 +25,15 @@ _WORDS = "Once upon a time there was little girl and her dog who went to the par
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request. `ttft_s` is None where it has got no token; `status` is gRPC's name."""
+    """What became of one request, sent at `sent_at_s` of `time.monotonic()`.
+
+    `ttft_s` is None where it has got no token; `status` is gRPC's name.
+    """
 
     ttft_s: float | None
     latency_s: float
     status: str
+    sent_at_s: float
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class _Load:
         except grpc.aio.AioRpcError as error:
             status = error.code().name
         ttft_s = None if first is None else first - start
-        self._answers.append(Answer(ttft_s, time.monotonic() - start, status))
+        self._answers.append(Answer(ttft_s, time.monotonic() - start, status, start))
 
 
 async def _forwarder(target: str, source: str) -> tuple[asyncio.Server, str]:
