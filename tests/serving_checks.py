@@ -33,5 +33,5 @@ def check_idle(llm: LLM) -> None:
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
     assert not registry_of(llm).ids
     forget_prefixes(llm)
-    for allocator in engine_of(llm).cluster.allocators:
+    for allocator in engine_of(llm).cluster.factory.allocators:
         assert allocator.free_units == allocator.total_units

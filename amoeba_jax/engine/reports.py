@@ -48,7 +48,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         for (layer, owner), size in ledger.entries.items()
     )
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
-    kept = [0] * len(cluster.allocators)
+    kept = [0] * len(cluster.factory.allocators)
     counts = {instance: instance.page_counts() for instance in engine.instances}
     for instance in engine.instances:
         for device in instance.group.device_indices:
@@ -58,7 +58,9 @@ def memory_report(engine: Engine) -> MemoryReport:
             for device in member.group.device_indices:
                 cached = member.page_counts().cached * dims.pages.units_per_page(member.tp)
                 kept[device] += cached * unit_bytes
-    used = tuple((a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.allocators, kept, strict=True))
+    used = tuple(
+        (a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.factory.allocators, kept, strict=True)
+    )
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding[Owner.KV_CACHE] = dims.heads.kv_padding
     reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)

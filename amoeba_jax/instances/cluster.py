@@ -8,18 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError, RequestError
-from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.runner import Runner
-from amoeba_jax.instances.scratch import Scratch
-from amoeba_jax.instances.site import KvBuffers, Site
-from amoeba_jax.instances.step_plan import SamplingState
-from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
@@ -30,13 +23,9 @@ from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.loading import OpenWeights
 from amoeba_jax.weights.store import WeightStore
-from kvcache.allocator import BuddyAllocator
-from kvcache.pages import PagePool
-from kvcache.prefix_cache import PrefixCache
 from sharding.ledger import Ledger, format_bytes
-from sharding.mesh import SubMesh, assemble, disassemble, is_lost
+from sharding.mesh import SubMesh, assemble
 from sharding.owners import Owner
-from sharding.placement import Placement
 from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
@@ -56,7 +45,7 @@ class Cluster:
 
     Attributes:
         instances: the present ones, by their first device.
-        allocators: of the pages of each device.
+        factory: makes instances, and their parts; there once the weights are loaded.
         lost: groups of devices that are out of service, as their instances could not be made again after a change of
             them failed; with the degree for which their weights are to be released. Their memory stays booked for them.
             Replaced as a whole when it changes, so any thread may read it.
@@ -82,7 +71,6 @@ class Cluster:
             dims, strict=config.strict_compile, beside=config.compile_beside, jobs=compile_jobs(config.compile_jobs)
         )
         self.on_result: Callable[[], None] = lambda: None
-        self.allocators: list[BuddyAllocator] = []
         self.instances: tuple[Instance, ...] = ()
         self.lost: dict[SubMesh, int] = {}
         self._next_revival_s = 0.0
@@ -98,13 +86,12 @@ class Cluster:
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
         """Load the weights, and make all else that lies on the devices, the first instances among it."""
-        devices, plan = self.sub_meshes.devices, self.memory_plan
+        plan = self.memory_plan
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load)
-        self._sampling_states = [
-            SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, device) for device in devices
-        ]
-        self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
+        self.factory = InstanceFactory(
+            self.plan, self.weights, self.executables, lambda: self.on_result(), self.config.tensor_parallel_size
+        )
         for ledger in self.ledgers:
             ledger.add(Owner.SAMPLING, plan.sampling_bytes)
             ledger.add(Owner.HIDDEN, plan.hidden_bytes)
@@ -148,24 +135,6 @@ class Cluster:
             extents = self.plan.extent_pages(released)
             self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
-    def new_allocator(self, released: int) -> BuddyAllocator:
-        """An empty allocator over the base extent and those that are released for a degree."""
-        allocator = BuddyAllocator(self.dims.max_tp)
-        for num_pages in self.plan.extent_pages(released):
-            allocator.add_extent(num_pages)
-        return allocator
-
-    def allocators_of(self, group: SubMesh) -> list[BuddyAllocator]:
-        """The allocators of a group's devices."""
-        return [self.allocators[device] for device in group.device_indices]
-
-    def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Have a group's devices go on with what was planned on others. Returns their own, which stay."""
-        own = self.allocators_of(group)
-        for allocator, plan in zip(own, planned, strict=True):
-            allocator.become(plan)
-        return own
-
     def release_more(self, instance: Instance, degree: int) -> None:
         """Give an instance the weights as cache that are released at a higher degree than its present one."""
         instance.site.forget_weights()
@@ -175,92 +144,18 @@ class Cluster:
         new = self.plan.extent_pages(degree)[len(self.plan.extent_pages(instance.released)) :]
         for device in instance.group.device_indices:
             for num_pages in new:
-                self.allocators[device].add_extent(num_pages)
+                self.factory.allocators[device].add_extent(num_pages)
         instance.released = degree
-
-    def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
-        """A home of layers, over extents."""
-        flags = [[self._begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
-        begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
-        return Site(group, kv, self.plan.extent_pages(released), self.plan, self.weights, self.executables, begins)
-
-    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """A lane of an instance in steady state."""
-        cache = PrefixCache(pool, self.config.prefix_caching)
-        return Lane(pool, cache, {group.home: slice(0, group.tp)}, self.buckets(group.tp).max_num_seqs)
-
-    def new_instance(
-        self,
-        group: SubMesh,
-        allocators: list[BuddyAllocator],
-        kv: KvBuffers,
-        released: int,
-        scratch: Scratch | None = None,
-    ) -> Instance:
-        """An instance over extents and the allocators of their pages, one a rank.
-
-        `scratch` is what the instances before had; without it, it is recreated.
-        """
-        scratch = scratch or self._new_scratch(group)
-        site = self.new_site(group, kv, released)
-        runner = Runner(
-            group,
-            {group.home: site},
-            Placement.uniform(group.home, self.dims.config.num_layers),
-            HiddenStates(group, scratch.hidden),
-            assemble(group, scratch.last_tokens, replicated=True),
-            self.plan,
-            self.executables,
-        )
-        return Instance(
-            runner,
-            [self.new_lane(PagePool(self.dims.pages, allocators, group.tp), group)],
-            StepSampler(group, self._sampling_states[group.start], self.executables),
-            lambda: self.on_result(),
-            self.executables,
-            buckets=self.buckets(group.tp),
-            released=released,
-        )
-
-    def _new_scratch(self, group: SubMesh) -> Scratch:
-        shape = (self.dims.config.hidden_size, self.plan.hidden_tokens)
-        return Scratch(
-            self.new_last_tokens(group),
-            [jnp.zeros(shape, self.dims.dtype, device=device) for device in group.devices],
-        )
-
-    def new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
-        """The last tokens of each rank, before anything was sampled."""
-        zeros = np.zeros(self.plan.num_slots, np.int32)
-        return [jax.device_put(zeros, device) for device in group.devices]
-
-    def scratch_of(self, instance: Instance) -> Scratch:
-        """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
-        runner = instance.runner
-        if is_lost(runner.last_tokens):
-            runner.last_tokens = jax.device_put(np.zeros(self.plan.num_slots, np.int32), instance.group.replicated)
-        return Scratch(disassemble(instance.group, runner.last_tokens), runner.hidden.release())
-
-    def empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """An instance with allocators and extents of its own, all new."""
-        allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
-        pages = self.plan.extent_pages(released)
-        shapes = [(group.tp * num_pages, self.dims.pages.page_elems) for num_pages in pages]
-        kv = [
-            [jnp.zeros(shape, self.dims.dtype, device=group.sharded) for shape in shapes]
-            for _ in range(self.dims.config.num_layers)
-        ]
-        return self.new_instance(group, allocators, kv, released)
 
     def rebuild(self, instance: Instance) -> None:
         """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
         buffers: these are made again."""
         instance.site.replace_lost()
         instance.sampler.state.replace_lost()
-        empty = [self.new_allocator(instance.released) for _ in instance.group.devices]
-        allocators = self.settle_allocators(instance.group, empty)
+        empty = [self.factory.new_allocator(instance.released) for _ in instance.group.devices]
+        allocators = self.factory.settle_allocators(instance.group, empty)
         parts = instance.group, allocators, instance.site.kv, instance.released
-        self.replace([instance], [self.new_instance(*parts, self.scratch_of(instance))])
+        self.replace([instance], [self.factory.new_instance(*parts, self.factory.scratch_of(instance))])
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
@@ -337,7 +232,7 @@ class Cluster:
             for layer in layers:
                 if (present := self._released_for(group, layer)) < released:
                     self.weights.release(group, layer, present, released)
-            instance = self.empty_instance(group, released)
+            instance = self.factory.empty_instance(group, released)
             if any(self._released_for(group, layer) > released for layer in layers):
                 with self.open_weights() as reader:
                     self.weights.reload(reader, group, [released] * group.tp)
@@ -366,14 +261,13 @@ class Cluster:
         for ledger in self.ledgers:
             for layer in range(dims.config.num_layers):
                 ledger.add(Owner.KV_CACHE, plan.num_pages * plan.page_bytes, layer)
-        self.allocators = [self.new_allocator(tp) for _ in self.sub_meshes.devices]
         instances = []
         for group in self.sub_meshes.groups(tp):
             kv = [
                 [assemble(group, list(self._base_extents(group))), *self.weights.release(group, layer, 1, tp)]
                 for layer in range(dims.config.num_layers)
             ]
-            instances.append(self.new_instance(group, self.allocators_of(group), kv, tp))
+            instances.append(self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp))
         self.instances = tuple(instances)
 
     def _base_extents(self, group: SubMesh) -> Iterator[jax.Array]:
@@ -387,8 +281,7 @@ class Cluster:
             instance.close()
         self.instances = ()
         self.lost = {}
-        self._sampling_states.clear()
-        self._begins.clear()
+        self.factory.close()
         self.weights.release_all()
 
 

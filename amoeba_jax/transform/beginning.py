@@ -48,14 +48,14 @@ class Beginning:
         programs, mover, extra = self._prepare(call, change, rows, samplers(old), parts)
         if programs.changes_weights:
             cluster.weights.prepare_release(group, before, after)
-        allocators = [cluster.new_allocator(after) for _ in group.devices]
+        allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
         tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
         for instance in old:
             if instance.released < before:
                 cluster.release_more(instance, before)
         members = [instance.site for instance in old]
-        scratch = Scratch.joined([cluster.scratch_of(instance) for instance in old])
-        new = cluster.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
+        scratch = Scratch.joined([cluster.factory.scratch_of(instance) for instance in old])
+        new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
         high, pool = new.site, new.lane.pages
         new.lanes, views, limit = [], [], self._lane_limit(parts, change.lower)
         for instance, part, table in zip(old, parts, tables, strict=True):
@@ -84,7 +84,7 @@ class Beginning:
         change = GroupChange.of(cluster, call.options, [instance])
         group, tp, after = instance.group, change.target, change.released[1]
         check_growth(cluster, instance, tp, after)
-        allocators = [cluster.new_allocator(after) for _ in group.devices]
+        allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
         kept = KeptPages(instance, allocators)
         room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
         old_lane = instance.lane
@@ -105,7 +105,7 @@ class Beginning:
             limits = [0] * len(parts)  # all layers switch at once, with nothing to move
         for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
             member = programs.members[index]
-            members.append(cluster.new_site(member, [[] for _ in range(num_layers)], after))
+            members.append(cluster.factory.new_site(member, [[] for _ in range(num_layers)], after))
             pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
             high = group.home, old_lane.pages, part.table
             lane, pages = self._joined_lane(part, (member.home, pool, table), high, limits[index])

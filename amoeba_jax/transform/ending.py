@@ -27,7 +27,7 @@ class Ending:
     def settle_high(self, instance: Instance, pool: PagePool) -> None:
         """Have an instance of the higher degree be as in steady state, with the pages that its lanes have there."""
         home = instance.group.home
-        lane = self._cluster.new_lane(pool, instance.group)
+        lane = self._cluster.factory.new_lane(pool, instance.group)
         for sequence, own in move_into(lane, instance.lanes, home):
             sequence.pages = own
             lane.running.append(sequence)
@@ -41,18 +41,18 @@ class Ending:
         """Have instances of the lower degree, those that were paused if there are, take over what they have there."""
         cluster, transition, instance = self._cluster, active.transition, active.transition.instance
         tp, released = transition.programs.lower, transition.programs.released[1]
-        scratch = cluster.scratch_of(instance).split(tp)
+        scratch = cluster.factory.scratch_of(instance).split(tp)
         new, views = list(instance.paused), []
         for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
             if not instance.paused:
-                allocators = cluster.allocators_of(site.group)
-                new.append(cluster.new_instance(site.group, allocators, site.kv, released, scratch[index]))
+                allocators = cluster.factory.allocators_of(site.group)
+                new.append(cluster.factory.new_instance(site.group, allocators, site.kv, released, scratch[index]))
             own = new[index].lane
             views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], site.group.home)]
         hand_over([instance], views, self._requeue)  # may fail: nothing has changed until then
         if active.kept is not None:
             active.kept.settle()
-        cluster.settle_allocators(instance.group, active.allocators)
+        cluster.factory.settle_allocators(instance.group, active.allocators)
         for home, lane in zip(new, instance.lanes, strict=True):
             adopt_prefixes(home.lane, [lane], home.group.home)
         for member, site, part in zip(instance.drop_paused(), transition.members, scratch, strict=False):
@@ -65,16 +65,16 @@ class Ending:
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
         if not transition.up:
-            allocators = cluster.allocators_of(instance.group)
+            allocators = cluster.factory.allocators_of(instance.group)
             self.settle_high(instance, PagePool(cluster.dims.pages, allocators, instance.tp))
             return
         instance.transition = None
         instance.sampler.state.replace_lost()  # taking the sequences back writes their rows again
-        scratch = cluster.scratch_of(instance).split(transition.programs.lower)
+        scratch = cluster.factory.scratch_of(instance).split(transition.programs.lower)
         old, views = [], []
         for index, (before, site, lane) in enumerate(zip(active.old, transition.members, instance.lanes, strict=True)):
-            allocators = cluster.allocators_of(site.group)
-            old.append(cluster.new_instance(site.group, allocators, site.kv, before.released, scratch[index]))
+            allocators = cluster.factory.allocators_of(site.group)
+            old.append(cluster.factory.new_instance(site.group, allocators, site.kv, before.released, scratch[index]))
             views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], site.group.home)]
         for lane in instance.lanes:
             lane.running = []
@@ -91,9 +91,11 @@ class Ending:
         instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)
-        empty = [cluster.new_allocator(released) for _ in instance.group.devices]
-        allocators = cluster.settle_allocators(instance.group, empty)
-        new = cluster.new_instance(instance.group, allocators, kv, released, cluster.scratch_of(instance))
+        empty = [cluster.factory.new_allocator(released) for _ in instance.group.devices]
+        allocators = cluster.factory.settle_allocators(instance.group, empty)
+        new = cluster.factory.new_instance(
+            instance.group, allocators, kv, released, cluster.factory.scratch_of(instance)
+        )
         cluster.replace([instance], [new])
 
 

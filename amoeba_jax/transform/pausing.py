@@ -43,10 +43,12 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     sites = [member.site for member in members]
     kv = [_viewed_together(group, sites, layer) for layer in range(cluster.dims.config.num_layers)]
-    last_tokens = cluster.new_last_tokens(group)  # all that needs memory comes before anything is taken
+    last_tokens = cluster.factory.new_last_tokens(group)  # all that needs memory comes before anything is taken
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
     scratch = Scratch(last_tokens, hidden)
-    instance = cluster.new_instance(group, cluster.allocators_of(group), kv, members[0].released, scratch)
+    instance = cluster.factory.new_instance(
+        group, cluster.factory.allocators_of(group), kv, members[0].released, scratch
+    )
     for site in sites:
         site.kv[:] = [[] for _ in kv]
     instance.take_the_place_of(tuple(members))

@@ -78,7 +78,7 @@ def restore(
     check_growth(cluster, instance, tp, degree)
     cluster.check_compiled(group, tp, degree)
     programs = restore_programs(cluster, instance, degree)
-    allocators = [cluster.new_allocator(degree) for _ in group.devices]
+    allocators = [cluster.factory.new_allocator(degree) for _ in group.devices]
     room = min(allocator.num_free(lane.pages.geometry.order(tp)) for allocator in allocators)
     live = lane.live_pages().shape[1]
     if live - lane.cache.num_evictable_pages > room:
@@ -125,8 +125,8 @@ def _end(
 ) -> None:
     """Have sequences and cached prefixes know the places that their pages have now."""
     old, pool = instance.lane, instance.lane.pages
-    cluster.settle_allocators(instance.group, allocators)
-    lane = cluster.new_lane(pool, instance.group)
+    cluster.factory.settle_allocators(instance.group, allocators)
+    lane = cluster.factory.new_lane(pool, instance.group)
     for sequence in old.running:
         assert sequence.pages is not None, "it runs"
         sequence.pages = SequencePages(pool, table[:, part.columns(sequence.pages.table[0])])

@@ -79,7 +79,7 @@ def restart(
             for instance in old:
                 cluster.weights.release(instance.group, layer, instance.released, before)
             cluster.weights.release(group, layer, before, after)
-        new = [cluster.empty_instance(g, after) for g in groups]
+        new = [cluster.factory.empty_instance(g, after) for g in groups]
     except Exception as error:
         drop_frames(error)  # with them goes what was read and made
         raise RestartError(f"{failed}: {error}", cluster.take_back(old)) from error

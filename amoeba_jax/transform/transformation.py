@@ -270,7 +270,7 @@ class Transformations:
         if active.steps and not instance.pending:  # no one else will tell when the last switch is over
             jax.block_until_ready([transition.high.kv, *(site.kv for site in transition.members)])
         if transition.up:
-            allocators = cluster.settle_allocators(group, active.allocators)
+            allocators = cluster.factory.settle_allocators(group, active.allocators)
             self._ending.settle_high(instance, PagePool(cluster.dims.pages, allocators, group.tp))
         else:
             self._ending.settle_low(active)

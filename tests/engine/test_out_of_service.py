@@ -17,6 +17,7 @@ from amoeba_jax import LLM
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances import cluster as cluster_module
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.weights import store
 from sharding.mesh import SubMesh
 
@@ -140,7 +141,7 @@ def test_restart_without_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: 
 def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """Though the error, whose frames hold it, lives on as the cause of the one that the caller gets."""
     idle.transform(2, [0, 1])
-    take_back, make_instance, reads, live = Cluster.take_back, Cluster.empty_instance, [], []
+    take_back, make_instance, reads, live = Cluster.take_back, InstanceFactory.empty_instance, [], []
     ledgers, (_, unbooked) = engine_of(idle).cluster.ledgers[:2], booked(idle)
 
     def counted(*arguments: Any) -> Any:
@@ -155,7 +156,7 @@ def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monke
 
     with monkeypatch.context() as patch:
         memory = NoMemory(patch)
-        patch.setattr(Cluster, "empty_instance", counted)
+        patch.setattr(InstanceFactory, "empty_instance", counted)
         idle.transform(1, [0, 1], "restart")
         idle.transform(2, [0, 1])
         memory.fails, memory.count = lambda number: number == reads[0], 0
@@ -166,7 +167,7 @@ def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monke
 
 
 def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    before, make_instance = booked(idle), Cluster.empty_instance
+    before, make_instance = booked(idle), InstanceFactory.empty_instance
 
     def fails_on_1(cluster: Cluster, group: SubMesh, released: int) -> Any:
         instance = make_instance(cluster, group, released)
@@ -176,7 +177,7 @@ def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pyte
 
     lose(idle, 2, [0, 1])
     with monkeypatch.context() as patch:
-        patch.setattr(Cluster, "empty_instance", fails_on_1)
+        patch.setattr(InstanceFactory, "empty_instance", fails_on_1)
         for _ in range(2):
             revive(idle)
             assert [view.id for view in idle.instances] == [0, 2, 3]
@@ -200,13 +201,13 @@ def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatc
             assert not cluster.revive()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cluster, "empty_instance", fails)
+        patch.setattr(InstanceFactory, "empty_instance", fails)
         assert not in_dispatcher(idle, cluster.revive)
         assert tried == []
     with monkeypatch.context() as patch:
         patch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         lose(idle, 2, [0, 1])
-        patch.setattr(Cluster, "empty_instance", fails)
+        patch.setattr(InstanceFactory, "empty_instance", fails)
         in_dispatcher(idle, time_passes)
         assert tried == pytest.approx([101.1, 103.1, 141.6, 143.6]), "two groups each time"
     revive(idle)

@@ -14,7 +14,7 @@ from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM
 from amoeba_jax.errors import MemoryBudgetError, RequestError, RequestFailedError, TransformError
-from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import pausing
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -126,8 +126,8 @@ def test_copies_to_devices_that_fail_once(llm: LLM, expected: dict[str, Any], pa
 
 BOUNDARIES: list[tuple[Any, str]] = [
     (pausing, "_viewed_together"),
-    (Cluster, "new_last_tokens"),
-    (Cluster, "allocators_of"),
+    (InstanceFactory, "new_last_tokens"),
+    (InstanceFactory, "allocators_of"),
 ]
 """What a pause calls before it takes anything."""
 

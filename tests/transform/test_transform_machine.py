@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
         engine = self.engine
         active = {a.transition.instance: a for a in engine.transformations._active.values()}
         for instance in engine.instances:
-            present = [engine.cluster.allocators[device] for device in instance.group.device_indices]
+            present = [engine.cluster.factory.allocators[device] for device in instance.group.device_indices]
             views = {instance.group.home: present}
             if instance.transition is not None:
                 transition, to_come = active[instance].transition, active[instance].allocators
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.set_layout(1)
         for instance in self.engine.instances:
             instance.lane.cache.clear()
-        for allocator in self.engine.cluster.allocators:
+        for allocator in self.engine.cluster.factory.allocators:
             assert allocator.free_units == allocator.total_units
         self.llm._registry.end([request for _, request, _ in self.requests])
 

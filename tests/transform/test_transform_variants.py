@@ -15,7 +15,7 @@ from transform_cases import SHARED, Background, decoding, kv_of, make, requests,
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import beginning
 from amoeba_jax.transform.movers import CopyMover, HostMover
 from amoeba_jax.transform.options import TransformOptions
@@ -215,7 +215,7 @@ def test_restart_whose_cache_cannot_be_made(idle: LLM, monkeypatch: pytest.Monke
     running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
     ledgers = idle._engine.cluster.ledgers
     before = [dict(ledger.entries) for ledger in ledgers]
-    make_instance, failed = Cluster.empty_instance, []
+    make_instance, failed = InstanceFactory.empty_instance, []
 
     def fails_once(*arguments: Any) -> Any:
         if not failed:
@@ -224,7 +224,7 @@ def test_restart_whose_cache_cannot_be_made(idle: LLM, monkeypatch: pytest.Monke
         return make_instance(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cluster, "empty_instance", fails_once)
+        patch.setattr(InstanceFactory, "empty_instance", fails_once)
         with pytest.raises(TransformError, match=r"KV cache cannot be recreated: RESOURCE_EXHAUSTED.*computed again"):
             idle.transform(4 if up else 1, variant="restart")
     assert {view.tensor_parallel_size for view in idle.instances} == {1 if up else 4}

@@ -1,0 +1,149 @@
+"""What instances are made of: allocators of pages, sites, lanes, scratch, and instances over them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.scratch import Scratch
+from amoeba_jax.instances.site import KvBuffers, Site
+from amoeba_jax.instances.step_plan import SamplingState
+from amoeba_jax.instances.step_sampler import StepSampler
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.weights.store import WeightStore
+from kvcache.allocator import BuddyAllocator
+from kvcache.pages import PagePool
+from kvcache.prefix_cache import PrefixCache
+from sharding.mesh import SubMesh, assemble, disassemble, is_lost
+from sharding.placement import Placement
+
+
+class InstanceFactory:
+    """Makes instances and their parts, over devices whose weights are loaded. Used by the dispatcher thread only.
+
+    Args:
+        on_result: called from other threads whenever a step's result has arrived; must not block.
+
+    Attributes:
+        allocators: of the pages of each device, for its life.
+    """
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        weights: WeightStore,
+        executables: Executables,
+        on_result: Callable[[], None],
+        released: int,
+    ):
+        self._plan, self._weights, self._executables, self._on_result = plan, weights, executables, on_result
+        self._dims = plan.dims
+        devices = plan.sub_meshes.devices
+        self._sampling_states = [
+            SamplingState.zeros(plan.num_slots, self._dims.config.vocab_size, device) for device in devices
+        ]
+        self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
+        self.allocators = [self.new_allocator(released) for _ in devices]
+
+    def new_allocator(self, released: int) -> BuddyAllocator:
+        """An empty allocator over the base extent and those that are released for a degree."""
+        allocator = BuddyAllocator(self._dims.max_tp)
+        for num_pages in self._plan.extent_pages(released):
+            allocator.add_extent(num_pages)
+        return allocator
+
+    def allocators_of(self, group: SubMesh) -> list[BuddyAllocator]:
+        """The allocators of a group's devices."""
+        return [self.allocators[device] for device in group.device_indices]
+
+    def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
+        """Have a group's devices go on with what was planned on others. Returns their own, which stay."""
+        own = self.allocators_of(group)
+        for allocator, plan in zip(own, planned, strict=True):
+            allocator.become(plan)
+        return own
+
+    def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
+        """A home of layers, over extents."""
+        flags = [[self._begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
+        begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
+        return Site(group, kv, self._plan.extent_pages(released), self._plan, self._weights, self._executables, begins)
+
+    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
+        """A lane of an instance in steady state."""
+        cache = PrefixCache(pool, self._plan.config.prefix_caching)
+        return Lane(pool, cache, {group.home: slice(0, group.tp)}, self._plan.buckets(group.tp).max_num_seqs)
+
+    def new_instance(
+        self,
+        group: SubMesh,
+        allocators: list[BuddyAllocator],
+        kv: KvBuffers,
+        released: int,
+        scratch: Scratch | None = None,
+    ) -> Instance:
+        """An instance over extents and the allocators of their pages, one a rank.
+
+        `scratch` is what the instances before had; without it, it is recreated.
+        """
+        scratch = scratch or self._new_scratch(group)
+        site = self.new_site(group, kv, released)
+        runner = Runner(
+            group,
+            {group.home: site},
+            Placement.uniform(group.home, self._dims.config.num_layers),
+            HiddenStates(group, scratch.hidden),
+            assemble(group, scratch.last_tokens, replicated=True),
+            self._plan,
+            self._executables,
+        )
+        return Instance(
+            runner,
+            [self.new_lane(PagePool(self._dims.pages, allocators, group.tp), group)],
+            StepSampler(group, self._sampling_states[group.start], self._executables),
+            self._on_result,
+            self._executables,
+            buckets=self._plan.buckets(group.tp),
+            released=released,
+        )
+
+    def _new_scratch(self, group: SubMesh) -> Scratch:
+        shape = (self._dims.config.hidden_size, self._plan.hidden_tokens)
+        return Scratch(
+            self.new_last_tokens(group),
+            [jnp.zeros(shape, self._dims.dtype, device=device) for device in group.devices],
+        )
+
+    def new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
+        """The last tokens of each rank, before anything was sampled."""
+        zeros = np.zeros(self._plan.num_slots, np.int32)
+        return [jax.device_put(zeros, device) for device in group.devices]
+
+    def scratch_of(self, instance: Instance) -> Scratch:
+        """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
+        runner = instance.runner
+        if is_lost(runner.last_tokens):
+            runner.last_tokens = jax.device_put(np.zeros(self._plan.num_slots, np.int32), instance.group.replicated)
+        return Scratch(disassemble(instance.group, runner.last_tokens), runner.hidden.release())
+
+    def empty_instance(self, group: SubMesh, released: int) -> Instance:
+        """An instance with allocators and extents of its own, all new."""
+        allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
+        pages = self._plan.extent_pages(released)
+        shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in pages]
+        kv = [
+            [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes]
+            for _ in range(self._dims.config.num_layers)
+        ]
+        return self.new_instance(group, allocators, kv, released)
+
+    def close(self) -> None:
+        """Drop the device buffers that instances share."""
+        self._sampling_states.clear()
+        self._begins.clear()
