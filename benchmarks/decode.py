@@ -67,7 +67,7 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
     step.set("num_pages", np.full(batch, pages))
     for row, table in enumerate(tables):
         step.set_table(row, table)
-    step_s = seconds(lambda: np.asarray(instance.launch(step).argmax_ids), repeats)
+    step_s = seconds(lambda: np.asarray(instance.launcher.launch_batch(step).argmax_ids), repeats)
     for table in tables:
         instance.lane.pages.free(table)
     itemsize = np.dtype(engine.dims.dtype).itemsize

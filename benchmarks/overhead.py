@@ -55,7 +55,7 @@ def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
     steps = [decode_step(instance, instance.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
     start = time.perf_counter()
     for step in steps:
-        head = instance.launch(step)
+        head = instance.launcher.launch_batch(step)
         instance.runner.last_tokens = head.last_tokens
     jax.block_until_ready(head.argmax_ids)
     elapsed = time.perf_counter() - start

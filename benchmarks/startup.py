@@ -147,7 +147,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
         for turn in range(options.repeats + 2):
             for length, llm in engines.items():
                 began = time.perf_counter()
-                np.asarray(llm._engine.instances[0].launch(steps[length]).argmax_ids)
+                np.asarray(llm._engine.instances[0].launcher.launch_batch(steps[length]).argmax_ids)
                 if turn >= 2:
                     times[length].append(time.perf_counter() - began)
         for llm in engines.values():

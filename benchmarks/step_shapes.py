@@ -122,7 +122,7 @@ class Runner:
         """Run steps to their end, one behind the other."""
         tokens = None
         for step in steps:
-            tokens = self.instance.launch(self._batches[step]).argmax_ids
+            tokens = self.instance.launcher.launch_batch(self._batches[step]).argmax_ids
         np.asarray(tokens)
 
 

@@ -13,7 +13,6 @@ MAX_FILE_LINES, MAX_CLASS_LINES, MAX_MEDIAN_LINES = 400, 250, 150
 LONG_FILES: set[str] = set()
 LONG_CLASSES = {
     "amoeba_jax/engine/engine.py: Engine",
-    "amoeba_jax/instances/instance.py: Instance",
     "amoeba_jax/transform/transformation.py: Transformations",
 }
 

@@ -59,7 +59,7 @@ class SequenceAdmission:
                 wanted.append(instance.sampler.state_spec)
             # A leader waits for what its siblings need: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
-                wanted += instance.page_copy_specs()
+                wanted += instance.launcher.page_copy_specs()
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
@@ -126,7 +126,7 @@ class SequenceAdmission:
         leader = sequence.leader
         assert leader is not None, "only a sibling forks"
         assert leader.pages is not None, "it runs here"
-        for request in instance.page_copy_specs():  # before anything changes: one may fail
+        for request in instance.launcher.page_copy_specs():  # before anything changes: one may fail
             self._cluster.executables.get(request)
         last = len(sequence.prompt) - 1
         table = leader.pages.table[:, : self._cluster.dims.pages.pages_for(len(sequence.prompt))]
@@ -135,7 +135,7 @@ class SequenceAdmission:
         sequence.num_computed = last
         copied = lane.cache.make_private(sequence.pages, last // self._cluster.dims.page_size)
         assert copied is not None, "the leader has it too"
-        instance.copy_page(lane, *copied)
+        instance.launcher.copy_page(instance.lanes, lane, *copied)
 
     def _preempt_lower_rank(self, sequence: Sequence) -> bool:
         """Preempt sequences that rank behind this one where that makes enough room for this one."""

@@ -70,24 +70,24 @@ class Launching:
         """
         plans = self._plans(instance)
         best = next(plans, None)
-        if best is None or instance.can_launch(best):
+        if best is None or instance.launcher.can_launch(best):
             return best
-        other = next((plan for plan in plans if instance.can_launch(plan)), None)
+        other = next((plan for plan in plans if instance.launcher.can_launch(plan)), None)
         executables = self._cluster.executables
         if instance.transition is not None:
-            executables.request(instance.specs(best))
+            executables.request(instance.launcher.specs(best))
             return other
         alike = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
         alike = [i for i in alike if i.transition is None]
         if best.logits_of == "all":
-            executables.request(spec for i in alike for spec in i.specs(best))
+            executables.request(spec for i in alike for spec in i.launcher.specs(best))
             return other
         if other is None or len(other.rows) < len(best.rows):
             kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_uncomputed_tokens > 0}
             for plan in roomy_plans(instance.running, instance.buckets):
                 for kind in sorted(kinds, reverse=True):
-                    executables.request(spec for i in alike for spec in i.specs(plan, kind))
-        executables.compile_later(spec for i in alike for spec in i.specs(best))
+                    executables.request(spec for i in alike for spec in i.launcher.specs(plan, kind))
+        executables.compile_later(spec for i in alike for spec in i.launcher.specs(best))
         return other
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:

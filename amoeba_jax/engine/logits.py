@@ -35,7 +35,7 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
             stop = min(start + chunk, decode_from) if start < decode_from else start + 1
             shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
             batch = _sequence_batch(shape, instance, tokens[start:stop], start, pages)
-            head = instance.launch(batch, "all")
+            head = instance.launcher.launch_batch(batch, "all")
             first = shape.num_rows - 1  # rows before the sequence's are padding, of one token each
             rows.append(np.asarray(head.logits)[:, first : first + stop - start].T)
             start = stop

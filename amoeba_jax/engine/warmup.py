@@ -155,7 +155,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
         results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
         hidden.put(instance.group, results, replicated=False)
     elif spec.kind == "page_copy":
-        instance.copy_page(instance.lane, *np.zeros((2, instance.tp), np.int32))
+        instance.launcher.copy_page(instance.lanes, instance.lane, *np.zeros((2, instance.tp), np.int32))
         results = site.kv
     elif spec.kind == "exchange":
         (site.kv[0],) = program([site.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))

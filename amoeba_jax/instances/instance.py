@@ -2,45 +2,25 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
 
 from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
-from amoeba_jax.instances.runner import Runner, StepInputs
+from amoeba_jax.instances.result_reader import ResultReader
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
-from amoeba_jax.instances.step_batch import step_batch
-from amoeba_jax.instances.step_plan import PendingStep, Row, StepNotLaunchedError, StepPlan
-from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
-from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.instances.step_launcher import StepLauncher
+from amoeba_jax.instances.step_plan import PendingStep, StepPlan
+from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.program_specs import ProgramSpec
-from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
-from amoeba_jax.sampling.rows import SamplerKind
 from kvcache.allocator import OutOfPagesError
-from sharding.mesh import assemble, disassemble
-from sharding.placement import Home
-
-
-class _Prepared(NamedTuple):
-    """All that a step needs before its first program is launched."""
-
-    inputs: StepInputs
-    sampled: list[Row]
-    sample: SampleCall | None
-    take_column: jax.stages.Compiled | None
-    token_logprobs: jax.stages.Compiled | None
 
 
 class Instance:
-    """Launches steps. Used by the dispatcher thread only.
+    """Used by the dispatcher thread only.
 
     Args:
         runner: of its steps, at its placement.
@@ -48,10 +28,12 @@ class Instance:
         sampler: on its first device.
         buckets: its step shapes.
         lane_buckets: those of instances of the lower degree, while it merges or splits.
-        released: the degree for which chunks of its weights are KV extents.
+        released: the degree for which shards of its weights are KV extents.
         on_result: called from another thread whenever a result has arrived; must not block.
 
     Attributes:
+        launcher: of its steps.
+        reader: of what they return.
         transition: what changes the placement of its layers.
         pace: of its steps whose results were taken.
         last_was_prompt: its latest step computed a prompt.
@@ -79,14 +61,11 @@ class Instance:
         self.last_was_prompt = False
         self.transition: Changing | None = None
         self.pace = Pace()
-        self._executables, self._on_result = executables, on_result
-        self._known_at: object = None
-        self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
         self._free_slots = list(range(sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
         self._paused_pages: PausedPages | None = None
-        # Waiting for the device happens here, in a thread that launches nothing.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"amoeba-read-{self.id}")
+        self.reader = ResultReader(f"amoeba-read-{self.id}", on_result)
+        self.launcher = StepLauncher(runner, sampler, self.reader, executables)
 
     @property
     def tp(self) -> int:
@@ -246,63 +225,9 @@ class Instance:
 
     # Steps
 
-    def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
-        """The programs that `launch_plan` runs for a step, with another kind of sampler if that is given."""
-        kind = kind or sampler_kind(plan)
-        found = self.runner.specs(plan.shape, plan.logits_of, plan.lane)
-        return found + self.sampler.specs(plan.shape, kind, every=plan.logits_of == "all")
-
-    def can_launch(self, plan: StepPlan) -> bool:
-        """Whether all of `specs` are there."""
-        now = self._executables.version, self.runner.placement
-        if self._known_at != now:
-            self._known_at, self._known = now, {}
-        what = plan.shape, plan.logits_of, plan.lane, sampler_kind(plan)
-        if (known := self._known.get(what)) is None:
-            known = self._known[what] = self._executables.available(self.specs(plan))
-        return known
-
-    def extents_changed(self) -> None:
-        """Take note that the cache has other extents: steps need other programs."""
-        self._known_at = None
-
     def launch_plan(self, plan: StepPlan) -> None:
-        """Dispatch a step and what samples its tokens, and have the results read in the background.
-
-        Raises `StepNotLaunchedError`, with nothing changed, where it cannot be prepared, such as for lack of a program.
-        Any other error has come after the first program: the cache may have lost extents with it.
-        """
-        try:
-            prepared = self._prepare(plan)
-        except Exception as error:
-            raise StepNotLaunchedError("the step could not be prepared") from error
-        every, sampled, sample = plan.logits_of == "all", prepared.sampled, prepared.sample
-        head = self.runner.run(prepared.inputs)
-        prompt_row = prompt_result = None
-        # Taking a rank's part of an array takes time: only where it is wanted.
-        logits = self._first_rank(head.logits) if sample is not None or every else None
-        if prepared.take_column is not None and prepared.token_logprobs is not None:
-            (row,) = plan.rows
-            targets = np.zeros(plan.shape.num_tokens, np.int32)
-            known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
-            targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
-            prompt_row, prompt_result = row, self._read(prepared.token_logprobs(logits, targets))
-            if sample is not None:
-                logits = prepared.take_column(logits, np.int32(row.place + row.length - 1))
-        if sample is not None:
-            assert logits is not None, "taken for the sampler"
-            tokens, result = self.sampler.sample(sample, logits, self._first_rank(self.runner.last_tokens))
-            self._set_last_tokens(tokens)
-        else:
-            # Without tokens to take, the result still tells when the step is done.
-            if sampled:
-                self.runner.last_tokens = head.last_tokens
-            result = self._first_rank(head.argmax_ids)
-        for row in plan.rows:
-            row.sequence.num_computed = row.start + row.length
-        for row in sampled:
-            row.sequence.num_in_flight += 1
-        step = PendingStep(plan.rows, sampled, self._read(result), plan.decodes, prompt_row, prompt_result)
+        """Launch a step, whose results are `pending` then. Raises what `StepLauncher.launch` does."""
+        step = self.launcher.launch(plan, self.lanes)
         if self.transition is not None:
             step.decodes = False
             step.switched_bytes = self.transition.pace.behind_step if plan.decodes else 0
@@ -310,85 +235,11 @@ class Instance:
         self.num_launched += 1
         self.last_was_prompt = not plan.decodes
 
-    def _prepare(self, plan: StepPlan) -> _Prepared:
-        """Everything that may fail without harm: the batch, the sampling settings, and all programs."""
-        every = plan.logits_of == "all"
-        sampled = [row for row in plan.rows if row.samples]
-        if every:
-            sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
-        sample = self.sampler.prepare(plan, sampled)
-        columns = self.sampler.column_programs(plan.shape.num_tokens) if every else (None, None)
-
-        def batch_at(home: Home, block: int | None, shape: BatchShape) -> StepBatch:
-            rows, first = plan.rows, 0
-            if block is not None:
-                first = block * shape.num_rows
-                rows = tuple(row for row in rows if first <= row.place < first + shape.num_rows)
-            geometry = self.lanes[0].pages.geometry
-            return step_batch(shape, home.degree, rows, lambda s: self._table(s, home), geometry, first)
-
-        inputs = self.runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
-        return _Prepared(inputs, sampled, sample, *columns)
-
-    def launch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
-        """Dispatch a step of an instance in steady state, without waiting, and without choosing tokens by any other
-        rule than the argmax."""
-        inputs = self.runner.prepare(batch.shape, logits_of, None, lambda *_: batch)
-        return self.runner.run(inputs)
-
-    def _table(self, sequence: Sequence, home: Home) -> np.ndarray:
-        assert sequence.pages is not None
-        return self.lane_of(sequence).table(sequence.pages, home)
-
-    def _set_last_tokens(self, tokens: jax.Array) -> None:
-        """Have all ranks know what the first has drawn."""
-        if self.tp == 1:
-            self.runner.last_tokens = assemble(self.group, [tokens], replicated=True)
-        else:
-            self.runner.last_tokens = jax.device_put(tokens, self.group.replicated)
-
-    def _first_rank(self, array: jax.Array) -> jax.Array:
-        return disassemble(self.group, array)[0]
-
-    def _read(self, array: jax.Array) -> "Future[np.ndarray]":
-        """Copy a result to the host, a row for each of the step's, without waiting for it here."""
-        future = self._reader.submit(lambda: np.asarray(array).reshape(len(array), -1))
-        future.add_done_callback(lambda _: self._on_result())
-        return future
-
-    def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
-        """Done when arrays, which must not be donated before, have been computed."""
-        future = self._reader.submit(jax.block_until_ready, arrays)
-        future.add_done_callback(lambda _: self._on_result())
-        return future
-
-    def page_copy_specs(self) -> list[ProgramSpec]:
-        """What `copy_page` launches."""
-        specs, sites = self._executables.specs, self.runner.sites.values()
-        return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
-
-    def copy_page(self, lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy a page of a lane, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
-
-        Donates the cache, layer by layer: what fails part-way has lost some of it.
-        """
-        number, ids = self.lanes.index(lane), {}
-        for layer, homes in enumerate(self.runner.placement.homes()):
-            home = homes[number]
-            site = self.runner.sites[home]
-            if home not in ids:
-                ranks = lane.ranks[home]
-                columns = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
-                program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
-                ids[home] = program, jax.device_put(columns, site.group.sharded)
-            program, columns = ids[home]
-            site.kv[layer] = program(site.kv[layer], columns)
-
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
         self.transition = None
-        self._reader.shutdown(wait=bool(self.pending))
-        del self.sampler, self.runner
+        self.reader.close(wait=bool(self.pending))
+        del self.sampler, self.runner, self.launcher
 
     def close(self) -> None:
         """Stop the reader and drop all device buffers, those of paused instances as well."""

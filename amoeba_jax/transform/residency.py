@@ -51,7 +51,7 @@ def release(cluster: Cluster, instance: Instance, degree: int) -> None:
     cluster.check_compiled(instance.group, instance.tp, degree)
     cluster.weights.prepare_release(instance.group, instance.released, degree)
     cluster.release_more(instance, degree)
-    instance.extents_changed()
+    instance.launcher.extents_changed()
 
 
 def restore(
@@ -101,7 +101,7 @@ def restore(
     _end(cluster, instance, part, table, allocators)
     instance.released = degree
     instance.site.extent_pages = programs.new_extents
-    instance.extents_changed()
+    instance.launcher.extents_changed()
     return staging, len(part.cached), dropped
 
 

@@ -280,7 +280,7 @@ class Transformations:
             return
         if transition.restored:
             home = next(i for i in cluster.instances if i.id == instance.id)
-            self._finishing.append((active, home.when_ready(transition.restored)))
+            self._finishing.append((active, home.reader.when_ready(transition.restored)))
             return
         self._end(active)
 

@@ -24,7 +24,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.accumulate import wait_for
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
@@ -209,8 +209,8 @@ class Faults:
         """While this lasts. The programs that are to fail when they are made are dropped first."""
         if self.how in ("compile", "load"):
             in_dispatcher(llm, drop_programs, engine_of(llm), self.kind)
-        get, compile_program, read = Executables.get, compiling.compile_program, Instance._read
-        load, when_ready = PortableProgram.load, Instance.when_ready
+        get, compile_program, read = Executables.get, compiling.compile_program, ResultReader.read
+        load, when_ready = PortableProgram.load, ResultReader.when_ready
 
         def faulty_get(executables: Executables, request: ProgramSpec) -> Any:
             return _Program(get(executables, request), request, self)
@@ -233,19 +233,19 @@ class Faults:
                 raise OSError("injected")
             return load(program, devices)
 
-        def faulty_read(instance: Instance, array: jax.Array) -> "Future[np.ndarray]":
-            return self._unread() or read(instance, array)
+        def faulty_read(reader: ResultReader, array: jax.Array) -> "Future[np.ndarray]":
+            return self._unread() or read(reader, array)
 
-        def faulty_when_ready(instance: Instance, arrays: list[jax.Array]) -> "Future[Any]":
-            return self._unread() or when_ready(instance, arrays)
+        def faulty_when_ready(reader: ResultReader, arrays: list[jax.Array]) -> "Future[Any]":
+            return self._unread() or when_ready(reader, arrays)
 
         loading = threading.local()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Executables, "get", faulty_get)
             patch.setattr(compiling, "compile_program", faulty_compile)
             patch.setattr(PortableProgram, "load", faulty_load)
-            patch.setattr(Instance, "_read", faulty_read)
-            patch.setattr(Instance, "when_ready", faulty_when_ready)
+            patch.setattr(ResultReader, "read", faulty_read)
+            patch.setattr(ResultReader, "when_ready", faulty_when_ready)
             yield self
 
     def _unread(self) -> "Future[Any] | None":

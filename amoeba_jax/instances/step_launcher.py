@@ -1,0 +1,170 @@
+"""Prepares and launches the steps of an instance, and copies of its pages."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.result_reader import ResultReader
+from amoeba_jax.instances.runner import Runner, StepInputs
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_batch import step_batch
+from amoeba_jax.instances.step_plan import PendingStep, Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.executables import Executables
+from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
+from amoeba_jax.sampling.rows import SamplerKind
+from sharding.mesh import assemble, disassemble
+from sharding.placement import Home
+
+
+class _Prepared(NamedTuple):
+    """All that a step needs before its first program is launched."""
+
+    inputs: StepInputs
+    sampled: list[Row]
+    sample: SampleCall | None
+    take_column: jax.stages.Compiled | None
+    token_logprobs: jax.stages.Compiled | None
+
+
+class StepLauncher:
+    """Used by the dispatcher thread only.
+
+    Args:
+        runner: of the layers, at their placement.
+        sampler: on the instance's first device.
+        reader: of what steps return.
+    """
+
+    def __init__(self, runner: Runner, sampler: StepSampler, reader: ResultReader, executables: Executables):
+        self._runner, self._sampler, self._reader, self._executables = runner, sampler, reader, executables
+        self._group = runner.group
+        self._known_at: object = None
+        self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
+
+    def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
+        """The programs that `launch` runs for a step, with another kind of sampler if that is given."""
+        kind = kind or sampler_kind(plan)
+        found = self._runner.specs(plan.shape, plan.logits_of, plan.lane)
+        return found + self._sampler.specs(plan.shape, kind, every=plan.logits_of == "all")
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Whether all of `specs` are there."""
+        now = self._executables.version, self._runner.placement
+        if self._known_at != now:
+            self._known_at, self._known = now, {}
+        what = plan.shape, plan.logits_of, plan.lane, sampler_kind(plan)
+        if (known := self._known.get(what)) is None:
+            known = self._known[what] = self._executables.available(self.specs(plan))
+        return known
+
+    def extents_changed(self) -> None:
+        """Take note that the cache has other extents: steps need other programs."""
+        self._known_at = None
+
+    def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+        """Dispatch a step of an instance's lanes and what samples its tokens, and have the results read in the
+        background.
+
+        Raises `StepNotLaunchedError`, with nothing changed, where it cannot be prepared, such as for lack of a program.
+        Any other error has come after the first program: the cache may have lost extents with it.
+        """
+        try:
+            prepared = self._prepare(plan, lanes)
+        except Exception as error:
+            raise StepNotLaunchedError("the step could not be prepared") from error
+        every, sampled, sample = plan.logits_of == "all", prepared.sampled, prepared.sample
+        head = self._runner.run(prepared.inputs)
+        prompt_row = prompt_result = None
+        # Taking a rank's part of an array takes time: only where it is wanted.
+        logits = self._first_rank(head.logits) if sample is not None or every else None
+        if prepared.take_column is not None and prepared.token_logprobs is not None:
+            (row,) = plan.rows
+            targets = np.zeros(plan.shape.num_tokens, np.int32)
+            known = row.sequence.prompt[row.start + 1 : row.start + row.length + 1]
+            targets[row.place : row.place + len(known)] = known  # rows before it are padding, of one token each
+            prompt_row, prompt_result = row, self._reader.read(prepared.token_logprobs(logits, targets))
+            if sample is not None:
+                logits = prepared.take_column(logits, np.int32(row.place + row.length - 1))
+        if sample is not None:
+            assert logits is not None, "taken for the sampler"
+            tokens, result = self._sampler.sample(sample, logits, self._first_rank(self._runner.last_tokens))
+            self._set_last_tokens(tokens)
+        else:
+            # Without tokens to take, the result still tells when the step is done.
+            if sampled:
+                self._runner.last_tokens = head.last_tokens
+            result = self._first_rank(head.argmax_ids)
+        for row in plan.rows:
+            row.sequence.num_computed = row.start + row.length
+        for row in sampled:
+            row.sequence.num_in_flight += 1
+        return PendingStep(plan.rows, sampled, self._reader.read(result), plan.decodes, prompt_row, prompt_result)
+
+    def _prepare(self, plan: StepPlan, lanes: list[Lane]) -> _Prepared:
+        """Everything that may fail without harm: the batch, the sampling settings, and all programs."""
+        every = plan.logits_of == "all"
+        sampled = [row for row in plan.rows if row.samples]
+        if every:
+            sampled = [row._replace(place=0) for row in sampled]  # of its one column of logits
+        sample = self._sampler.prepare(plan, sampled)
+        columns = self._sampler.column_programs(plan.shape.num_tokens) if every else (None, None)
+
+        def batch_at(home: Home, block: int | None, shape: BatchShape) -> StepBatch:
+            rows, first = plan.rows, 0
+            if block is not None:
+                first = block * shape.num_rows
+                rows = tuple(row for row in rows if first <= row.place < first + shape.num_rows)
+            geometry = lanes[0].pages.geometry
+            return step_batch(shape, home.degree, rows, lambda s: _table(lanes, s, home), geometry, first)
+
+        inputs = self._runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
+        return _Prepared(inputs, sampled, sample, *columns)
+
+    def launch_batch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
+        """Dispatch a step of an instance in steady state, without waiting, and without choosing tokens by any other
+        rule than the argmax."""
+        inputs = self._runner.prepare(batch.shape, logits_of, None, lambda *_: batch)
+        return self._runner.run(inputs)
+
+    def page_copy_specs(self) -> list[ProgramSpec]:
+        """What `copy_page` launches."""
+        specs, sites = self._executables.specs, self._runner.sites.values()
+        return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
+
+    def copy_page(self, lanes: list[Lane], lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy a page of one of the instance's lanes, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
+
+        Donates the cache, layer by layer: what fails part-way has lost some of it.
+        """
+        number, ids = lanes.index(lane), {}
+        for layer, homes in enumerate(self._runner.placement.homes()):
+            home = homes[number]
+            site = self._runner.sites[home]
+            if home not in ids:
+                ranks = lane.ranks[home]
+                columns = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
+                program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
+                ids[home] = program, jax.device_put(columns, site.group.sharded)
+            program, columns = ids[home]
+            site.kv[layer] = program(site.kv[layer], columns)
+
+    def _set_last_tokens(self, tokens: jax.Array) -> None:
+        """Have all ranks know what the first has drawn."""
+        if self._group.tp == 1:
+            self._runner.last_tokens = assemble(self._group, [tokens], replicated=True)
+        else:
+            self._runner.last_tokens = jax.device_put(tokens, self._group.replicated)
+
+    def _first_rank(self, array: jax.Array) -> jax.Array:
+        return disassemble(self._group, array)[0]
+
+
+def _table(lanes: list[Lane], sequence: Sequence, home: Home) -> np.ndarray:
+    assert sequence.pages is not None
+    lane = next(lane for lane in lanes if sequence in lane.running) if len(lanes) > 1 else lanes[0]
+    return lane.table(sequence.pages, home)
