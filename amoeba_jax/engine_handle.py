@@ -196,7 +196,7 @@ class EngineHandle:
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
         if background:
-            return self._dispatcher.call(engine.warm_up_beside, degrees).result()
+            return self._dispatcher.call(engine.background_warmup.begin, degrees).result()
         count = self._dispatcher.call(count_programs, engine, degrees).result()
         with self._bar("compiling and running programs", 2 * count) as advance:
             return self._dispatcher.call(warm_up, engine, degrees, advance).result().made

@@ -138,7 +138,7 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
 
 def transition_of(llm: LLM, runner: Runner) -> Transition | None:
     """The transition whose steps a runner runs, if there is one."""
-    active = llm._engine.transformations._active
+    active = llm._engine.transformations.active._active
     return next((a.transition for instance, a in active.items() if instance.runner is runner), None)
 
 

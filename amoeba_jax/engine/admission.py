@@ -11,6 +11,7 @@ from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transformation import Transformations
 from kvcache.pages import SequencePages
 
@@ -61,6 +62,16 @@ class SequenceAdmission:
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
                 wanted += instance.launcher.page_copy_specs()
         return bool(wanted) and not self._cluster.executables.request(wanted)
+
+    def check_waiting(self, options: TransformOptions) -> None:
+        """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
+        limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
+        for sequence in self._sequences.waiting:
+            if sequence.max_total_tokens > limit:
+                raise RequestError(
+                    f"the transformation is refused: request {sequence.request_id!r}, which waits, needs "
+                    f"{sequence.max_total_tokens} tokens, and a TP{degree} instance would hold {limit}"
+                )
 
     def _fits_nowhere(self, sequence: Sequence) -> bool:
         """It came before instances became smaller, or before those failed that should have become larger."""

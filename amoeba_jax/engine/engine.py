@@ -9,8 +9,8 @@ import jax
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.admission import SequenceAdmission
+from amoeba_jax.engine.background_warmup import BackgroundWarmup
 from amoeba_jax.engine.launching import Launching
-from amoeba_jax.engine.readiness import Readiness
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
@@ -23,7 +23,6 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
-from amoeba_jax.programs.enumeration import enumerate_by_degree, kept_weights
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
@@ -74,7 +73,7 @@ class Engine:
             self.cluster, sequences, self.room, self.transformations, self.recovery, self.stats
         )
         self.scheduler_hook: SchedulerHook | None = None
-        self.readiness = Readiness()
+        self.background_warmup = BackgroundWarmup(self.cluster)
         self._shared_at = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
@@ -92,20 +91,10 @@ class Engine:
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
         if not wait_for_programs:
-            self.readiness.check(degree)
+            self.background_warmup.readiness.check(degree)
         if self.scheduler_hook is None:
-            self._check_waiting(options)
+            self.admission.check_waiting(options)
         return self.transformations.request(options)
-
-    def _check_waiting(self, options: TransformOptions) -> None:
-        """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
-        limit, degree = max(self.transformations.capacity_to_come(i, options) for i in self.instances)
-        for sequence in self.waiting:
-            if sequence.max_total_tokens > limit:
-                raise RequestError(
-                    f"the transformation is refused: request {sequence.request_id!r}, which waits, needs "
-                    f"{sequence.max_total_tokens} tokens, and a TP{degree} instance would hold {limit}"
-                )
 
     def end_transformations(self) -> None:
         """Go on, and wait, until no transformation is under way."""
@@ -217,20 +206,6 @@ class Engine:
         """See `Sequences.reject`."""
         self.sequences.reject(sequence, error)
 
-    # For a scheduler
-
-    def awaits_program(self, sequence: Sequence) -> bool:
-        """See `SequenceAdmission.awaits_program`."""
-        return self.admission.awaits_program(sequence)
-
-    def start(self, instance: Instance, sequence: Sequence) -> None:
-        """See `SequenceAdmission.start`."""
-        self.admission.start(instance, sequence)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """See `SequenceAdmission.preempt`."""
-        self.admission.preempt(sequence)
-
     # Steps
 
     def advance(self) -> bool:
@@ -238,7 +213,9 @@ class Engine:
 
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
-        if self._take_programs() or self.cluster.revive():
+        if arrived := self.background_warmup.take_arrived():
+            self.transformations.retry()
+        if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
         self.cluster.executables.background.serving = any(instance.running for instance in self.cluster.all_instances)
         self._admit()
@@ -256,43 +233,6 @@ class Engine:
         if not launched and not pending and not compiling and not self.transformations.busy and self.has_requests:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
         return launched
-
-    def _take_programs(self) -> bool:
-        """Take in programs that were compiled in the background. Return whether there were any."""
-        executables = self.cluster.executables
-        arrived = executables.take_arrived(self.cluster.reserve_temporaries)
-        if arrived:
-            warming = self.readiness.busy
-            self.readiness.arrived(arrived)
-            if warming and not self.readiness.busy and self._is_complete:
-                executables.set_complete()
-            self.transformations.retry()
-        return bool(arrived)
-
-    @property
-    def _is_complete(self) -> bool:
-        return {it.degree for it in self.readiness.degrees} == set(self.cluster.sub_meshes.degrees())
-
-    def warm_up_beside(self, degrees: list[int]) -> int:
-        """Have all programs of some degrees, and of transformations between them, compiled while requests run, those of
-        the present degree first. Return how many are missing.
-
-        Where these are all degrees, the registry is `complete` once the last has come.
-        """
-        for tp in degrees:
-            self.cluster.sub_meshes.check_degree(tp)
-        present = self.instances[0].tp
-        order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
-        executables = self.cluster.executables
-        by_degree = enumerate_by_degree(self.cluster.plan, executables, order)
-        if self.config.prepare_pausing:
-            for request in kept_weights(self.cluster.plan, executables, tuple(sorted(set(degrees)))):
-                by_degree[len(request.devices)].append(request)
-        missing = executables.compile_later(request for mine in by_degree.values() for request in mine)
-        self.readiness.begin(by_degree, missing)
-        if not missing and self._is_complete:
-            executables.set_complete()
-        return len(missing)
 
     def collect(self) -> None:
         """Take in the results that have arrived, in the order of their steps."""

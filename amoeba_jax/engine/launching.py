@@ -39,9 +39,9 @@ class Launching:
         num_preempted = self._reserve_next_tokens(instance)
         if instance.transition is None:
             return self._launch_step(instance) is not None
-        if self._transformations.switch_layers(instance, num_preempted):
+        if self._transformations.active.switch_layers(instance, num_preempted):
             plan = self._launch_step(instance)
-            self._transformations.step_launched(instance, plan)
+            self._transformations.active.step_launched(instance, plan)
         return True
 
     def _launch_step(self, instance: Instance) -> StepPlan | None:
@@ -126,7 +126,7 @@ class Launching:
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None:
-            self._transformations.lost(instance, error, rows)
+            self._transformations.active.lost(instance, error, rows)
         else:
             self._recovery.recover(instance, error, rows)
 

@@ -76,7 +76,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         compiled_programs=engine.cluster.executables.num_made,
         late_programs=engine.cluster.executables.num_late,
         awaited_programs=engine.cluster.executables.num_awaited,
-        degrees=engine.readiness.degrees,
+        degrees=engine.background_warmup.readiness.degrees,
     )
 
 

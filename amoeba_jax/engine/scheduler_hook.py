@@ -13,8 +13,8 @@ class SchedulerHook(Protocol):
     interval_s: float
 
     def schedule(self) -> None:
-        """Start, preempt and reject sequences, and change instances, by `Engine.start`, `preempt`, `reject` and
-        `transform`. Called in the dispatcher thread, between steps; must not wait for a device.
+        """Start, preempt and reject sequences, and change instances, by `Engine.admission`, `Engine.reject`
+        and `Engine.transform`. Called in the dispatcher thread, between steps; must not wait for a device.
 
         Whatever it leaves in `Engine.waiting` waits. `Engine.num_changes` tells whether anything has happened that
         bears on it."""

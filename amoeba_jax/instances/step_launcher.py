@@ -137,7 +137,7 @@ class StepLauncher:
         return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
     def copy_page(self, lanes: list[Lane], lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy a page of one of the instance's lanes, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
+        """Copy a page of a lane, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
 
         Donates the cache, layer by layer: what fails part-way has lost some of it.
         """

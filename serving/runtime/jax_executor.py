@@ -90,7 +90,10 @@ class JaxExecutor:
         self._running = _by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
-        degrees = tuple(replace(limits, ready=engine.readiness.is_ready(limits.degree)) for limits in self._degrees)
+        degrees = tuple(
+            replace(limits, ready=engine.background_warmup.readiness.is_ready(limits.degree))
+            for limits in self._degrees
+        )
         groups = {limits.degree: engine.cluster.sub_meshes.groups(limits.degree) for limits in degrees}
         refused = frozenset((g.device_indices, d.degree) for d in degrees if not d.ready for g in groups[d.degree])
         return ClusterView(
@@ -141,7 +144,7 @@ class JaxExecutor:
         engine = self._engine
         match action:
             case Dispatch(request_id, instance_id):
-                engine.start(self._instance(instance_id), self._waits(request_id))
+                engine.admission.start(self._instance(instance_id), self._waits(request_id))
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
                 if all(i.tp == degree for i in engine.instances if i.id in devices):
                     raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
@@ -152,7 +155,7 @@ class JaxExecutor:
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
             case Preempt(request_id, PreemptKind.SOFT):
-                engine.preempt(_known(self._running, request_id))
+                engine.admission.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
                 engine.reject(self._waits(request_id), _ERRORS[kind](reason))
             case _:
@@ -232,10 +235,10 @@ class EngineScheduler:
         for sequence in [s for s in waiting.siblings if not s.num_in_flight]:
             if (
                 not sequence.beyond_share
-                and not engine.awaits_program(sequence)
+                and not engine.admission.awaits_program(sequence)
                 and (home := engine.room.leader_home(sequence)) is not None
             ):
-                engine.start(home, sequence)
+                engine.admission.start(home, sequence)
 
 
 def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:

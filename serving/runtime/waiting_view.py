@@ -81,7 +81,7 @@ class WaitingView:
             shares = bool(sequence.siblings) or (sequence.leader is not None and sequence.leader.slot >= 0)
             key = sequence.sampling.uses_state, shares
             if key not in known:
-                known[key] = self._engine.awaits_program(sequence)
+                known[key] = self._engine.admission.awaits_program(sequence)
             return known[key]
 
         return awaits

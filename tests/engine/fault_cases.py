@@ -152,7 +152,7 @@ class Load:
             for instance in engine.cluster.all_instances:
                 for step in instance.pending:
                     step.result.exception()
-            for _, result in engine.transformations._finishing:
+            for _, result in engine.transformations.active._finishing:
                 result.exception()
             engine.collect()
         raise AssertionError("the requests never end")

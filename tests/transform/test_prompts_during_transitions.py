@@ -88,7 +88,7 @@ def test_prompt_does_not_wait_for_the_last_layer(idle: LLM, up: bool):
     (sequence,) = new.sequences
 
     def switched(engine: Engine) -> int:
-        active = list(engine.transformations._active.values())
+        active = list(engine.transformations.active._active.values())
         return active[0].transition.num_switched if active else NUM_LAYERS
 
     def drive() -> int:

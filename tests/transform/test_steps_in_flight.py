@@ -56,7 +56,7 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
         future = engine.transform(TransformOptions(2 if up else 1, HALF))
         assert [i for i in engine.instances if i.id in HALF] == changing, "it has not begun"
         with pytest.raises(RequestError, match="is being transformed"):
-            engine.preempt(changing[0].running[0])
+            engine.admission.preempt(changing[0].running[0])
         late = submit(idle, [(prompt(9, 50), greedy(4))])
         for instance in others:  # their results come first
             engine._drain(instance)

@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
     def pages_are_accounted_for(self) -> None:
         """Blocks that are live are those of running sequences, with a reference for each, and of cached prefixes."""
         engine = self.engine
-        active = {a.transition.instance: a for a in engine.transformations._active.values()}
+        active = {a.transition.instance: a for a in engine.transformations.active._active.values()}
         for instance in engine.instances:
             present = [engine.cluster.factory.allocators[device] for device in instance.group.device_indices]
             views = {instance.group.home: present}

@@ -25,7 +25,7 @@ def test_a_group_that_has_ended_is_not_busy_until_the_last_group_ends():
     made = transformations(instance(0, 2), instance(2, 2), instance(4, 1), instance(5, 1))
     call = TransformCall(TransformOptions(2, (0, 1, 2, 3, 4, 5)))
     made._calls.append(call)
-    made._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
+    made.active._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
     assert made.targets() == {2: 2, 3: 2, 4: 2, 5: 2}
 
 
@@ -33,7 +33,7 @@ def test_a_group_whose_last_step_still_runs_is_busy():
     made = transformations(instance(0, 2), instance(2, 2))
     call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
     made._calls.append(call)
-    made._finishing = [(active(call, 0, 1), cast(Any, None))]
+    made.active._finishing = [(active(call, 0, 1), cast(Any, None))]
     assert made.targets() == {0: 2, 1: 2}
 
 
@@ -43,7 +43,7 @@ def test_groups_that_will_not_begin_are_not_busy():
     call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
     call.fail(RuntimeError("injected"), (0, 1), "as it was")
     made._calls.append(call)
-    made._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
+    made.active._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
     assert made.targets() == {2: 2, 3: 2}
 
 
