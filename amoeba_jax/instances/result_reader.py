@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ResultReader:
-    """Results on their way to the host, in the order in which they were asked for.
+    """Results on their way to the host, in the order of the calls.
 
     Args:
         name: of its thread.

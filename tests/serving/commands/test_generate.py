@@ -23,7 +23,12 @@ def run(*arguments: str | Path, stdin: str | None = None):
 
 def spawn(model: Path, *arguments: str, pipe_bytes: int = -1) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "serving.cli", "generate", "-m", str(model), *SMALL, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pipesize=pipe_bytes)
+    # Shells start jobs in the background with SIGINT ignored, which their children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pipesize=pipe_bytes)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
