@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ResultReader:
-    """Results on their way to the host, in the order of the calls.
+    """Copies results to the host in the order of the calls.
 
     Args:
         name: of its thread.
