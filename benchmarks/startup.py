@@ -115,7 +115,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
     def compile_s(instance: Instance) -> float:
         buckets = instance.buckets
         shapes = buckets.step(options.batch), buckets.step(0, 1, buckets.chunk_sizes[-1])
-        wanted = {request.key: request for shape in shapes for request in instance.requests(StepPlan(shape, ()))}
+        wanted = {request.key: request for shape in shapes for request in instance.launcher.specs(StepPlan(shape, ()))}
         start = time.perf_counter()
         made = list(compile_programs(wanted.values(), jobs=1))
         assert not any(executable.info.cached for executable in made), "the cache must be off"
