@@ -1,5 +1,6 @@
 """Shared set-up: virtual CPU devices, run-time shape checks, real data where it is present."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from jaxtyping import install_import_hook
 
         install_import_hook(modules_with_shapes(), "beartype.beartype")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -217,7 +217,6 @@ class Engine:
             self.transformations.retry()
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
-        self.cluster.executables.background.serving = any(instance.running for instance in self.cluster.all_instances)
         self._admit()
         launched, seen = False, ()
         while seen != self.instances:  # a transformation may end here and leave others
@@ -227,6 +226,8 @@ class Engine:
                     launched = True
                     self._admit()
         pending = any(instance.pending for instance in self.cluster.all_instances)
+        # Requests that all wait for programs are not disturbed by those who compile them.
+        self.cluster.executables.background.serving = pending
         if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:
             return launched  # what waits may wait for its decision, for devices out of service, or for paused requests
         compiling = self.cluster.executables.background.num_left

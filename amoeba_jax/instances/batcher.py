@@ -39,8 +39,9 @@ def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     """Steps to compute while the programs of `plan_step`'s are compiled, the most useful first.
 
-    First those that leave no one out (larger shapes), then those without sequences that need the rarer samplers, those
-    without prompts, and those with the first sequences alone (smaller shapes).
+    First those that leave no one out (larger shapes; for decodes alone, at last, those with room for a prompt), then
+    those without sequences that need the rarer samplers, those without prompts, and those with the first sequences
+    alone (smaller shapes).
     """
     active = sorted(
         (s for s in running if s.num_uncomputed_tokens > 0 and not s.needs_prompt_logits), key=lambda s: s.order
@@ -58,14 +59,18 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     shapes = buckets.all()
+    mixed = [s for s in shapes if s.num_tokens > s.num_rows and len(decodes) <= first_prompt_row(s)]
     if prompts:
         wanted = buckets.chunk_size(prompts[0].num_uncomputed_tokens)
-        mixed = [s for s in shapes if s.num_tokens > s.num_rows and len(decodes) <= first_prompt_row(s)]
         for shape in sorted(mixed, key=lambda s: (s.groups[-1][1] < wanted, abs(s.groups[-1][1] - wanted), s.num_rows)):
             yield _plan(shape, decodes, prompts[: shape.groups[-1][0]])
     if decodes:
-        alone = [s.num_rows for s in shapes if s.num_tokens == s.num_rows]
-        for rows in sorted(alone, key=lambda rows: (rows < len(decodes), abs(rows - len(decodes)))):
+        alone = sorted(s.num_rows for s in shapes if s.num_tokens == s.num_rows)
+        for rows in (rows for rows in alone if rows >= len(decodes)):
+            yield _plan(buckets.step(rows), decodes, [])
+        for shape in sorted(mixed, key=lambda s: s.num_tokens):  # what is there for a prompt is padding
+            yield _plan(shape, decodes, [])
+        for rows in (rows for rows in reversed(alone) if rows < len(decodes)):
             yield _plan(buckets.step(rows), decodes[:rows], [])
 
 

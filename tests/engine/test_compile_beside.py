@@ -1,5 +1,6 @@
 """Programs that are missing are compiled beside the steps of running requests: each waits for its own alone."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +109,27 @@ def test_a_larger_step_does_meanwhile(cold: LLM):
     assert tokens(cold.generate([[n + 1] * 3 for n in range(2)], greedy(12))) == expected[:2]
     assert any(" 2x1 " in name for name in gate.asked()), "the smaller one is to come"
     gate.open.set()
+    check_idle(cold)
+
+
+def test_decodes_go_on_in_the_step_of_their_prompt(cold: LLM):
+    """Until there is a step without room for a prompt, which is the next to come."""
+    background = engine_of(cold).cluster.executables.background
+    compile, arrived = background._compile, threading.Event()
+
+    def without_decodes(wanted: list[ProgramSpec]):
+        if wanted[0].kind == "step" and re.search(r"\b\d+x1\b(?!\+)", str(wanted[0])):
+            held.append(str(wanted[0]))
+            assert arrived.wait(TIMEOUT_S)
+        yield from compile(wanted)
+
+    held: list[str] = []
+    background._compile = without_decodes
+    (output,) = cold.generate([[1, 2, 3]], greedy(12))
+    assert held, "programs that only decode are to come"
+    arrived.set()
+    wait_until(lambda: not background.num_left)
+    assert tokens([output]) == tokens(cold.generate([[1, 2, 3]], greedy(12)))
     check_idle(cold)
 
 
