@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import pytest
 from device_memory import total_live_bytes
+from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
 from transform_cases import Background, after_each_switch, make, requests, tokens
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.engine import Engine
 from amoeba_jax.transform.movers import CopyMover
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -76,10 +78,9 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(CopyMover, "move", observed)
     running = Background(llm, prompts, params)
-    deadline = time.monotonic() + TIMEOUT_S
-    while (use := kv_use(llm)) < 0.9:
-        assert time.monotonic() < deadline
+    while not engine_of(llm).has_requests:
         time.sleep(0.002)
+    use = in_dispatcher(llm, run_until_full, engine_of(llm))
     before = llm._dispatcher.call(total_live_bytes).result(TIMEOUT_S)
     reports: list[Any] = [llm.transform(tp, variant=variant) for tp in (4, 1)]
     assert tokens(running.result()) == expected
@@ -95,6 +96,13 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
         assert all(0 < report.extra_bytes <= plan.staging_bytes for report in reports)
 
 
-def kv_use(llm: LLM) -> float:
-    views = llm.instances
-    return sum(view.kv_used_pages for view in views) / sum(view.kv_total_pages for view in views)
+def run_until_full(engine: Engine) -> float:
+    """All instances, step by step together, until the cache is 90% full. Returns how full it is."""
+    while True:
+        pages = [instance.page_counts() for instance in engine.instances]
+        use = 1 - sum(counts.available for counts in pages) / sum(counts.total for counts in pages)
+        if use >= 0.9:
+            return use
+        assert engine.has_requests
+        engine.advance()
+        engine.drain()
