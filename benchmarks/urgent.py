@@ -1,0 +1,194 @@
+"""Urgent requests among best-effort ones that fill all slots, under `flying`, beside an idle instance of all devices.
+
+    python benchmarks/urgent.py [--model smollm2-135m] [--urgent 9] [--preemption hard] [--json urgent.json]
+
+On 4 virtual devices with all weights kept. First the same urgent prompts one after the other on an idle TP4 instance.
+Then best-effort requests fill all slots of 4 x TP1, others wait, and urgent ones come one after the other: each has the
+best-effort ones pause and a TP4 instance made for it. With `--stream-s` urgent requests follow each other without a
+pause for that long, and `--max-pause-s` bounds what the others suffer.
+
+Times to the first token are those of the engine. A gap is one between two tokens of a best-effort request; it is
+compared with the time of the urgent request and 1.2 steps. Tokens are compared with those of undisturbed runs, and the
+exit code is 1 where they differ, or where a request was lost, or computed again under `hard`.
+"""
+
+import argparse
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from amoeba_jax import LLM, RequestOutput, SamplingParams
+from serving.runtime.metrics import ServerMetrics
+from serving.runtime.scheduling import Scheduling
+from serving.runtime.scheduling_config import SchedulingConfig
+
+DEVICES = 4
+
+
+def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, priority=priority)
+
+
+class BestEffort:
+    """Best-effort requests in a thread for each, with the time of each token."""
+
+    def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams):
+        self.times: list[list[float]] = [[] for _ in prompts]
+        self.outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self._threads = [
+            threading.Thread(target=self._run, args=(llm, index, prompt, params), daemon=True)
+            for index, prompt in enumerate(prompts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, llm: LLM, index: int, prompt: list[int], params: SamplingParams) -> None:
+        for output in llm.stream(prompt, params):
+            self.times[index].append(time.perf_counter())
+            self.outputs[index] = output
+
+    def wait(self) -> list[RequestOutput]:
+        """Their last outputs."""
+        for thread in self._threads:
+            thread.join()
+        return [output for output in self.outputs if output is not None]
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between two tokens, of those gaps that reach into a span."""
+        pairs = [pair for times in self.times for pair in itertools.pairwise(times)]
+        return [b - a for a, b in pairs if b >= begin and a <= end]
+
+
+def timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[RequestOutput, float, float]:
+    """Serve one request; returns its output and its span."""
+    begin = time.perf_counter()
+    return llm.generate(prompt, params)[0], begin, time.perf_counter()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
+    """Both runs."""
+    dice = np.random.default_rng(options.seed)
+    vocabulary = llm.dims.config.vocab_size
+    count = DEVICES * options.max_num_seqs + options.waiting
+    many = dice.integers(3, vocabulary, (count, options.prompt)).tolist()
+    urgent = dice.integers(3, vocabulary, (options.urgent, options.urgent_prompt)).tolist()
+    params, urgent_params = greedy(options.best_effort_tokens), greedy(options.urgent_tokens, priority=-1)
+    expected = tokens(llm.generate(many, params))
+    llm.transform(DEVICES, release_weights=False)
+    timed(llm, urgent[0], urgent_params)
+    idle = [timed(llm, prompt, urgent_params) for prompt in urgent]
+    llm.transform(1)
+
+    preemptions = llm.stats.preemptions
+    settings = SchedulingConfig(
+        "flying", preemption=options.preemption, calm_requests=1e-6, max_pause_s=options.max_pause_s
+    )
+    scheduling = Scheduling(llm, settings, ServerMetrics())
+    best_effort = BestEffort(llm, many, params)
+    while sum(view.running for view in llm.instances) < DEVICES * options.max_num_seqs:
+        time.sleep(0.01)
+    rest_begin = time.perf_counter()
+    time.sleep(options.rest_s)
+    steps = best_effort.gaps(rest_begin, time.perf_counter())
+    found, spans = [], []
+    stream_end = time.perf_counter() + options.stream_s
+    for prompt in itertools.cycle(urgent):
+        if len(found) >= len(urgent) and time.perf_counter() > stream_end:
+            break
+        output, begin, end = timed(llm, prompt, urgent_params)
+        found.append(output)
+        spans.append((begin, end))
+        if not options.stream_s:
+            time.sleep(options.rest_s)
+    saturated = sum(view.running + view.paused for view in llm.instances) > 0
+    outputs = best_effort.wait()
+    scheduling.close()
+    step_s, alone = median(steps), tokens([output for output, _, _ in idle])
+    return {
+        "idle_ttft_s": [output.metrics.ttft_s for output, _, _ in idle],
+        "urgent_ttft_s": [output.metrics.ttft_s for output in found],
+        "urgent_s": [end - begin for begin, end in spans],
+        "step_s": step_s,
+        "rest_gap_s": max(steps),
+        "beyond_urgent_steps": [
+            (max(best_effort.gaps(*span), default=0.0) - (span[1] - span[0])) / step_s for span in spans
+        ],
+        "longest_gap_s": max(best_effort.gaps(rest_begin, time.perf_counter())),
+        "num_urgent": len(found),
+        "saturated_to_the_end": saturated,
+        "urgent_tokens_equal": all(a == b for a, b in zip(tokens(found), itertools.cycle(alone), strict=False)),
+        "best_effort_tokens_equal": tokens(outputs) == expected,
+        "best_effort_ended": len(outputs),
+        "best_effort": count,
+        "preemptions": llm.stats.preemptions - preemptions,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device-memory", default="2GiB")
+    parser.add_argument("--max-num-seqs", type=int, default=4, help="of each device")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a best-effort prompt")
+    parser.add_argument("--best-effort-tokens", type=int, default=600)
+    parser.add_argument("--waiting", type=int, default=4, help="best-effort requests beyond the slots")
+    parser.add_argument("--urgent", type=int, default=9)
+    parser.add_argument("--urgent-prompt", type=int, default=64)
+    parser.add_argument("--urgent-tokens", type=int, default=16)
+    parser.add_argument("--preemption", choices=("hard", "soft", "sequential"), default="hard")
+    parser.add_argument("--max-pause-s", type=float, default=60.0)
+    parser.add_argument("--stream-s", type=float, default=0.0, help="urgent requests without a pause between them")
+    parser.add_argument("--rest-s", type=float, default=1.0, help="between two urgent requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with LLM(
+        options.model,
+        num_devices=DEVICES,
+        device_memory=options.device_memory,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=128,
+        max_model_len=1024,
+        prefix_caching=False,
+        prepare_pausing=True,
+        progress=False,
+    ) as llm:
+        llm.warmup()
+        run(llm, argparse.Namespace(**{**vars(options), "urgent": 2, "best_effort_tokens": 200, "stream_s": 0.0}))
+        found = run(llm, options)
+    idle_s, urgent_s = mean(found["idle_ttft_s"]), mean(found["urgent_ttft_s"])
+    table = Table("", "", title=f"{options.model}, {DEVICES} devices, {options.preemption}", show_header=False)
+    table.add_row("TTFT on an idle TP4 instance, mean", f"{1e3 * idle_s:.1f} ms")
+    table.add_row(f"TTFT of {found['num_urgent']} urgent requests, mean", f"{1e3 * urgent_s:.1f} ms")
+    table.add_row("ratio", f"{urgent_s / idle_s:.2f}")
+    table.add_row("step of best-effort requests, median and longest gap at rest",
+                  f"{1e3 * found['step_s']:.1f} ms, {1e3 * found['rest_gap_s']:.1f} ms")  # fmt: skip
+    table.add_row("longest gap beyond the urgent request's time, steps: median, worst",
+                  f"{median(found['beyond_urgent_steps']):.2f}, {max(found['beyond_urgent_steps']):.2f}")  # fmt: skip
+    table.add_row("longest gap of all", f"{found['longest_gap_s']:.2f} s")
+    table.add_row("best-effort requests that ended", f"{found['best_effort_ended']} of {found['best_effort']}")
+    table.add_row("computed again", str(found["preemptions"]))
+    for name in ("saturated_to_the_end", "urgent_tokens_equal", "best_effort_tokens_equal"):
+        table.add_row(name.replace("_", " "), "yes" if found[name] else "NO")
+    Console(width=110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    lost = found["best_effort_ended"] < found["best_effort"] or (options.preemption == "hard" and found["preemptions"])
+    if lost or not (found["urgent_tokens_equal"] and found["best_effort_tokens_equal"]):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
