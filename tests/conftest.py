@@ -97,6 +97,6 @@ def quick_compile() -> Iterator[None]:
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One compilation cache for the session and all its processes: equal programs of different tests compile once."""
     base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "executables"
-    path.mkdir(mode=0o700, exist_ok=True)
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "amoeba-cache" / "executables"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(path)

@@ -31,9 +31,9 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test writes into the user's cache. One for all, so that equal programs compile once."""
-    path = tmp_path_factory.getbasetemp() / "amoeba-cache"
+def private_cache(compile_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test writes into the user's cache. One for all processes, so that equal programs compile once."""
+    path = Path(compile_cache).parent
     monkeypatch.setenv("AMOEBA_CACHE_DIR", str(path))
     return path
 

@@ -99,7 +99,7 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
 
     def watched_put(*arguments: Any) -> Any:
         result = put(*arguments)
-        if next(num_put) % 24 == 0:  # to count takes a while
+        if next(num_put) % 48 == 0:  # to count takes a while
             live.append(total_live_bytes())
         return result
 

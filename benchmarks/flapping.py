@@ -1,0 +1,115 @@
+"""When changing degrees pays: a sweep of the gap between long requests, how long they run, and what a change takes.
+
+    python benchmarks/flapping.py [--policy amoeba] [--seeds 3] [--duration 300] [--json flapping.json]
+
+Simulated: Qwen2.5-32B on 8 H20, short requests at a rate beyond what the devices serve (so that what a policy wastes is
+missing from its tokens), and a long request every `gap` seconds that runs for about as long as `tokens` take. A change
+of degree takes a fixed time, during which a layer at a time keeps its devices from steps. Beside the policy: fixed
+degrees that hold the long requests. Printed are tokens a second, the policy's over the best fixed one's, and how many
+changes it made; for each gap and duration, the time of a change from which on the policy is below the best fixed one.
+The exit code is 1 where it is more than 2% below.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+from papers import QWEN
+from rich.console import Console
+from rich.table import Table
+
+from serving.bench.workload import WorkloadConfig
+from serving.simulator import simulate as simulation
+from serving.simulator.settings import SimulationConfig
+from serving.simulator.setups import Setup, make_setup
+from serving.simulator.simulate import request_table, simulate
+from serving.simulator.slo import Slo
+from serving.simulator.transformation_cost import FixedTransformation
+
+STATIC = ("static-tp2", "static-tp4", "static-mixed")
+MAX_LOSS = 0.02
+
+
+def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int) -> SimulationConfig:
+    """Short requests beyond the limit, and long ones."""
+    load = WorkloadConfig(
+        dataset_name="mix",
+        duration_s=options.duration,
+        short_per_minute=options.short_per_minute,
+        short_output_len=256,
+        long_input_len=options.long_input_len,
+        long_output_len=tokens,
+        long_per_minute=60 / gap_s,
+        seed=seed,
+    )
+    return SimulationConfig(
+        QWEN, load, device="H20", memory_utilization=1.0, activation_gb=26.0, until_s=options.duration,
+        slo=Slo(10.0, 0.1),
+    )  # fmt: skip
+
+
+def run(config: SimulationConfig, name: str, change_s: float) -> tuple[float, float, int]:
+    """Tokens a second, those of long requests, and changes of degree."""
+
+    def setup(config: SimulationConfig, name: str) -> Setup:
+        made = make_setup(config, name)
+        fixed = FixedTransformation(change_s, made.host.transformation.layers)
+        return replace(made, host=replace(made.host, transformation=fixed))
+
+    with mock.patch.object(simulation, "make_setup", setup):
+        result = simulate(config, name, request_table(config))
+    report = result.report()
+    return (
+        result.tally.generated_tokens / config.workload.duration_s,
+        report["failed"],
+        report["merges"] + report["splits"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="amoeba")
+    parser.add_argument("--gaps-s", type=float, nargs="+", default=[10.0, 30.0, 90.0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--changes-s", type=float, nargs="+", default=[0.1, 1.0, 10.0])
+    parser.add_argument("--short-per-minute", type=float, default=900.0)
+    parser.add_argument("--long-input-len", type=int, default=50_000)
+    parser.add_argument("--duration", type=float, default=300.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    table = Table("gap s", "tokens", "change s", options.policy, *STATIC, "over the best", "changes")
+    rows: list[dict[str, Any]] = []
+    breaks: dict[tuple[float, int], float | None] = {}
+    for gap in options.gaps_s:
+        for tokens in options.tokens:
+            configs = [config_of(options, gap, tokens, seed) for seed in range(options.seeds)]
+            fixed = {name: mean(run(config, name, 1.0)[0] for config in configs) for name in STATIC}
+            breaks[gap, tokens] = None
+            for change in options.changes_s:
+                found = [run(config, options.policy, change) for config in configs]
+                own, changes = mean(it[0] for it in found), mean(it[2] for it in found)
+                ratio = own / max(fixed.values())
+                if ratio < 1 and breaks[gap, tokens] is None:
+                    breaks[gap, tokens] = change
+                cells = (f"{own:.0f}", *(f"{fixed[name]:.0f}" for name in STATIC), f"{ratio:.3f}", f"{changes:.0f}")
+                table.add_row(f"{gap:g}", str(tokens), f"{change:g}", *cells)
+                rows.append({"gap_s": gap, "tokens": tokens, "change_s": change, options.policy: own, **fixed,
+                             "ratio": ratio, "changes": changes})  # fmt: skip
+    console = Console(width=130)
+    console.print(table)
+    for (gap, tokens), change in breaks.items():
+        said = "at none of these" if change is None else f"from {change:g} s a change on"
+        console.print(f"every {gap:g} s, {tokens} tokens: below the best fixed degree {said}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if any(row["ratio"] < 1 - MAX_LOSS for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
