@@ -56,7 +56,7 @@ class BestEffort:
             self.outputs[index] = output
 
     def wait(self) -> list[RequestOutput]:
-        """Their last outputs."""
+        """Wait until they have ended, and return their last outputs."""
         for thread in self._threads:
             thread.join()
         return [output for output in self.outputs if output is not None]

@@ -23,7 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--slow-part`, leave out the other parts of the slow tests. All parts together are all of them."""
+    """Files that take minutes come first: processes that share the tests then end at the same time. With `--slow-part`,
+    leave out the other parts of the slow tests. All parts together are all of them."""
+    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests" / "transform"))
     if (chosen := config.getoption("--slow-part")) is None:
         return
     part, num_parts = (int(number) for number in chosen.split("/"))
