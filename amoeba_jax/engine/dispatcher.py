@@ -73,10 +73,11 @@ class Dispatcher:
             self._thread.join()
 
     def _run(self) -> None:
+        held = False
         try:
-            while self._serve():
+            while self._serve(None if held else self._engine.interval_s):
                 self._engine.collect()
-                if self.hold is not None and self.hold.behind:
+                if held := self.hold is not None and self.hold.behind:
                     self.num_held += 1
                 else:
                     self._engine.advance()
@@ -91,12 +92,12 @@ class Dispatcher:
             self._fail_pending_calls()
             self._engine.close()
 
-    def _serve(self) -> bool:
-        """Wait for a call, a result, or `Engine.interval_s`, and serve all calls that are queued. False: stop."""
+    def _serve(self, timeout_s: float | None) -> bool:
+        """Wait for a call or a result, no longer than that, and serve all calls that are queued. False: stop."""
         block = True
         while True:
             try:
-                item = self._calls.get(block=block, timeout=self._engine.interval_s)
+                item = self._calls.get(block=block, timeout=timeout_s)
             except queue.Empty:
                 return True
             block = False

@@ -1,6 +1,7 @@
 """Instances, their requests, and the step that moves all of them forward."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,15 +30,13 @@ from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transformation import Transformations
 from amoeba_jax.weights.loading import OpenWeights
 
-# The step that computes, and one behind it so that the device need not wait for the host.
-MAX_PENDING_STEPS = 2
-
 
 class Engine:
     """Everything behind the API, driven by one thread: all methods run in the dispatcher thread.
 
     The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
-    to two steps launched: the device computes one while the host takes in the results of the one before it.
+    to two steps launched: the device computes one while the host takes in the results of the one before it. See
+    `Launching.due_s`.
 
     Construction loads the weights, and meanwhile begins to compile the programs of the degrees `compile_first`.
     `on_load(name)` is called after each parameter.
@@ -75,6 +74,7 @@ class Engine:
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
         self._shared_at = 0
+        self._next_launch_at = math.inf
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -147,9 +147,12 @@ class Engine:
     @property
     def interval_s(self) -> float | None:
         """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
+        waits_s = [self._next_launch_at - time.perf_counter()]
         if self.cluster.lost:
-            return REVIVE_INTERVAL_S
-        return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
+            waits_s.append(REVIVE_INTERVAL_S)
+        elif self.scheduler_hook is not None:
+            waits_s.append(self.scheduler_hook.interval_s)
+        return None if (shortest_s := min(waits_s)) == math.inf else max(shortest_s, 0.0)
 
     @property
     def has_requests(self) -> bool:
@@ -209,7 +212,7 @@ class Engine:
     # Steps
 
     def advance(self) -> bool:
-        """Admit what fits and launch steps, as far ahead as results may lag. Returns whether anything was launched.
+        """Admit what fits and launch the steps that are due. Returns whether anything was launched.
 
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
@@ -220,11 +223,13 @@ class Engine:
         self._admit()
         launched, seen = False, ()
         while seen != self.instances:  # a transformation may end here and leave others
-            seen = self.instances
+            seen, self._next_launch_at = self.instances, math.inf
             for instance in seen:
-                while len(instance.pending) < MAX_PENDING_STEPS and self._launching.launch(instance):
+                while (due_s := self._launching.due_s(instance)) <= 0 and self._launching.launch(instance):
                     launched = True
                     self._admit()
+                if due_s > 0:
+                    self._next_launch_at = min(self._next_launch_at, time.perf_counter() + due_s)
         pending = any(instance.pending for instance in self.cluster.all_instances)
         # Requests that all wait for programs are not disturbed by those who compile them.
         self.cluster.executables.background.serving = pending

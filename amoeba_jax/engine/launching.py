@@ -1,6 +1,8 @@
 """What each instance computes next, and what becomes of steps that cannot be launched."""
 
 import bisect
+import math
+import time
 from collections.abc import Iterable, Iterator
 
 from amoeba_jax.engine.recovery import Recovery
@@ -16,6 +18,12 @@ from amoeba_jax.sampling.rows import SamplerKind
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.transformation import Transformations
 
+# The step that computes, and one behind it so that the device need not wait for the host.
+MAX_PENDING_STEPS = 2
+# That one is launched this long before the other is expected to end: requests that come until then are in it, and an
+# urgent one, for which others pause, waits for one step less.
+LAUNCH_LEAD_S = 0.015
+
 
 class Launching:
     """Launches the next step of an instance. Used by the dispatcher thread only."""
@@ -30,6 +38,19 @@ class Launching:
     ):
         self._cluster, self._sequences, self._stats = cluster, sequences, stats
         self._transformations, self._recovery = transformations, recovery
+
+    @staticmethod
+    def due_s(instance: Instance) -> float:
+        """Seconds until an instance's next step is to be launched: none before the end of the one that computes is
+        near, or where nothing is known of that; infinite where that one is launched."""
+        pending = instance.pending
+        if len(pending) >= MAX_PENDING_STEPS:
+            return math.inf
+        if not pending or instance.transition is not None:
+            return 0.0
+        (step,) = pending
+        ends_at = instance.pace.ends_at(step.launched_at, step.decodes, step.prompt_tokens)
+        return 0.0 if ends_at is None else ends_at - LAUNCH_LEAD_S - time.perf_counter()
 
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers

@@ -46,9 +46,7 @@ class Results:
         self._recovery.succeeded(step.rows)
         if prompt_result is not None and step.prompt_row is not None:
             self._take_prompt_logprobs(instance, step.prompt_row, prompt_result)
-        prompt_tokens = 0
-        if instance.transition is None and not step.decodes:
-            prompt_tokens = sum(row.length for row in step.rows if row.length > 1)
+        prompt_tokens = step.prompt_tokens if instance.transition is None else 0
         seconds = instance.pace.take(step.launched_at, time.perf_counter(), step.decodes, prompt_tokens)
         if instance.transition is not None:
             instance.transition.pace.step_taken(seconds, step.switched_bytes)

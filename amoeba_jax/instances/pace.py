@@ -4,6 +4,10 @@ from collections import deque
 from statistics import median
 
 _NUM_STEPS = 16
+# The shortest of so many says when the next one ends at the earliest: with fewer requests steps are shorter at once.
+_NUM_LATEST = 4
+# A prompt may be shorter than others that took as long.
+_PROMPT_SHARE = 0.8
 
 
 class Pace:
@@ -29,6 +33,16 @@ class Pace:
             self._prompts.append((prompt_tokens, seconds))
         self._taken_at = taken_at
         return seconds
+
+    def ends_at(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> float | None:
+        """When a step that was launched then ends at the earliest, as the latest ones of its kind say; None where there
+        was none. Arguments are those of `take`."""
+        begins_at = max(launched_at, self._taken_at)
+        if decodes and self._seconds:
+            return begins_at + min(list(self._seconds)[-_NUM_LATEST:])
+        if prompt_tokens and (rate := self.prompt_tokens_per_s) is not None:
+            return begins_at + _PROMPT_SHARE * prompt_tokens / rate
+        return None
 
     @property
     def step_s(self) -> float | None:

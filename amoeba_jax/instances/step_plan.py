@@ -111,5 +111,10 @@ class PendingStep:
     launched_at: float = field(default_factory=time.perf_counter)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that it computes; 0 if it only decodes."""
+        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+
+    @property
     def done(self) -> bool:
         return self.result.done()  # the last thing that the step's reader reads

@@ -29,7 +29,7 @@ _PREPARED_WITHIN_S = 180.0
 # Besides what the attack is meant to take: calls that have begun end by their own deadlines.
 _LATE_S = 60.0
 # Attackers leave the cores to the server: in reality they have their own.
-_NICE = 10
+_NICE = 19
 
 
 def chosen(names: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -20,9 +20,17 @@ class Child:
     def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(function, theirs, arguments, nice), daemon=True)
-        self._process.start()
+        self._process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        # On Linux a thread has its own priority, which the process that it starts has from its first import on.
+        starter = threading.Thread(target=self._start, args=(nice,))
+        starter.start()
+        starter.join()
         theirs.close()
+
+    def _start(self, nice: int) -> None:
+        if nice:
+            os.nice(nice)
+        self._process.start()
 
     def send(self, message: Any) -> None:
         """Send a message. Raises `ChildError` if the process has ended."""
@@ -54,9 +62,3 @@ class Child:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _run(function: Callable[..., None], pipe: Connection, arguments: tuple[Any, ...], nice: int) -> None:
-    if nice:
-        os.nice(nice)
-    function(pipe, *arguments)

@@ -30,7 +30,6 @@ from serving.scheduler import (
     Outcome,
     Policy,
     Preempt,
-    PreemptKind,
     Reject,
     RejectKind,
     RunningRequest,
@@ -154,7 +153,7 @@ class JaxExecutor:
                     raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
-            case Preempt(request_id, PreemptKind.SOFT):
+            case Preempt(request_id):
                 engine.admission.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
                 engine.reject(self._waits(request_id), _ERRORS[kind](reason))

@@ -8,15 +8,6 @@ RunningRequests = Literal["migrate", "pause", "wait"]
 """What becomes of the requests on instances that merge: see `ScaleUp.running`."""
 
 
-class PreemptKind(StrEnum):
-    """What becomes of the pages of a preempted request."""
-
-    SOFT = "soft"
-    """They are freed, and the request is computed again from its tokens."""
-    HARD = "hard"
-    """They stay, and the request goes on from them. No policy asks for it yet."""
-
-
 class RejectKind(StrEnum):
     """Why a request ends unserved. Servers map each to one status."""
 
@@ -66,10 +57,9 @@ class ScaleDown:
 @dataclass(frozen=True)
 class Preempt:
     """Take a running or paused request off its instance. It waits again, with the arrival time and priority that it
-    had."""
+    had, and is computed again from its tokens."""
 
     request_id: str
-    kind: PreemptKind = PreemptKind.SOFT
     reason: str = ""
 
 
@@ -82,32 +72,8 @@ class Reject:
     reason: str
 
 
-@dataclass(frozen=True)
-class ReplicateLayers:
-    """Run layers `first_layer .. first_layer + num_layers` of an instance on further devices too, which share its
-    batch (CoCoServe). No policy asks for it yet."""
-
-    instance_id: int
-    first_layer: int
-    num_layers: int
-    devices: tuple[int, ...]
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class MigrateLayers:
-    """Move layers `first_layer .. first_layer + num_layers` of an instance to other devices (CoCoServe). No policy asks
-    for it yet."""
-
-    instance_id: int
-    first_layer: int
-    num_layers: int
-    devices: tuple[int, ...]
-    reason: str = ""
-
-
 Transformation = ScaleUp | ScaleDown
-Action = Dispatch | Transformation | Preempt | Reject | ReplicateLayers | MigrateLayers
+Action = Dispatch | Transformation | Preempt | Reject
 
 
 def unknown(action: object) -> str | None:
@@ -116,8 +82,6 @@ def unknown(action: object) -> str | None:
         return f"{type(action).__name__} is no kind of action"
     if isinstance(action, Reject) and not isinstance(action.kind, RejectKind):
         return f"kind={action.kind!r} is no RejectKind"
-    if isinstance(action, Preempt) and not isinstance(action.kind, PreemptKind):
-        return f"kind={action.kind!r} is no PreemptKind"
     if isinstance(action, ScaleUp) and action.running not in get_args(RunningRequests):
         return f"running={action.running!r} must be one of {', '.join(get_args(RunningRequests))}"
     devices = getattr(action, "devices", ())

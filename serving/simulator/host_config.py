@@ -30,9 +30,9 @@ class HostConfig:
     layers_per_step: int = 1
     regroup_s: float = 0.0
     """Seconds for which no step runs when requests pause, or go on: only views of buffers change."""
-    launches_ahead: bool = False
-    """An instance launches its next step when the present one begins, as our engine does, so that a request which
-    comes meanwhile waits for one step more."""
+    launch_lead_s: float | None = None
+    """An instance launches its next step this long before the present one ends, or when that begins if it is shorter,
+    as our engine does: a request which comes later waits for one step more. None: when the present one ends."""
     shows_timing: bool = False
     """Snapshots tell what steps and transformations took, as those of an engine do."""
     strict: bool = False

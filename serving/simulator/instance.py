@@ -66,13 +66,13 @@ class SimInstance:
         step_s: seconds of its latest decode step without a prompt; None before the first.
         prompt_tokens_per_s: rate of its latest step with prompts.
         waits_for: the merge that begins when the requests of its devices have ended.
-        step_began_s: when its latest step that has ended began: the one after it was launched then.
+        step_began_s: when its latest step that has ended began.
         version: changes whenever the end of its block does, so that events of earlier ends are known to be void.
     """
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
-        "launches_ahead", "limits",
+        "launch_lead_s", "limits",
         "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_slowdown",
         "prompt_tokens_per_s", "prompts", "ready_s", "records",
         "room_tokens", "runs", "slowdown", "step_began_s", "step_s", "steps", "tally", "version", "waits_for",
@@ -86,9 +86,9 @@ class SimInstance:
         page_size: int,
         records: Records,
         tally: Tally,
-        launches_ahead: bool = False,
+        launch_lead_s: float | None = None,
     ):
-        self.launches_ahead = launches_ahead
+        self.launch_lead_s = launch_lead_s
         self.devices, self.degree, self.limits = devices, len(devices), limits
         self.pricing, self.page_size, self.records, self.tally = pricing, page_size, records, tally
         self.runs: dict[str, Run] = {}
@@ -190,7 +190,7 @@ class SimInstance:
 
         Requests have pages for them: see `pages_short`.
         """
-        self._take_joining()
+        self._take_joining(now_s)
         if self.change is not None and not self.change.fails:
             self.block = self.change.step(self, now_s)
         elif self.prompts:
@@ -202,11 +202,12 @@ class SimInstance:
         self.version += 1
         return self.block
 
-    def _take_joining(self) -> None:
-        """Have requests join the next step that came before it was launched."""
+    def _take_joining(self, now_s: float) -> None:
+        """Have requests join the next step, which starts now, that came before it was launched."""
         came = self.joining
-        if self.launches_ahead and (self.prompts or self.num_decoding):
-            came = [run for run in came if run.added_s <= self.step_began_s]
+        if self.launch_lead_s is not None and (self.prompts or self.num_decoding):
+            launched_s = max(self.step_began_s, now_s - self.launch_lead_s)
+            came = [run for run in came if run.added_s <= launched_s]
         if came:
             self.prompts = sorted([*self.prompts, *came], key=lambda run: run.order)
             self.joining = [run for run in self.joining if run not in came]
@@ -297,11 +298,13 @@ class SimInstance:
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
     """What a policy sees of an instance."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
-    if at_rest and not instance.runs and not instance.has_paused and not shows_timing:
-        if instance._idle_view is None:
+    step_s = instance.step_s if shows_timing else None
+    if at_rest and not instance.runs and not instance.has_paused:
+        if (view := instance._idle_view) is None or view.step_s != step_s:
             capacity, slots = instance.limits.capacity_tokens, instance.limits.max_requests
-            instance._idle_view = InstanceView(instance.devices[0], instance.devices, capacity, capacity, slots)
-        return instance._idle_view
+            view = InstanceView(instance.devices[0], instance.devices, capacity, capacity, slots, step_s=step_s)
+            instance._idle_view = view
+        return view
     running = instance.requests_at(instance.steps_at(now_s))
     size, coming = instance.page_size, instance.waits_for if instance.change is None else instance.change.action
     used = sum(-(-r.num_tokens // size) for r in running) * size
@@ -314,7 +317,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         running,
         None if coming is None else coming.degree,
         draining=now_s < instance.down_until_s,
-        step_s=instance.step_s if shows_timing else None,
+        step_s=step_s,
         paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),
         paused_degree=instance.paused[0].degree if instance.has_paused else None,
     )

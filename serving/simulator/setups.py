@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, FlyingPolicy, Policy, StaticPolicy, make_policy
+from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, Policy, StaticPolicy, make_policy
 from serving.simulator.comparators import (
     HostMemoryCost,
     LayerExchangeCost,
@@ -25,6 +25,8 @@ from serving.simulator.transformation_cost import FixedTransformation, InPlaceCo
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
 REGROUP_S = 2e-3
 """Seconds that a pause takes: the host assembles views of the cache, layer by layer, and nothing moves."""
+LAUNCH_LEAD_S = 15e-3
+"""As in `amoeba_jax.engine.launching`."""
 MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
 
 
@@ -98,7 +100,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         max_model_len=config.max_model_len or model.max_position,
         layers_per_step=config.layers_per_step,
         regroup_s=REGROUP_S,
-        shows_timing=name == FlyingPolicy.name,
+        shows_timing=True,
     )
     return Setup(name, host, _maker(name, config))
 
@@ -154,8 +156,8 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
         regroup_s=REGROUP_S,
-        launches_ahead=True,
-        shows_timing=name == FlyingPolicy.name,
+        launch_lead_s=LAUNCH_LEAD_S,
+        shows_timing=True,
     )
     return Setup(name, host, _maker(name, config))
 

@@ -10,7 +10,6 @@ from serving.scheduler import (
     Dispatch,
     Outcome,
     Preempt,
-    PreemptKind,
     Reject,
     RejectKind,
     ScaleDown,
@@ -79,7 +78,7 @@ class SimExecutor:
         if capacity_tokens is not None:
             limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
         self.tally.degrees.append((self.now_s, len(devices), len(devices)))
-        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally, c.launches_ahead)
+        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally, c.launch_lead_s)
 
     # Executor
 
@@ -108,7 +107,7 @@ class SimExecutor:
                     self._dispatch(request_id, self._find(instance_id))
                 case Reject(request_id, kind):
                     self._end_waiting(self._waiting(request_id), _ENDINGS[kind])
-                case Preempt(request_id, PreemptKind.SOFT):
+                case Preempt(request_id):
                     self._preempt_action(request_id)
                 case ScaleUp():
                     self.changes.scale_up(action)

@@ -53,3 +53,21 @@ def test_steps_with_prompts_give_the_rate_of_prompts():
 def test_overhead_is_what_is_left_of_the_time(steps: int, step_s: float | None, overhead: float | None):
     group = GroupTransform((0, 1), 1, 2, 2.0, (), steps, steps, 0, 0, step_s=step_s)
     assert group.step_overhead == overhead
+
+
+def test_the_end_of_a_step_is_that_of_the_shortest_of_the_latest():
+    pace = Pace()
+    assert pace.ends_at(0.0, True) is None
+    for step, seconds in enumerate((1.0, 9.0, 4.0, 6.0, 5.0)):
+        pace.take(10.0 * step, 10.0 * step + seconds, True)
+    assert pace.ends_at(50.0, True) == 54.0
+    assert pace.ends_at(44.5, True) == 49.0, "launched behind the one that ended at 45"
+
+
+def test_the_end_of_a_prompt_is_known_by_the_rate_of_others():
+    pace = Pace()
+    pace.take(0.0, 1.0, True)
+    assert pace.ends_at(1.0, False, prompt_tokens=8) is None
+    pace.take(1.0, 3.0, False, prompt_tokens=100)
+    assert pace.ends_at(3.0, False, prompt_tokens=50) == pytest.approx(3.0 + 0.8)
+    assert pace.ends_at(3.0, False) is None, "a step of a transformation"

@@ -3,7 +3,7 @@
 import pytest
 from executor_harness import CACHE, SLOTS, Harness, apply, of, snapshot
 
-from serving.scheduler import Action, Dispatch, Preempt, PreemptKind, Reject, RejectKind, ScaleDown, ScaleUp
+from serving.scheduler import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -38,7 +38,6 @@ def test_what_cannot_be_is_refused_with_nothing_changed(harness: Harness):
         Dispatch(long, 0),
         Preempt(short),
         Reject("no such request", RejectKind.DEADLINE, "late"),
-        Preempt(short, PreemptKind.HARD),
         ScaleUp((0, 1), 2, running="pause"),
         ScaleUp((0, 1), 2, release_weights=False, running="sleep"),  # type: ignore[arg-type]
         ScaleUp((1, 0), 2),

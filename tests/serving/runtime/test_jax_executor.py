@@ -13,7 +13,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 from serving.runtime.jax_executor import JaxExecutor, _running_request
 from serving.runtime.waiting_view import waiting_request
-from serving.scheduler import MigrateLayers, Preempt, PreemptKind, Reject, ScaleDown, ScaleUp
+from serving.scheduler import Reject, ScaleDown, ScaleUp
 
 
 def sequence(prompt: int, output: int = 0, computed: int = 0, in_flight: int = 0, **fields: Any) -> Sequence:
@@ -94,9 +94,6 @@ def test_a_transformation_to_the_degree_that_is_there_is_refused(action: ScaleUp
     "action",
     [
         ScaleUp((0, 1), 2, running="sleep"),  # type: ignore[arg-type]
-        MigrateLayers(0, 0, 1, (1,)),
-        Preempt("a", PreemptKind.HARD),
-        Preempt("a", "gently"),  # type: ignore[arg-type]
         Reject("a", "later", "why"),  # type: ignore[arg-type]
         object(),
         None,

@@ -13,13 +13,11 @@ from serving.scheduler import (
     ClusterView,
     Dispatch,
     LeastLoadFirstPolicy,
-    MigrateLayers,
     Outcome,
     Policy,
     Preempt,
     QueueOrder,
     Reject,
-    ReplicateLayers,
     RoundRobinPolicy,
     ScaleDown,
     ScaleUp,
@@ -123,8 +121,7 @@ class Refusing:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda reason: ReplicateLayers(0, 2, 2, (1,), reason),
-        lambda reason: MigrateLayers(0, 2, 2, (1,), reason),
+        lambda reason: ScaleDown((0, 1), 1, reason),
         lambda reason: ScaleUp((0, 1), 2, reason),
         lambda reason: Preempt("a", reason=reason),
     ],
@@ -146,7 +143,7 @@ def test_a_refused_action_is_left_alone_whatever_its_reason_says(make):
         (object(), "object is no kind of action"),
         ("merge", "str is no kind of action"),
         (Reject("a", "later", "no room"), "kind='later' is no RejectKind"),  # type: ignore[arg-type]
-        (Preempt("a", "gently"), "kind='gently' is no PreemptKind"),  # type: ignore[arg-type]
+        (ScaleUp((0, 1), 2, running="sleep"), "running='sleep' must be one of"),  # type: ignore[arg-type]
         (ScaleUp([0, 1], 2), r"devices=\[0, 1\] must be a tuple"),  # type: ignore[arg-type]
     ],
 )

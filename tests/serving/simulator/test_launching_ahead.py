@@ -1,4 +1,4 @@
-"""Instances that launch a step when the one before begins, as the engine does."""
+"""Instances that launch a step before the end of the one before, as the engine does."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from serving.simulator.transformation_cost import FixedTransformation
 DECODES = TableStepCost({1: {1: 0.010, 2: 0.010, 8: 0.010}}, {1: {16: 0.020}}, few_rows=8)
 
 
-def serve(arrivals: list[float], outputs: list[int], launches_ahead: bool, latency_s: float = 0.0) -> Cluster:
+def serve(arrivals: list[float], outputs: list[int], launch_lead_s: float | None, latency_s: float = 0.0) -> Cluster:
     """Prompts of 16 tokens, in steps of 20 ms; tokens of 10 ms."""
     count = len(arrivals)
     table = RequestTable(
@@ -26,30 +26,31 @@ def serve(arrivals: list[float], outputs: list[int], launches_ahead: bool, laten
     )
     host = HostConfig(
         1, (DegreeLimits(1, 4096, 8),), Pricing(DECODES, TokenBudget(64), latency_s=latency_s), FixedTransformation(),
-        (1,), launches_ahead=launches_ahead,
+        (1,), launch_lead_s=launch_lead_s,
     )  # fmt: skip
     cluster = Cluster(host, 1, StaticPolicy, table, OneHost())
     cluster.run()
     return cluster
 
 
-@pytest.mark.parametrize(("launches_ahead", "first_token_s"), [(False, 0.090), (True, 0.100)])
-def test_a_request_joins_the_step_after_the_one_that_is_launched(launches_ahead: bool, first_token_s: float):
-    """It comes at 65 ms, in the step from 60 to 70 ms; the next one, to 80 ms, has been launched."""
-    records = serve([0.0, 0.065], [50, 5], launches_ahead).records
+@pytest.mark.parametrize(("lead_s", "first_token_s"), [(None, 0.090), (0.003, 0.090), (0.006, 0.100), (1.0, 0.100)])
+def test_a_request_joins_the_step_after_the_one_that_is_launched(lead_s: float | None, first_token_s: float):
+    """It comes at 65 ms, in the step from 60 to 70 ms: the next one, to 80 ms, may have been launched, at 60 at the
+    earliest."""
+    records = serve([0.0, 0.065], [50, 5], lead_s).records
     assert records.first_token_s[0] == pytest.approx(0.020)
     assert records.first_token_s[1] == pytest.approx(first_token_s)
 
 
 def test_nothing_is_launched_ahead_where_nothing_is_left_to_compute():
     """The first request's last token comes with the step in which the second one arrives."""
-    records = serve([0.0, 0.025], [2, 5], True).records
+    records = serve([0.0, 0.025], [2, 5], 1.0).records
     assert records.end_s[0] == pytest.approx(0.030)
     assert records.first_token_s[1] == pytest.approx(0.050)
 
 
 def test_latency_is_seen_and_keeps_no_device_busy():
-    plain, late = serve([0.0, 0.1], [20, 20], False), serve([0.0, 0.1], [20, 20], False, latency_s=0.004)
+    plain, late = serve([0.0, 0.1], [20, 20], None), serve([0.0, 0.1], [20, 20], None, latency_s=0.004)
     for column in ("first_token_s", "end_s"):
         shift = np.array(getattr(late.records, column)) - np.array(getattr(plain.records, column))
         assert shift == pytest.approx([0.004, 0.004])
@@ -57,7 +58,7 @@ def test_latency_is_seen_and_keeps_no_device_busy():
 
 def test_all_requests_are_served_the_same_tokens():
     arrivals, outputs = sorted(np.random.default_rng(0).uniform(0, 2, 40).tolist()), [7] * 40
-    ahead, plain = serve(arrivals, outputs, True), serve(arrivals, outputs, False)
+    ahead, plain = serve(arrivals, outputs, 1.0), serve(arrivals, outputs, None)
     assert ahead.tally.generated_tokens == plain.tally.generated_tokens == 280
     late = np.array(ahead.records.first_token_s) - np.array(plain.records.first_token_s)
     assert late.mean() > 0.005
