@@ -60,6 +60,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_was_imported_stays() -> None:
+    """Again, where the module before has undone it: see `frozen_heap`."""
+    if gc.get_freeze_count() == 0:
+        pytest_collection_finish()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compile_between_steps() -> Iterator[None]:
     """Engines of tests compile between steps unless they say otherwise: requests that were made at once are served at

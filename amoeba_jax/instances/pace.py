@@ -4,7 +4,7 @@ from collections import deque
 from statistics import median
 
 _NUM_STEPS = 16
-# The shortest of so many says when the next one ends at the earliest: with fewer requests steps are shorter at once.
+# The next one ends at the earliest as the shortest of these did: with fewer requests steps are shorter at once.
 _NUM_LATEST = 4
 # A prompt may be shorter than others that took as long.
 _PROMPT_SHARE = 0.8

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from amoeba_jax.models.decoder import SegmentPlan, head_plan
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.compile_options import few_kernels, step_options
 from amoeba_jax.programs.page_copy import compile_page_copy
 from amoeba_jax.programs.restore import compile_restore
 from amoeba_jax.programs.step_program import (
@@ -35,26 +36,6 @@ Make = TypeVar("Make", bound=Callable[..., "ProgramSpec"])
 _I32, _F32 = jnp.int32, jnp.float32
 # Traced steps that are kept for the next group of devices. Each holds a few MB.
 _KEPT_STEPS = 16
-
-
-@functools.cache
-def _few_kernels(platform: str) -> dict[str, str | bool]:
-    """Options for programs of many small kernels, each of which XLA:CPU compiles and maps by itself otherwise.
-
-    Measured for the sampler with 32 rows of SmolLM2 and JAX 0.10.2: 117 memory mappings in place of 272, and sampling
-    in 8.3 ms in place of 11.8. With the options for steps, those at TP4 have more mappings. JAX 0.12 does not know
-    them.
-    """
-    options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
-    if platform != "cpu":
-        return {}
-    try:
-        jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), _F32)).compile(dict(options))
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return {}
-    return options
 
 
 class ProgramKey(NamedTuple):
@@ -149,9 +130,10 @@ class ProgramSpecs:
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramSpec:
         """A step of a segment of layers."""
+        options = step_options(group.devices[0].platform)
 
         def compile() -> jax.stages.Compiled:
-            return self._traced(key, lambda: step_program(self.dims, plan, key)).compile(group)
+            return self._traced(key, lambda: step_program(self.dims, plan, key)).compile(group, options)
 
         first = None
         if group.first is not group:
@@ -281,7 +263,7 @@ class ProgramSpecs:
         small: bool = False,
     ) -> ProgramSpec:
         # Looked up here: finding them out compiles a program, which is not to count as this one.
-        options = _few_kernels(group.devices[0].platform) if small else None
+        options = few_kernels(group.devices[0].platform) if small else None
 
         def compile() -> jax.stages.Compiled:
             here = SingleDeviceSharding(group.devices[0])

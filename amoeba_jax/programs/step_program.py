@@ -15,6 +15,7 @@ from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, head_p
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
 from amoeba_jax.programs.batch import BatchShape, row_fields, unpack
+from amoeba_jax.programs.compile_options import Options
 from amoeba_jax.sampling.sampler import argmax, for_host
 from kvcache.page_lists import split_by_extent
 from sharding.mesh import TP_AXIS, SubMesh
@@ -115,7 +116,7 @@ class StepProgram:
         """Whether it is a head, which takes no cache."""
         return len(self.arguments) == 4
 
-    def compile(self, group: SubMesh) -> jax.stages.Compiled:
+    def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
         """Lower and compile it for a group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
@@ -127,15 +128,7 @@ class StepProgram:
         jitted = jax.jit(
             self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
-        return jitted.lower(*self.arguments).compile(self._options(group.devices[0].platform))
-
-    def _options(self, platform: str) -> dict[str, str | bool] | None:
-        """Layers are compiled with LLVM's level 1 on CPU: 0.67 to 0.75 of the time, and steps of SmolLM2 take as long
-        (contexts of 0 and 512 tokens, TP1 and TP4). The head's is the default: with level 1 it took longer."""
-        # Tests turn optimizations off, which that would undo.
-        if platform != "cpu" or self.is_head or jax.config.values["jax_disable_most_optimizations"]:
-            return None
-        return {"xla_backend_optimization_level": "1"}
+        return jitted.lower(*self.arguments).compile(options)
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import pytest
-from device_memory import live_bytes
+from device_memory import frozen_heap, live_bytes
 from fault_cases import NO_MEMORY, Faults, Load, Outcome, only_fault
 from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle
@@ -78,7 +78,9 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     """2 x TP1."""
     ELSEWHERE.update(live_bytes())
     with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
-        yield llm
+        Load(llm).run()
+        with frozen_heap():
+            yield llm
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +119,10 @@ def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dic
     check_idle(llm)
     assert ledgers(llm) == before
     page = llm.dims.pages.page_elems * 4
+    live = live_bytes()
     for device, ledger in enumerate(engine_of(llm).cluster.ledgers):
         # Inputs of the last steps are not booked.
-        assert 0 <= live_bytes()[device] - ledger.live_bytes < 8 * page + ELSEWHERE.get(device, 0)
+        assert 0 <= live[device] - ledger.live_bytes < 8 * page + ELSEWHERE.get(device, 0)
 
 
 def cases(slow: bool) -> Iterator[Any]:

@@ -82,7 +82,7 @@ def test_a_step_is_launched_before_the_expected_end_of_the_one_that_computes(llm
 
 
 def test_a_request_that_comes_meanwhile_is_in_the_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Its prompt waits for the step in flight alone."""
+    """Prompts wait for the step in flight alone."""
     expect(monkeypatch, 3600.0)
     launches = Launches(monkeypatch)
     first = llm.stream(PROMPT, GREEDY)

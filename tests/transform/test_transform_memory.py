@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from device_memory import total_live_bytes
+from device_memory import frozen_heap, total_live_bytes
 from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     """Room for two requests a device, and a budget that basic can copy in."""
     room = {"kv_cache_tokens": 2 * (PROMPT + NEW_TOKENS), "max_model_len": PROMPT + NEW_TOKENS, "max_num_seqs": 2}
-    with make(directory, compile_cache, device_memory="16MiB", prefix_caching=False, **room) as llm:
+    with make(directory, compile_cache, device_memory="16MiB", prefix_caching=False, **room) as llm, frozen_heap():
         yield llm
         check_idle(llm)
 

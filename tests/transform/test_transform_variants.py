@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_memory import total_live_bytes
+from device_memory import frozen_heap, total_live_bytes
 from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
 from tiny_models import tiny_model
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm:
+    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm, frozen_heap():
         yield llm
 
 
@@ -158,7 +158,7 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
 
 
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
-    with make(directory, compile_cache, **SHARED) as llm:
+    with make(directory, compile_cache, **SHARED | {"device_memory": "2700KiB"}) as llm:
         running, expected = decoding(llm, 2, requests(4))
         with pytest.raises(RequestError, match=r"basic: staging need.*kv_cache_tokens"):
             llm.transform(4, variant="basic")
