@@ -71,8 +71,8 @@ class Limits:
     min_tpot_slo_ms: int = 1
     """Lowest `tpot_slo_s` that requests may ask for, in milliseconds. The admin's token allows any."""
     max_refusals_per_second: int = 25
-    """Refused calls of one client that are answered at once, after the first 100: further ones get their answer up to a
-    second later."""
+    """Calls of one client that are refused, or that it gives up (or that end by their deadline) within a quarter of a
+    second, after the first 100: further answers, and requests, are up to a second late."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -133,18 +133,21 @@ class RequestHandler:
         backend = self.backend
         if self.state is not State.READY:
             raise NotServingError(self.state.value)
-        record, started_ns = self.metrics.start_request(), time.time_ns()
+        record, started_ns, started_s = self.metrics.start_request(), time.time_ns(), time.monotonic()
         failure: BaseException | None = None
         try:
             name, priority = call.name, call.params.priority
             with self.admission.admit(call.caller, call.num_bytes, name, call.unique_name, priority) as ticket:
                 self._idle.clear()
                 async with _time_limit(call.timeout_s) as deadline:
+                    await self.refusals.before_request(call.caller.account)
                     tokens = await self.tokenize(call.prompt)
                     ticket.count_tokens(len(tokens))
                     await self._generate(backend, call, tokens, deadline, send, ticket, record)
         except BaseException as error:
             failure = error
+            if isinstance(error, asyncio.CancelledError | DeadlineError):
+                self.refusals.given_up(call.caller.account, time.monotonic() - started_s)
             raise
         finally:
             failed = NotANumberError | NotServingError | EngineClosedError | RequestFailedError

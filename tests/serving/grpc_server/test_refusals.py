@@ -1,5 +1,6 @@
 """Clients that are refused again and again: their answers come late, those of others at once."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ from live_server import Live, code_and_text
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from serving.grpc_server.config import Limits
-from serving.grpc_server.refusals import MAX_DELAY_S, Refusals
+from serving.grpc_server.refusals import GIVEN_UP_WITHIN_S, MAX_DELAY_S, Refusals
+from serving.grpc_server.statuses import LimitError
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -47,6 +49,47 @@ def test_clients_that_have_gone_are_forgotten(refusals: Refusals):
     for i in range(5000):
         refusals.delay_s(f"client {i}", float(i))
     assert len(refusals._paid_until_s) <= 1024
+
+
+def test_what_is_given_up_late_is_not_counted(refusals: Refusals):
+    for _ in range(1000):
+        refusals.given_up("a", GIVEN_UP_WITHIN_S + 0.01)
+    assert refusals.delay_s("a", time.monotonic()) <= 0
+
+
+def test_requests_of_who_gives_up_begin_late_and_not_too_many_wait(refusals: Refusals):
+    async def run() -> tuple[float, float, int, int]:
+        for _ in range(1000):
+            refusals.given_up("a", 0.01)
+        start = time.monotonic()
+        await refusals.before_request("b")
+        other = time.monotonic() - start
+        results = await asyncio.gather(*(refusals.before_request("a") for _ in range(100)), return_exceptions=True)
+        refused = sum(isinstance(result, LimitError) for result in results)
+        return other, time.monotonic() - start, refused, sum(result is None for result in results)
+
+    other, whole, refused, begun = asyncio.run(run())
+    assert other < 0.5 < whole
+    assert (refused, begun) == (36, 64)
+    assert not refusals._held
+
+
+def test_a_server_begins_requests_late_for_a_client_that_gives_up(start: Callable[..., Live]):
+    live = start(max_refusals_per_second=1)
+    paid_until_s = live.server.request_handler.refusals._paid_until_s
+    request = pb.GenerateRequest(text="x", params=pb.SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(200):  # not all are given up early enough to count
+        call = live.inference.Generate(request)
+        next(call)
+        call.cancel()
+        if max(paid_until_s.values(), default=0.0) > time.monotonic() + 4.5:
+            break
+    else:
+        pytest.fail("it does not count what is given up")
+    begin = time.monotonic()
+    assert list(live.inference.Generate(request)), "late, and served"
+    assert time.monotonic() - begin > 0.2
+    live.check_idle()
 
 
 def _wrong_calls(live: Live, count: int, metadata: tuple[tuple[str, str], ...] = ()) -> float:
