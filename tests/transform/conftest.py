@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
+from amoeba_jax.instances.pace import Pace
 from amoeba_jax.transform.switch_pace import SwitchPace
 
 
@@ -32,6 +33,14 @@ def one_layer_at_a_time() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:  # one of its own: tests undo theirs before `idle` ends
         patch.setattr(SwitchPace, "num_layers", num_layers)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def launched_ahead() -> Iterator[None]:
+    """Steps are launched ahead at once, however long the first ones took: by hand, `advance` launches all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "ends_at", lambda *_: None)
         yield
 
 

@@ -13,7 +13,6 @@ from transform_cases import SHARED, make
 from amoeba_jax import LLM
 from amoeba_jax.engine.launching import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.pace import Pace
 from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -27,12 +26,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
     directory: Path = tiny_model("llama2", tmp_path_factory.mktemp("models"))
     with make(directory, compile_cache, **SHARED) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are launched ahead at once, however long the first ones took."""
-    monkeypatch.setattr(Pace, "ends_at", lambda *_: None)
 
 
 @pytest.fixture
