@@ -77,15 +77,16 @@ class Transformations:
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
 
-        `further` is one that has not been requested yet. May be called by any thread.
+        `further` is one that has not been requested yet. May be called by any thread, for an instance that has been
+        retired meanwhile too.
         """
         call = next((call for call in list(self._calls) if instance.id in call.options.devices), None)
         options = call.options if call is not None else further
         if options is None or instance.id not in options.devices:
-            return instance.capacity_tokens, instance.tp
+            return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
         if options.tensor_parallel_size == instance.tp:
             if call is not None and instance.id not in call.residencies:
-                return instance.capacity_tokens, instance.tp
+                return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
             return self._cluster.capacity_tokens(instance.tp, released_for(options)), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:

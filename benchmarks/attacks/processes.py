@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ class ChildError(RuntimeError):
 class Child:
     """Runs `function(pipe, *arguments)` in a new process until `close`.
 
-    `nice` takes priority from it: a load generator shares the machine's cores with the server, and must not win.
+    `nice` takes priority from it, on Linux: a load generator shares the machine's cores with the server, and must not
+    win.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
@@ -28,7 +30,7 @@ class Child:
         theirs.close()
 
     def _start(self, nice: int) -> None:
-        if nice:
+        if nice and sys.platform == "linux":
             os.nice(nice)
         self._process.start()
 

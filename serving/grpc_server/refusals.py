@@ -15,7 +15,7 @@ GIVEN_UP_WITHIN_S = 0.25
 """A request that its client gives up, or lets end by its deadline, within this time of its start was not worth it."""
 # Refusals at full speed before any is delayed, in seconds of the allowed rate.
 _BURST_S = 4.0
-# Answers of one client that are held back at once. Each may hold its call's message.
+# Answers and requests of one client that wait at once. Each may hold its call's message.
 _MAX_HELD = 64
 _MAX_CLIENTS = 1024
 # The client's doing. Errors of the server are told at once, so that clients can go elsewhere.

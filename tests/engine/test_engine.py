@@ -190,6 +190,17 @@ def test_device_that_fails_every_step_ends_requests_with_its_cause_and_then_the_
     assert sum(array.nbytes for array in jax.live_arrays()) == before
 
 
+def test_requests_may_be_checked_against_an_instance_that_ends_meanwhile(tmp_path: Path, compile_cache: str):
+    """A client's thread checks its requests while the dispatcher retires instances."""
+    with LLM(tiny_model("llama2", tmp_path), device_memory="16MiB", compile_cache=compile_cache, progress=False) as llm:
+        engine = engine_of(llm)
+        (instance,) = engine.instances
+        capacity = engine.transformations.capacity_to_come(instance)
+        assert capacity == (instance.capacity_tokens, 1)
+        llm.close()
+        assert engine.transformations.capacity_to_come(instance) == capacity
+
+
 def test_dropped_engine_frees_its_memory(tmp_path: Path, compile_cache: str):
     directory = tiny_model("llama2", tmp_path)
     gc.collect()
