@@ -1,6 +1,7 @@
 """AMOEBA's policy: merge for what fits nowhere, send the next long requests there too, split when they are done."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from serving.scheduler.actions import Action, Reject
 from serving.scheduler.admission import Admission
@@ -8,9 +9,9 @@ from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
-from serving.scheduler.room import KeptRoom, Room
+from serving.scheduler.room import KeptRoom
 from serving.scheduler.split_rule import SplitRule
-from serving.scheduler.view import ClusterView
+from serving.scheduler.view import ClusterView, InstanceView
 
 
 class AmoebaPolicy:
@@ -33,8 +34,12 @@ class AmoebaPolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        view, index, longest = dataclasses.replace(view, merge_to=self.config.merge_to), self._index, view.longest
+        if view.merge_to != self.config.merge_to:
+            view = dataclasses.replace(view, merge_to=self.config.merge_to)
+        index, longest = self._index, view.longest
         index.update(view.queue)
+        if not view.queue and self._rests(view):
+            return []
         actions: list[Action] = [
             *self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         ]
@@ -43,7 +48,7 @@ class AmoebaPolicy:
         leaving = self._splits.leaving(view, room.merged.values(), index.largest, self._pressed)
         splits = self._splits.split(view, room, leaving)
         actions += splits
-        reserve = Reserve(view, room, self._largest_long(view, room))
+        reserve = Reserve(view, room, self._largest_long(view, room.merged.values()))
         round_ = Round(view, room, reserve, self.config, self.admission.order, self._pressed)
         round_.busy.update(action.devices[0] for action in splits)
         for request in index.ordered(view.now_s):
@@ -56,9 +61,18 @@ class AmoebaPolicy:
         self._pressed = round_.pressed
         return actions
 
-    def _largest_long(self, view: ClusterView, room: Room) -> int:
+    def _rests(self, view: ClusterView) -> bool:
+        """Whether there is nothing to do where nothing waits: no instance is to split."""
+        merged = [i for i in view.instances if i.degree > view.base_degree]
+        if self._splits.leaving(view, merged, self._index.largest, self._pressed):
+            return False
+        self._largest_long(view, merged)
+        self._pressed = False
+        return True
+
+    def _largest_long(self, view: ClusterView, merged: Iterable[InstanceView]) -> int:
         """Tokens of the largest recent long request; 0 if there was none."""
-        running = [i.largest for i in room.merged.values() if view.has_long(i)]
+        running = [i.largest for i in merged if view.has_long(i)]
         waiting = self._index.largest(view.longest.capacity_tokens)
         size = max([waiting if view.is_long(waiting) else 0, *running])
         seen_s, largest = self._largest

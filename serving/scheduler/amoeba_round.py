@@ -1,6 +1,7 @@
 """One decision of the policy `amoeba`: which request goes where, by the room that is left."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
@@ -32,7 +33,6 @@ class Round:
         self.num_unplaced = self.num_preempting = 0
         self.in_vain: list[tuple[tuple[bool, int], int]] = []
         """Rank and tokens of requests for which no others could be preempted."""
-        self.last_rank = max((i.last_rank for i in view.instances), default=(False, 0))
         self.busy = set(room.unsteady)
         """Instances that no merge may take: they split or merge, or make room for someone."""
         self.special = {**room.merged, **room.unsteady}
@@ -44,6 +44,11 @@ class Round:
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
         self.taken_s: dict[int, float] = {}
         """Seconds until the last request that waits for an instance's room has ended, where room is set aside."""
+
+    @cached_property
+    def last_rank(self) -> tuple[bool, int]:
+        """The highest rank of all requests that run, which are preempted first."""
+        return max((i.last_rank for i in self.view.instances), default=(False, 0))
 
     def place(self, request: WaitingRequest) -> list[Action]:
         """What becomes of a request: nothing, where it waits."""

@@ -71,6 +71,8 @@ class Backoff:
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
         """For `ClusterView.refused`. Also forgets what is long past."""
+        if not self._refused:
+            return frozenset()
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
         actions = [refusal.action for refusal in self._refused.values() if now_s < refusal.until_s]
         return frozenset((a.devices, a.degree) for a in actions if isinstance(a, ScaleUp | ScaleDown))

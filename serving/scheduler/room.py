@@ -39,7 +39,7 @@ class Room:
         pairs = list(zip(before, view.instances, strict=False))
         changed = [(old, new) for old, new in pairs if old is not new]
         same = len(before) == len(view.instances) and all(old.devices == new.devices for old, new in changed)
-        if not same or len(changed) > len(before) // 8:
+        if not same or 2 * len(changed) > len(before):
             self._rebuild()
         else:
             for old, new in changed:
@@ -118,7 +118,10 @@ class Room:
 
     def members(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
         """Instances that have any of these devices."""
-        found = {i.id: i for device in devices if (i := self._home.get(device)) is not None}
+        found, home = {}, self._home
+        for device in devices:
+            if (instance := home.get(device)) is not None:
+                found[instance.id] = instance
         return tuple(found.values())
 
     def free(self, instance: InstanceView) -> int:

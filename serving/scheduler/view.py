@@ -5,7 +5,7 @@ Plain data. Token counts are of KV cache; times are seconds of one monotonic clo
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from serving.scheduler.timing import Timing
 
@@ -157,6 +157,12 @@ class DegreeLimits:
     all of its groups."""
 
 
+@lru_cache(maxsize=64)
+def _aligned_groups(num_devices: int, degree: int) -> tuple[tuple[int, ...], ...]:
+    starts = range(0, num_devices - degree + 1, degree)
+    return tuple(tuple(range(start, start + degree)) for start in starts)
+
+
 @dataclass(frozen=True)
 class ClusterView:
     """A snapshot of everything that a policy decides about."""
@@ -226,8 +232,7 @@ class ClusterView:
 
     def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
         """Devices that may make up an instance of a degree: aligned and contiguous."""
-        starts = range(0, self.num_devices - degree + 1, degree)
-        return tuple(tuple(range(start, start + degree)) for start in starts)
+        return _aligned_groups(self.num_devices, degree)
 
     def instances_on(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
         """Instances that have any of these devices."""

@@ -159,10 +159,10 @@ class GroupChanges:
     def end(self, instance: SimInstance) -> None:
         change, instance.change = instance.change, None
         assert change is not None, "its last layer has just switched"
-        to_degree = change.action.degree
-        self._executor.tally.changes.append(
-            (self._executor.now_s, change.from_degree, to_degree, self._executor.now_s - change.start_s)
-        )
+        to_degree, now_s = change.action.degree, self._executor.now_s
+        seconds = now_s - change.start_s
+        self._executor.tally.changes.append((now_s, change.from_degree, to_degree, seconds))
+        self._executor.timings.add_transformation(change.from_degree, to_degree, seconds)
         if isinstance(change.action, ScaleUp):
             self._executor.begin(instance)
             return

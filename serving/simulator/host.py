@@ -6,6 +6,7 @@ from serving.scheduler import DegreeLimits
 from serving.simulator.host_config import HostConfig
 from serving.simulator.instance import SimInstance
 from serving.simulator.run import Run
+from serving.simulator.sim_timing import SimTimings
 from serving.simulator.tally import Ending, Tally
 
 
@@ -16,6 +17,7 @@ class Host(Protocol):
     limits: dict[int, DegreeLimits]
     instances: list[SimInstance]
     tally: Tally
+    timings: SimTimings
     now_s: float
     failing_transformations: int
 

@@ -46,6 +46,7 @@ class SimExecutor:
         log: actions that were taken on, with their times, if `keep_log`.
         failing_transformations: that many transformations will end without effect.
         changes: transformations under way, and those to come.
+        timings: what steps and transformations take here.
         prefixes: ids of the blocks of a request's prompt, by its row in the records.
         on_end: called with the row of each request that ends.
     """
@@ -58,7 +59,7 @@ class SimExecutor:
         self.queue: dict[str, Waiting] = {}
         self.failing_transformations = 0
         self.changes = GroupChanges(self)
-        self._timings = SimTimings(tally) if config.shows_timing else None
+        self.timings = SimTimings()
         self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
         self.prefixes: Mapping[int, tuple[int, ...]] = {}
@@ -94,7 +95,7 @@ class SimExecutor:
             c.base_degree,
             c.page_size,
             c.max_model_len,
-            timing=Timing() if self._timings is None else self._timings.take(self.instances),
+            timing=self.timings.take(self.instances) if c.shows_timing else Timing(),
         )
 
     def apply(self, action: Action) -> Outcome:
