@@ -59,6 +59,9 @@ def simulate(
     merge_again_after_s: Annotated[
         float | None, typer.Option(help="amoeba: a long request that waited this long may cause another merge.")
     ] = None,
+    merge_for_cache_s: Annotated[
+        float | None, typer.Option(help="amoeba: seconds without room, but with slots, after which instances merge.")
+    ] = None,
     preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
     urgent_degree: Annotated[
         int | None, typer.Option(help="flying: degree of groups for urgent requests.", show_default="the highest")

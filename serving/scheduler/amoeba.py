@@ -7,6 +7,7 @@ from serving.scheduler.actions import Action, Reject
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
+from serving.scheduler.cache_rule import CacheRule
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
 from serving.scheduler.room import KeptRoom
@@ -26,6 +27,7 @@ class AmoebaPolicy:
         self.config = config or AmoebaConfig()
         self.admission = admission or Admission(order or QueueOrder())
         self._splits, self._index = SplitRule(self.config.splits), self.admission.index()
+        self._cache = CacheRule(self.config.merge_for_cache_s, self.config.linger_s)
         self._room = KeptRoom(self.config.reserved_growth)
         self._largest = (0.0, 0)
         """The largest recent long request: when it was last seen, and its tokens."""
@@ -38,6 +40,7 @@ class AmoebaPolicy:
             view = dataclasses.replace(view, merge_to=self.config.merge_to)
         index, longest = self._index, view.longest
         index.update(view.queue)
+        self._cache.update(view, self._pressed)
         if not view.queue and self._rests(view):
             return []
         actions: list[Action] = [
@@ -45,7 +48,7 @@ class AmoebaPolicy:
         ]
         gone = {action.request_id for action in actions if isinstance(action, Reject)}
         room = self._room.of(view)
-        leaving = self._splits.leaving(view, room.merged.values(), index.largest, self._pressed)
+        leaving = self._leaving(view, room.merged.values())
         splits = self._splits.split(view, room, leaving)
         actions += splits
         reserve = Reserve(view, room, self._largest_long(view, room.merged.values()))
@@ -59,12 +62,19 @@ class AmoebaPolicy:
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._pressed = round_.pressed
+        if (merge := self._cache.merge(view, room, round_.busy)) is not None:
+            actions.append(merge)
         return actions
+
+    def _leaving(self, view: ClusterView, merged: Iterable[InstanceView]) -> list[tuple[InstanceView, int]]:
+        """Instances that take no new requests, and the degree that each of them splits to."""
+        leaving = self._splits.leaving(view, merged, self._index.largest, self._pressed)
+        return [pair for pair in leaving if not self._cache.keeps(view, pair[0])]
 
     def _rests(self, view: ClusterView) -> bool:
         """Whether there is nothing to do where nothing waits: no instance is to split."""
         merged = [i for i in view.instances if i.degree > view.base_degree]
-        if self._splits.leaving(view, merged, self._index.largest, self._pressed):
+        if self._leaving(view, merged):
             return False
         self._largest_long(view, merged)
         self._pressed = False

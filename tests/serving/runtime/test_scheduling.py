@@ -262,6 +262,7 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"linger_s": -1}, "linger_s=-1"),
         ({"linger_s": float("nan")}, "linger_s=nan"),
         ({"merge_again_after_s": "soon"}, "merge_again_after_s='soon'"),
+        ({"merge_for_cache_s": -1}, "merge_for_cache_s=-1"),
         ({"split_free_share": 1.5}, "split_free_share=1.5"),
         ({"reserved_growth": True}, "reserved_growth=True"),
         ({"layers_per_step": 0}, "layers_per_step=0"),

@@ -1,0 +1,123 @@
+"""Merges for room in the KV cache: where requests wait for that, and not for devices."""
+
+from serving.scheduler.actions import ScaleUp
+from serving.scheduler.room import Room
+from serving.scheduler.view import ClusterView, InstanceView
+
+_MIN_GAIN = 0.1
+"""Share of throughput that a merge has to gain by the estimate."""
+_FULL = 0.7
+"""Share of the cache in use from which on an instance is full; below it, what runs fits the base degree again."""
+_LEFT_ALONE_S = 600.0
+"""No merge is made for this long to a degree that has proved slower."""
+
+
+class CacheRule:
+    """Remembers since when requests have lacked room while instances had slots, and what was merged for that.
+
+    Devices of a higher degree have fewer copies of the weights, so that more requests run at once. Where steps take as
+    long, these are more tokens a second. Whether they do is seen once such an instance runs: one that is slower, for
+    each of its devices, than instances of the base degree is split again.
+
+    Args:
+        after_s: how long requests have to lack room before instances merge; None: no matter how long.
+        linger_s: merged instances stay for this long after the last time.
+    """
+
+    def __init__(self, after_s: float | None, linger_s: float):
+        self._after_s, self._linger_s = after_s, linger_s
+        self._since_s: float | None = None
+        self._lacked_s = float("-inf")
+        self._made: set[tuple[int, ...]] = set()
+        """Devices that were merged."""
+        self._slower_until_s: dict[int, float] = {}
+
+    def update(self, view: ClusterView, pressed: bool) -> None:
+        """Take note of a snapshot. `pressed`: a short request found no room when decisions were last made."""
+        if self._after_s is None:
+            return
+        steady = [i for i in view.instances if i.transition_to is None]
+        if pressed and 2 * sum(i.free_slots > 0 for i in steady) >= len(steady):
+            self._since_s = view.now_s if self._since_s is None else self._since_s
+            self._lacked_s = view.now_s
+        else:
+            self._since_s = None
+        if self._made:
+            present = {i.devices for i in steady}
+            changing = {device for i in view.instances if i.transition_to is not None for device in i.devices}
+            self._made = {it for it in self._made if it in present or not changing.isdisjoint(it)}
+            self._compare(view, steady)
+
+    def _compare(self, view: ClusterView, steady: list[InstanceView]) -> None:
+        """See which degrees are slower than the base degree, by instances that are full while requests lack room."""
+        if self._since_s is None:
+            return
+        rates: dict[int, list[float]] = {}
+        for instance in steady:
+            is_full = instance.used_tokens >= _FULL * instance.capacity_tokens
+            if is_full and instance.step_s and not view.has_long(instance):
+                rate = len(instance.running) / instance.step_s / instance.degree
+                rates.setdefault(instance.degree, []).append(rate)
+        base = rates.pop(view.base_degree, [])
+        for degree, measured in rates.items():
+            if base and max(measured) * len(base) < sum(base):
+                self._slower_until_s[degree] = view.now_s + _LEFT_ALONE_S
+
+    def keeps(self, view: ClusterView, instance: InstanceView) -> bool:
+        """An instance that was merged for its room stays: without it there would be too little."""
+        if instance.devices not in self._made or self._is_slower(view, instance.degree):
+            return False
+        if view.now_s - self._lacked_s < self._linger_s:
+            return True
+        room = view.limits[view.base_degree].capacity_tokens * (view.num_devices // view.base_degree)
+        return sum(i.used_tokens for i in view.instances) > _FULL * room
+
+    def _is_slower(self, view: ClusterView, degree: int) -> bool:
+        return view.now_s < self._slower_until_s.get(degree, float("-inf"))
+
+    def merge(self, view: ClusterView, room: Room, busy: set[int]) -> ScaleUp | None:
+        """Merge a group once requests have lacked room for long enough, one at a time. Closes its instances.
+
+        Args:
+            busy: instances that no merge may take.
+        """
+        if self._since_s is None or self._after_s is None or view.now_s - self._since_s < self._after_s:
+            return None
+        if room.unsteady or (degree := self._best(view)) is None:
+            return None
+        groups = []
+        for devices in view.groups(degree):
+            members = room.members(devices)
+            fresh = all(i.degree == view.base_degree and i.id not in busy for i in members)
+            if fresh and len(members) > 1 and (devices, degree) not in view.refused:
+                groups.append((-room.merged_free(members, degree), devices, members))
+        if not groups:
+            return None
+        _, devices, members = min(groups, key=lambda group: group[:2])
+        for instance in members:
+            room.close(instance)
+        self._made.add(devices)
+        waited_s, self._since_s = view.now_s - self._since_s, view.now_s
+        return ScaleUp(devices, degree, f"requests have lacked room in the KV cache for {waited_s:.1f} s, not slots")
+
+    def _best(self, view: ClusterView) -> int | None:
+        """The degree with most throughput by the requests that it has room for; None where it is the base degree."""
+        running = sum(len(i.running) for i in view.instances)
+        if not running:
+            return None
+        size = max(sum(i.used_tokens for i in view.instances) / running, 1.0)
+        base = view.limits[view.base_degree]
+
+        def requests_per_device(capacity_tokens: int, max_requests: int, degree: int) -> float:
+            return min(max_requests, capacity_tokens / size) / degree
+
+        least = (1 + _MIN_GAIN) * requests_per_device(base.capacity_tokens, base.max_requests, base.degree)
+        gains = [
+            (gain, -limits.degree)
+            for limits in view.degrees
+            if limits.degree > base.degree
+            and limits.ready
+            and not self._is_slower(view, limits.degree)
+            and (gain := requests_per_device(limits.capacity_tokens, limits.max_requests, limits.degree)) > least
+        ]
+        return -max(gains)[1] if gains else None
