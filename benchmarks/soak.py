@@ -203,7 +203,7 @@ def run(options: argparse.Namespace, console: Console) -> Soak:
     with (
         server.running_server(options) as running,
         Innocents(running.target, options.rate, options.innocent_address, options.seed) as innocents,
-        Mix(running.target, options.seed, options.kv_cache_tokens) as mix,
+        Mix(running.target, options.seed, options.kv_cache_tokens, options.mix_address, options.busy) as mix,
     ):
         watch, runner = MemoryWatch(running), Runner(options, running, innocents, console)
         runner.baseline()
@@ -273,6 +273,8 @@ def main() -> None:
     parser.add_argument("--max-growth", type=float, default=0.05, help="share that flat memory may grow by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--busy", type=int, default=0, help="long answers of the mixed load at any time: a full server")
+    parser.add_argument("--mix-address", help="address that the mixed load comes from; default: the attackers' own")
     innocent.add_options(parser)
     server.add_options(parser)
     # One device holds less than the context: instances merge for longer prompts.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -101,12 +102,23 @@ def decoding(
     llm: LLM, count: int, asked: tuple[list[Prompt], Any], tp: int = 1
 ) -> tuple[Background, list[list[tuple[int, ...]]]]:
     """What `requests` gave, running in instances of degree `tp` until `count` sequences decode; and its tokens."""
-    expected = tokens(llm.generate(*asked))
+    expected = undisturbed(llm, asked)
     if tp > 1:
         llm.transform(tp)
     running = Background(llm, *asked)
     wait_until_decoding(llm, count)
     return running, expected
+
+
+_UNDISTURBED: WeakKeyDictionary[LLM, dict[str, list[list[tuple[int, ...]]]]] = WeakKeyDictionary()
+
+
+def undisturbed(llm: LLM, asked: tuple[list[Prompt], Any]) -> list[list[tuple[int, ...]]]:
+    """Tokens of `requests` that nothing happens to; generated when an engine is asked for the first time."""
+    known = _UNDISTURBED.setdefault(llm, {})
+    if (name := repr(asked)) not in known:
+        known[name] = tokens(llm.generate(*asked))
+    return known[name]
 
 
 def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:

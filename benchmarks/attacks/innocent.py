@@ -15,6 +15,7 @@ import grpc
 from amoeba_jax.client import AsyncClient
 from amoeba_jax.client.connection import Retries
 from amoeba_jax.sampling_params import SamplingParams
+from attacks.forwarder import forwarded
 from attacks.processes import Child
 
 # An answer takes some tens of milliseconds: who has waited that long has been denied service.
@@ -128,8 +129,7 @@ class _Load:
     async def run(self, target: str, source: str | None) -> None:
         async with contextlib.AsyncExitStack() as stack:
             if source:
-                forwarder, target = await _forwarder(target, source)
-                await stack.enter_async_context(forwarder)
+                target = await stack.enter_async_context(forwarded(target, source))
             client = await stack.enter_async_context(AsyncClient(target, retries=Retries(attempts=1)))
             await client.model_info(timeout_s=TIMEOUT_S)
             self._pipe.send("ready")
@@ -176,26 +176,3 @@ class _Load:
             status = error.code().name
         ttft_s = None if first is None else first - start
         self._answers.append(Answer(ttft_s, time.monotonic() - start, status, start))
-
-
-async def _forwarder(target: str, source: str) -> tuple[asyncio.Server, str]:
-    """Connections to the server that come from another address of this machine, which gRPC cannot choose."""
-    host, _, port = target.rpartition(":")
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            theirs = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-        except OSError:  # the server is gone, which the request will say
-            writer.close()
-            return
-        await asyncio.gather(copy(reader, theirs[1]), copy(theirs[0], writer))
-
-    server = await asyncio.start_server(connect, "127.0.0.1", 0)
-    return server, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

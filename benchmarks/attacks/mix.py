@@ -5,6 +5,7 @@ instances are transformed by hand.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -17,6 +18,7 @@ import grpc
 from amoeba_jax import SamplingParams
 from amoeba_jax.client import AsyncClient
 from amoeba_jax.client._proto import inference_pb2 as pb
+from attacks.forwarder import forwarded
 from attacks.pressure import ADMIN, INFERENCE, Attacker, Call, Tally, generate, infer, start
 from attacks.processes import Child
 
@@ -29,6 +31,7 @@ _KNOWN = (
 )
 _GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 _KNOWN_TIMEOUT_S = 60.0
+_BUSY_SAMPLES, _BUSY_TOKENS = 8, 256
 
 
 @dataclass
@@ -41,10 +44,15 @@ class MixReport:
 
 
 class Mix:
-    """The load, as the process that measures sees it. It runs from the beginning, when the server must be idle."""
+    """The load, as the process that measures sees it. It runs from the beginning, when the server must be idle.
 
-    def __init__(self, target: str, seed: int, one_device_tokens: int):
-        self._child = Child(_main, target, seed, one_device_tokens)
+    Args:
+        source: address of this machine that it comes from; None: the default one.
+        busy: samples of long answers that run at any time beside the rest.
+    """
+
+    def __init__(self, target: str, seed: int, one_device_tokens: int, source: str | None = None, busy: int = 0):
+        self._child = Child(_main, target, seed, one_device_tokens, source, busy)
         self._child.receive(_KNOWN_TIMEOUT_S * len(_KNOWN))
 
     def finish(self) -> MixReport:
@@ -59,13 +67,20 @@ class Mix:
         self._child.close()
 
 
-def _main(pipe: Connection, target: str, seed: int, one_device_tokens: int) -> None:
-    asyncio.run(_Load(pipe, target, seed, one_device_tokens).run())
+def _main(pipe: Connection, target: str, seed: int, one_device_tokens: int, source: str | None, busy: int) -> None:
+    asyncio.run(_serve(pipe, target, seed, one_device_tokens, source, busy))
+
+
+async def _serve(
+    pipe: Connection, target: str, seed: int, one_device_tokens: int, source: str | None, busy: int
+) -> None:
+    async with forwarded(target, source) if source else contextlib.nullcontext(target) as address:
+        await _Load(pipe, address, seed, one_device_tokens, busy).run()
 
 
 class _Load:
-    def __init__(self, pipe: Connection, target: str, seed: int, one_device_tokens: int):
-        self._pipe, self._target = pipe, target
+    def __init__(self, pipe: Connection, target: str, seed: int, one_device_tokens: int, busy: int):
+        self._pipe, self._target, self._busy = pipe, target, busy
         self._dice = random.Random(seed)
         self._one_device_tokens = one_device_tokens
         self._report = MixReport()
@@ -87,6 +102,7 @@ class _Load:
                 (1.0, lambda: self._abort(sender)),
                 (5.0, lambda: self._long(sender)),
                 (20.0, lambda: self._transform(sender)),
+                *[(0.0, lambda: self._fill(sender))] * -(-self._busy // _BUSY_SAMPLES),
             ]
             loops = [asyncio.ensure_future(self._repeat(pause_s, what)) for pause_s, what in every_s]
             while not self._pipe.poll():
@@ -185,6 +201,11 @@ class _Load:
         ids = pb.TokenIds(ids=self._dice.choices(range(3, sender.info.vocab_size), k=length))
         params = pb.SamplingParams(max_tokens=32, ignore_eos=True)
         await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
+
+    async def _fill(self, sender: Attacker) -> None:
+        """Long answers, as one message each: they keep slots, and their client has little to do."""
+        settings = json.dumps({"n": _BUSY_SAMPLES, "max_tokens": _BUSY_TOKENS, "temperature": 1.0, "ignore_eos": True})
+        await sender.send(infer("busy", sender.info.model, settings, timeout_s=60), self._channel(sender))
 
     async def _transform(self, sender: Attacker) -> None:
         """A transformation by hand, which the policy's own may be in the way of."""

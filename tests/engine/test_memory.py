@@ -40,6 +40,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
         device_memory="32MiB",
         page_size=8,
         max_num_batched_tokens=16,
+        segment_layers=1,
         compile_cache=compile_cache,
         progress=False,
     ) as llm:
@@ -49,6 +50,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_cache: str):
     before = live_bytes()
     settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    settings["segment_layers"] = 1
     with LLM(directory, num_devices=4, max_num_batched_tokens=16, **settings) as llm:
         for tp in (1, 2, 4, 1):
             llm.set_layout(tp)
@@ -63,6 +65,7 @@ def test_report_has_what_a_transformation_takes_on_its_devices_alone(
     directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
 ):
     settings = {"device_memory": "32MiB", "page_size": 8, "kv_cache_tokens": 1024, "max_num_batched_tokens": 16}
+    settings["segment_layers"] = 1
     with LLM(directory, num_devices=4, compile_cache=compile_cache, progress=False, **settings) as llm:
         before, staging = llm.memory(), engine_of(llm).cluster.memory_plan.staging_bytes
         assert len(before.reserved_bytes) == 4
@@ -159,6 +162,7 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
 
 def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: str):
     settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
+    settings["segment_layers"] = 1
     outputs = []
     for transform_attention in (False, True):
         with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:

@@ -78,7 +78,9 @@ def revive(llm: LLM) -> None:
 
 
 def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
-    """Each device's ledger, and its live bytes that the ledger does not have."""
+    """Each device's ledger, and its live bytes that the ledger does not have. A step that was launched ahead may be in
+    flight when its requests have ended."""
+    in_dispatcher(llm, engine_of(llm).drain)
     ledgers, live = engine_of(llm).cluster.ledgers, live_bytes()
     unbooked = [live[device] - ledger.live_bytes for device, ledger in enumerate(ledgers)]
     return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
