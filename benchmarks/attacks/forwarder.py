@@ -23,7 +23,8 @@ async def forwarded(target: str, source: str) -> AsyncIterator[str]:
         except OSError:  # the server is gone, which the request will say
             writer.close()
             return
-        await asyncio.gather(copy(reader, theirs[1]), copy(theirs[0], writer))
+        with contextlib.suppress(asyncio.CancelledError):  # the end: asyncio would say that it was never looked at
+            await asyncio.gather(copy(reader, theirs[1]), copy(theirs[0], writer))
 
     async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

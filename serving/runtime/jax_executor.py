@@ -11,6 +11,7 @@ from amoeba_jax.errors import (
     DeadlineError,
     LayoutError,
     MemoryBudgetError,
+    ProgramsNotReadyError,
     QueueFullError,
     RequestError,
 )
@@ -130,7 +131,7 @@ class JaxExecutor:
         try:
             self._apply(action)
         except (RequestError, LayoutError, MemoryBudgetError) as error:
-            return Outcome(False, str(error))
+            return Outcome(False, str(error), soon=isinstance(error, ProgramsNotReadyError))
         except Exception as error:
             if not isinstance(action, ScaleUp | ScaleDown):
                 raise
@@ -150,7 +151,9 @@ class JaxExecutor:
                 options = self._options(action)
                 if not engine.transformations.request_programs(options):
                     self._preparing[devices, degree] = options
-                    raise RequestError(f"programs for TP{degree} on devices {list(devices)} are being compiled")
+                    raise ProgramsNotReadyError(
+                        f"programs for TP{degree} on devices {list(devices)} are being compiled"
+                    )
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
             case Preempt(request_id):

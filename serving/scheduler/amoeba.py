@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from serving.scheduler.actions import Action, Reject
+from serving.scheduler.actions import Action, Preempt, Reject
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
@@ -39,7 +39,7 @@ class AmoebaPolicy:
         if view.merge_to != self.config.merge_to:
             view = dataclasses.replace(view, merge_to=self.config.merge_to)
         index, longest = self._index, view.longest
-        index.update(view.queue)
+        index.update(view.queue, view.now_s)
         self._cache.update(view, self._pressed)
         if not view.queue and self._rests(view):
             return []
@@ -62,6 +62,7 @@ class AmoebaPolicy:
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._pressed = round_.pressed
+        index.expect({action.request_id for action in actions if isinstance(action, Preempt)}, view)
         if (merge := self._cache.merge(view, room, round_.busy)) is not None:
             actions.append(merge)
         return actions

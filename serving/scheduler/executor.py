@@ -14,6 +14,8 @@ class Outcome:
     accepted: bool
     detail: str = ""
     """Why not, in words for the log."""
+    soon: bool = False
+    """Refused for want of what is being prepared."""
 
 
 class Executor(Protocol):

@@ -36,7 +36,7 @@ class FlyingPolicy:
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
         index, longest = self._index, view.longest
-        index.update(view.queue)
+        index.update(view.queue, view.now_s)
         rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         gone = {reject.request_id for reject in rejects}
         room = self._room.of(view)
@@ -68,6 +68,7 @@ class FlyingPolicy:
         self._split_at_s = round_.split_at_s
         if self.load.bound:
             actions += self._bound(view, room, round_)
+        index.expect({action.request_id for action in actions if isinstance(action, Preempt)}, view)
         return actions
 
     # Groups split

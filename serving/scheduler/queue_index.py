@@ -7,9 +7,11 @@ from itertools import islice
 from typing import Any
 
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.view import WaitingRequest
+from serving.scheduler.view import ClusterView, WaitingRequest
 from serving.scheduler.waiting_queue import QueueSnapshot
 
+_SOON_S = 1.0
+"""A preempted request waits again when its last token has arrived: within some steps."""
 _FEW = 64
 """From this many new requests on, sorting again is cheaper than inserting each."""
 
@@ -31,12 +33,14 @@ class QueueIndex:
         """Requests with a priority below 0."""
         self._deadlines: list[tuple[float, str]] = []
         self._seen: tuple[object, int] = (None, -1)
+        self._coming: dict[str, tuple[float, int]] = {}
+        """Until when preempted requests that are not seen yet count as waiting, and their tokens."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def update(self, queue: Collection[WaitingRequest]) -> None:
-        """Take over the queue of a snapshot."""
+    def update(self, queue: Collection[WaitingRequest], now_s: float = 0.0) -> None:
+        """Take over the queue of a snapshot, and forget what was to be there by `now_s`."""
         changes = None
         if isinstance(queue, QueueSnapshot):
             source, version = self._seen
@@ -52,6 +56,17 @@ class QueueIndex:
             if (known := self._requests.pop(name, None)) is not None:
                 self._remove(known)
         self._add([request for request in latest.values() if request is not None])
+        if self._coming:
+            coming = self._coming.items()
+            self._coming = {name: it for name, it in coming if it[0] > now_s and name not in self._requests}
+
+    def expect(self, names: Collection[str], view: ClusterView) -> None:
+        """Running requests of a snapshot were preempted. They will wait, and until they are seen to they count in
+        `largest`, so that no instance splits that one of them needs."""
+        if names:
+            running = (request for instance in view.instances for request in instance.running)
+            until_s = view.now_s + _SOON_S
+            self._coming |= {r.request_id: (until_s, r.max_total_tokens) for r in running if r.request_id in names}
 
     def _entries(self, request: WaitingRequest) -> tuple[tuple[list[Any], Any], ...]:
         """The lists that have a request, and its entry in each."""
@@ -122,4 +137,5 @@ class QueueIndex:
     def largest(self, num_tokens: int) -> int:
         """Most tokens of the largest request that may not grow beyond that many; 0 if there is none."""
         place = bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
-        return self._by_size[place - 1][0] if place else 0
+        coming = (tokens for _, tokens in self._coming.values() if tokens <= num_tokens)
+        return max(self._by_size[place - 1][0] if place else 0, *coming, 0)

@@ -73,7 +73,7 @@ class Scheduler:
         for action, done in self._backoff.ended(view):
             if not done:
                 self.counters.transformations_failed += 1
-                self._log(action, "failed", retry_s=self._backoff.refuse(action, view.now_s))
+                self._log(action, "failed", logging.WARNING, retry_s=self._backoff.refuse(action, view.now_s))
         refused = view.refused | self._backoff.refused_transformations(view.now_s)
         if refused != view.refused:
             view = dataclasses.replace(view, refused=refused)
@@ -99,7 +99,8 @@ class Scheduler:
             else:
                 self.counters.refused += 1
                 retry_s = self._backoff.refuse(action, view.now_s)
-                self._log(action, "refused", detail=outcome.detail, retry_s=retry_s)
+                level = logging.INFO if outcome.soon else logging.WARNING
+                self._log(action, "refused", level, detail=outcome.detail, retry_s=retry_s)
         return decisions
 
     def _count(self, action: Action) -> None:
@@ -116,9 +117,8 @@ class Scheduler:
             case Reject(kind=kind):
                 counters.rejected[kind] += 1
 
-    def _log(self, action: Action, outcome: str, **more: str | float) -> None:
+    def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
         """One line a decision: `key=value`, and the same as a dict in the record's `decision`."""
-        level = logging.INFO if outcome == "accepted" else logging.WARNING
         if not logger.isEnabledFor(level):
             return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}

@@ -79,7 +79,7 @@ def after_a_merge(step_s: float, base_step_s: float | None = None) -> tuple[Amoe
 
 
 def test_an_instance_that_was_merged_for_its_room_stays_while_it_is_needed():
-    """Its 66 requests would not fit four TP1 instances, nor would what waits."""
+    """Four TP1 instances do not hold its 66 requests, nor what waits."""
     policy, views = after_a_merge(0.04)
     assert [tick(policy, now_s, views) for now_s in range(7, 60, 4)] == [[]] * 14
 

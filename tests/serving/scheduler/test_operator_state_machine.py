@@ -12,6 +12,7 @@ from serving.scheduler import (
     POLICY_NAMES,
     AmoebaConfig,
     Reject,
+    RunningRequests,
     ScaleDown,
     ScaleUp,
     WaitingRequest,
@@ -54,12 +55,18 @@ class OperatorMachine(RuleBasedStateMachine):
         self.host.scheduler.policy = make_policy(name, config=CONFIG)
         self.host.scheduler.tick()
 
-    @rule(change=st.sampled_from([((0, 1), 2), ((2, 3), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3), 2), ((0, 1, 2, 3), 1)]))
-    def an_operator_transforms(self, change: tuple[tuple[int, ...], int]) -> None:
+    @rule(
+        change=st.sampled_from([((0, 1), 2), ((2, 3), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3), 2), ((0, 1, 2, 3), 1)]),
+        running=st.sampled_from(["migrate", "pause"]),
+        release=st.booleans(),
+    )
+    def an_operator_transforms(self, change: tuple[tuple[int, ...], int], running: RunningRequests, release: bool):
+        """Or has requests pause, for which weights are kept."""
         devices, degree = change
         members = [i for i in self.host.executor.instances if not set(devices).isdisjoint(i.devices)]
         if len(members) > 1:
-            self.host.ask(ScaleUp(devices, degree, "an operator's"))
+            release = release and running == "migrate"
+            self.host.ask(ScaleUp(devices, degree, "an operator's", release_weights=release, running=running))
         else:
             self.host.ask(ScaleDown(devices, degree, "an operator's"))
         self.host.scheduler.tick()

@@ -42,6 +42,7 @@ class ScriptedExecutor:
 
     view: ClusterView = field(default_factory=cluster)
     refuses: tuple[type[Action], ...] = ()
+    soon: bool = False
     applied: list[Action] = field(default_factory=list)
 
     def snapshot(self) -> ClusterView:
@@ -49,7 +50,7 @@ class ScriptedExecutor:
 
     def apply(self, action: Action) -> Outcome:
         self.applied.append(action)
-        return Outcome(False, "not now") if isinstance(action, self.refuses) else Outcome(True)
+        return Outcome(False, "not now", self.soon) if isinstance(action, self.refuses) else Outcome(True)
 
     def at(self, now_s: float) -> None:
         self.view = replace(self.view, now_s=now_s)
@@ -90,6 +91,16 @@ def test_every_decision_is_one_log_line_that_says_why(caplog: pytest.LogCaptureF
     ]
     assert caplog.records[0].__dict__["decision"]["instance_id"] == 3
     assert [r.levelno for r in caplog.records] == [logging.INFO, logging.WARNING]
+
+
+def test_a_refusal_of_what_is_on_its_way_is_no_warning(caplog: pytest.LogCaptureFixture):
+    """Programs that are being compiled, after every cold start."""
+    executor = ScriptedExecutor(refuses=(ScaleUp,), soon=True)
+    with caplog.at_level(logging.INFO, "amoeba.scheduler"):
+        scheduler = Scheduler(ScriptedPolicy([MERGE]), executor)
+        scheduler.tick()
+    assert [(r.levelno, r.__dict__["decision"]["outcome"]) for r in caplog.records] == [(logging.INFO, "refused")]
+    assert scheduler.counters.refused == 1
 
 
 def test_refused_action_is_tried_again_later_and_later():

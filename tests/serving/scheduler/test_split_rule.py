@@ -10,6 +10,7 @@ from serving.scheduler import (
     Dispatch,
     LeastLoadFirstPolicy,
     Policy,
+    Preempt,
     RoundRobinPolicy,
     ScaleDown,
     SplitConfig,
@@ -97,3 +98,21 @@ def test_short_requests_without_room_end_lingering():
     view = cluster(instance(0, 4, running("long", TP2_LONG), free_slots=0), *full, queue=[waiting("a")])
     assert splits(policy.decide(view)) == []
     assert splits(policy.decide(view)) == [((0, 1, 2, 3), 2)]
+
+
+def test_an_instance_does_not_split_while_a_preempted_long_request_is_not_waiting_yet():
+    """The last token of the long request is in flight. Another client's short request takes its place, and the
+    instance would be merged for it again."""
+    long = running("long", TP4_LONG, beyond_share=True)
+    fillers = [instance(device, 1, running(f"r{device}", 12_000), free_tokens=0) for device in range(4, 8)]
+    full = instance(0, 4, long, free_tokens=0)
+    policy = AmoebaPolicy(AmoebaConfig(linger_s=0))
+    preempts = policy.decide(cluster(full, *fillers, queue=[waiting("short")], now_s=1))
+    assert [a.request_id for a in preempts if isinstance(a, Preempt)] == ["long"]
+    empty = instance(0, 4)
+    assert splits(policy.decide(cluster(empty, *fillers, now_s=1.1))) == []
+    back = [waiting("long", TP4_LONG, beyond_share=True)]
+    assert splits(policy.decide(cluster(empty, *fillers, queue=back, now_s=1.2))) == []
+    ended = AmoebaPolicy(AmoebaConfig(linger_s=0))
+    ended.decide(cluster(full, *fillers, queue=[waiting("short")], now_s=1))
+    assert splits(ended.decide(cluster(empty, *fillers, now_s=3))) == [((0, 1, 2, 3), 1)], "it was cancelled"
