@@ -163,8 +163,10 @@ assert "TOKENIZERS_PARALLELISM" not in os.environ
 @given(text=TEXT)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_has_fewer_tokens_than_its_length_allows(name, loaded, text):
+    """But for characters that a vocabulary lacks and drops, as SmolLM2's does with U+0016."""
     tokenizer = loaded[name]
-    assert len(text) <= len(tokenizer.encode(text, add_special_tokens=False)) * tokenizer.longest_token_chars
+    known = "".join(c for c in text if tokenizer.encode(c, add_special_tokens=False))
+    assert len(known) <= len(tokenizer.encode(known, add_special_tokens=False)) * tokenizer.longest_token_chars
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,7 +39,7 @@ class BackgroundWarmup:
     def take_arrived(self) -> bool:
         """Take in programs that were compiled meanwhile. Return whether there were any."""
         executables, warming = self._cluster.executables, self.readiness.busy
-        arrived = executables.take_arrived()
+        arrived = executables.take_arrived(self._cluster.reserve_temporaries)
         if arrived:
             self.readiness.arrived(arrived)
             if warming and not self.readiness.busy and self._is_complete:

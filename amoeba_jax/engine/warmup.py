@@ -75,6 +75,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     cached = 0
     _clear_caches(engine)
     for executable in executables.prepare(specs):
+        engine.cluster.reserve_temporaries(executable)
         cached += executable.info.cached and executable.spec.key not in known
         on_program()
         # What the present instances can run need not wait for the other programs.

@@ -68,11 +68,7 @@ class Cluster:
         self.max_model_len = self.plan.max_model_len
         self.ledgers = [Ledger(self.memory_plan.budget_bytes) for _ in devices]
         self.executables = Executables(
-            dims,
-            strict=config.strict_compile,
-            beside=config.compile_beside,
-            jobs=compile_jobs(config.compile_jobs),
-            check=self._reserve_temporaries,
+            dims, strict=config.strict_compile, beside=config.compile_beside, jobs=compile_jobs(config.compile_jobs)
         )
         self.on_result: Callable[[], None] = lambda: None
         self.instances: tuple[Instance, ...] = ()
@@ -104,7 +100,7 @@ class Cluster:
             ledger.reserve("activations", self._activation_bytes)
             ledger.reserve("staging", plan.staging_bytes)
 
-    def _reserve_temporaries(self, executable: Executable) -> None:
+    def reserve_temporaries(self, executable: Executable) -> None:
         """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
 
         Those that change layouts have memory set aside for them: see `staging_bytes`.

@@ -31,20 +31,11 @@ class Executables:
     Args:
         beside: whether `request` has programs compiled in the background, or leaves them to `get`.
         jobs: programs to compile at once in the background.
-        check: called with each program that comes, in the thread that asks for it; what it raises is why there is none.
     """
 
-    def __init__(
-        self,
-        dims: ModelDims,
-        *,
-        strict: bool = False,
-        beside: bool = False,
-        jobs: int = 1,
-        check: Callable[[Executable], None] = lambda _: None,
-    ):
+    def __init__(self, dims: ModelDims, *, strict: bool = False, beside: bool = False, jobs: int = 1):
         self.specs = ProgramSpecs(dims)
-        self.strict, self._beside, self._check = strict, beside, check
+        self.strict, self._beside = strict, beside
         self.num_late = self.num_awaited = 0
         self._complete = False
         self._known: set[Hashable] = set()
@@ -85,7 +76,7 @@ class Executables:
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """`get` with what is known of it. Raises what compiling or checking it raises."""
+        """`get` with what is known of it."""
         return self._store.get(spec.key, lambda: self._make(spec))
 
     # In the background
@@ -113,20 +104,22 @@ class Executables:
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
 
-    def take_arrived(self) -> list[Hashable]:
+    def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
-        program has raised, or checking it."""
-        taken = self._take_in(self.background.take())
+        program has raised, or what `check` raises for it."""
+        taken = self._take_in(self.background.take(), check)
         keys, self._prepared = self._prepared + [spec.key for spec in taken], []
         return keys
 
-    def _take_in(self, arrived: list[Arrival[ProgramSpec, Executable]]) -> list[ProgramSpec]:
+    def _take_in(
+        self, arrived: list[Arrival[ProgramSpec, Executable]], check: Callable[[Executable], None] = lambda _: None
+    ) -> list[ProgramSpec]:
         """Keep programs, or why there are none. Return all specs."""
         for spec, executable, error in arrived:
             try:
                 if executable is None:
                     raise error or AssertionError("it has one or the other")
-                self._check(executable)
+                check(executable)
             except Exception as failure:
                 logger.error("program %s cannot be used: %s", spec, failure)
                 self._failed[spec.key] = failure
@@ -159,7 +152,6 @@ class Executables:
         found = None
         # In a thread of its own: this one's stack may be too small.
         for executable in compile_programs(self._with_originals([spec]), jobs=1):
-            self._check(executable)
             self._known.add(executable.spec.key)
             if executable.spec.key == spec.key:
                 found = executable

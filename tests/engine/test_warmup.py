@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_watch import CompileWatch
-from harness import engine_of, in_dispatcher
+from harness import engine_of
 from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
@@ -25,7 +24,6 @@ from amoeba_jax.programs.background import BackgroundCompiler
 from amoeba_jax.programs.compiling import compile_program, compile_programs
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.program_specs import ProgramKey, ProgramSpec
 from amoeba_jax.programs.program_store import ProgramStore
 from amoeba_jax.weights.store import WeightStore
@@ -292,30 +290,6 @@ def test_warmup_of_temporaries_over_the_budget_is_refused(directory: Path, compi
         cluster.ledgers[0].add("something else", cluster.ledgers[0].free_bytes)
         with pytest.raises(MemoryBudgetError, match=r"needs .* of temporaries"):
             llm.warmup()
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["between steps", "beside them"])
-def test_temporaries_of_late_programs_count_too(directory: Path, compile_cache: str, beside: bool):
-    with make(directory, compile_cache, num_devices=1, compile_beside=beside) as llm:
-        cluster = engine_of(llm).cluster
-        ledger = cluster.ledgers[0]
-
-        def reserve_nothing() -> None:
-            cluster._activation_bytes = 0
-            ledger.reserve("activations", 0)
-            ledger.add("something else", ledger.free_bytes)
-
-        in_dispatcher(llm, reserve_nothing)
-        with pytest.raises(RequestError, match=r"needs .* of temporaries"):
-            llm.generate([[1, 2, 3]], LONG)
-        in_dispatcher(llm, lambda: ledger.add("something else", -ledger.entries[None, "something else"]))
-        if beside:  # programs that no request has asked for yet were refused too, which is told once for each
-            while cluster.executables.background.num_left:
-                time.sleep(0.01)
-            in_dispatcher(llm, cluster.executables._failed.clear)
-        llm.generate([[1, 2, 3]], LONG)
-        needed = max(it.info.temp_bytes for it in cluster.executables if it.spec.kind in ACTIVATION_KINDS)
-        assert ledger.reserved["activations"] == needed > 0
 
 
 def test_running_requests_refuse_a_warmup(llm: LLM):
