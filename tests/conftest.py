@@ -54,17 +54,21 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook(modules_with_shapes(), "beartype.beartype")
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not go through it again and again."""
+def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not go through it again and again."""
+    freeze_heap()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_stays() -> None:
     """Nor what earlier modules have left in JAX's caches: after a thousand tests that takes a second, and every engine
     that is closed collects garbage."""
-    pytest_collection_finish()
+    freeze_heap()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from serving.scheduler.actions import Action, Preempt, Reject
+from serving.scheduler.actions import Action, Reject
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.amoeba_round import Round
@@ -62,7 +62,7 @@ class AmoebaPolicy:
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._pressed = round_.pressed
-        index.expect({action.request_id for action in actions if isinstance(action, Preempt)}, view)
+        index.expect(round_.preempted, view.now_s)
         if (merge := self._cache.merge(view, room, round_.busy)) is not None:
             actions.append(merge)
         return actions

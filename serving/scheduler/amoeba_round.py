@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from operator import attrgetter
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
-from serving.scheduler.preemption import preempt_for
+from serving.scheduler.preemption import preempt_for, reason_to_preempt
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
 from serving.scheduler.room import Room, fits_split
-from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
 
 _MOST_PREEMPTING = 4
 """Requests for which a decision looks for others to preempt: each goes through the instances."""
@@ -31,6 +32,7 @@ class Round:
         self.view, self.room, self.reserve, self.config = view, room, reserve, config
         self.order, self.was_pressed, self.pressed = order, was_pressed, False
         self.num_unplaced = self.num_preempting = 0
+        self.preempted: list[RunningRequest] = []
         self.in_vain: list[tuple[tuple[bool, int], int]] = []
         """Rank and tokens of requests for which no others could be preempted."""
         self.busy = set(room.unsteady)
@@ -48,7 +50,7 @@ class Round:
     @cached_property
     def last_rank(self) -> tuple[bool, int]:
         """The highest rank of all requests that run, which are preempted first."""
-        return max((i.last_rank for i in self.view.instances), default=(False, 0))
+        return max(map(attrgetter("last_rank"), self.view.instances), default=(False, 0))
 
     def place(self, request: WaitingRequest) -> list[Action]:
         """What becomes of a request: nothing, where it waits."""
@@ -198,10 +200,11 @@ class Round:
         if (found := preempt_for(request, self.view, self.room, self.order)) is None:
             self.in_vain.append(wanted)
             return []
-        instance, preempts = found
+        instance, victims = found
         self.room.close(instance)
         self.busy.add(instance.id)
-        return preempts
+        self.preempted += victims
+        return [Preempt(v.request_id, reason=reason_to_preempt(request, v)) for v in victims]
 
     def _set_aside(self, request: WaitingRequest) -> None:
         """Keep room for a long request that waits until those before it on a merged instance are done."""
@@ -225,15 +228,17 @@ class Round:
         if made != self.room.num_given:
             groups = self._sort_groups(degree)
             self._sorted[degree] = self.room.num_given, groups
-        return (members for members in groups if self.busy.isdisjoint(i.id for i in members))
+        return filter(self._may_merge, groups)
+
+    def _may_merge(self, members: tuple[InstanceView, ...]) -> bool:
+        return self.busy.isdisjoint([i.id for i in members])
 
     def _sort_groups(self, degree: int) -> list[tuple[InstanceView, ...]]:
         view, room, candidates = self.view, self.room, []
         for devices in view.groups(degree):
-            members = room.members(devices)
-            whole = len(members) > 1 and sum(i.degree for i in members) == degree
-            if whole and self.busy.isdisjoint(i.id for i in members) and (devices, degree) not in view.refused:
-                mixed = len({i.degree for i in members}) > 1
+            members = room.parts(devices)
+            if members is not None and self._may_merge(members) and (devices, degree) not in view.refused:
+                mixed = len({len(i.devices) for i in members}) > 1
                 candidates.append((mixed, -room.merged_free(members, degree), devices, members))
         return [members for _, _, _, members in sorted(candidates, key=lambda c: c[:3])]
 

@@ -68,7 +68,6 @@ class FlyingPolicy:
         self._split_at_s = round_.split_at_s
         if self.load.bound:
             actions += self._bound(view, room, round_)
-        index.expect({action.request_id for action in actions if isinstance(action, Preempt)}, view)
         return actions
 
     # Groups split

@@ -38,6 +38,8 @@ class FlyingGroups:
         ]
         self._candidates: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
         """Groups for urgent requests that were not looked at yet, by degree and whether requests are to pause."""
+        self._mergeable: dict[int, list[tuple[tuple[int, ...], tuple[InstanceView, ...]]]] = {}
+        """Groups of a degree that might merge when urgent requests first asked for one: devices and members."""
 
     def _kept(self, instance: InstanceView) -> int:
         """Tokens at least that an instance in transition will hold."""
@@ -46,12 +48,12 @@ class FlyingGroups:
 
     def members(self, devices: tuple[int, ...], degree: int) -> tuple[InstanceView, ...] | None:
         """Instances that may merge into one of `degree`; None where some are not there, or have paused requests."""
-        if (devices, degree) in self.view.refused or not self.busy.isdisjoint(devices):
+        if not self.busy.isdisjoint(devices) or (devices, degree) in self.view.refused:
             return None
-        members = self.room.members(devices)
-        if len(members) < 2 or sum(len(i.devices) for i in members) != degree:
+        members = self.room.parts(devices)
+        if members is None or not all(self.room.takes(i) and i.paused_degree is None for i in members):
             return None
-        return members if all(self.room.takes(i) and i.paused_degree is None for i in members) else None
+        return members
 
     def claim(self, members: tuple[InstanceView, ...]) -> None:
         """Keep requests and other merges away from instances that merge."""
@@ -85,10 +87,12 @@ class FlyingGroups:
 
     def _find_candidates(self, limits: DegreeLimits, pause: bool) -> list[tuple[int, ...]]:
         """Groups for urgent requests, that with the fewest requests and tokens last."""
+        if limits.degree not in self._mergeable:
+            groups = ((devices, self.members(devices, limits.degree)) for devices in self.view.groups(limits.degree))
+            self._mergeable[limits.degree] = [(devices, members) for devices, members in groups if members is not None]
         found = []
-        for devices in self.view.groups(limits.degree):
-            members = self.members(devices, limits.degree)
-            if members is None or self._budget.used_up(devices) or (pause and not self._may_pause(members)):
+        for devices, members in self._mergeable[limits.degree]:
+            if self._budget.used_up(devices) or (pause and not self._may_pause(members)):
                 continue
             running = sum(len(i.running) for i in members)
             if pause or running < limits.max_requests:

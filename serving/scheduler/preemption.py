@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 
-from serving.scheduler.actions import Preempt
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
@@ -13,7 +12,7 @@ _ENOUGH = 16
 
 def preempt_for(
     request: WaitingRequest, view: ClusterView, room: Room, order: QueueOrder
-) -> tuple[InstanceView, list[Preempt]] | None:
+) -> tuple[InstanceView, list[RunningRequest]] | None:
     """The instance where the fewest running requests must go so that `request` fits, and those; None if nowhere.
 
     They rank behind it, and wait behind it afterwards, so that they don't take back what they gave up.
@@ -33,13 +32,11 @@ def preempt_for(
             found = instance, requests[:count]
         if count == 1 or seen == _ENOUGH:
             break  # there are none with fewer, or looking further takes too long
-    if found is None:
-        return None
-    instance, victims = found
-    return instance, [Preempt(v.request_id, reason=_reason(request, v)) for v in victims]
+    return found
 
 
-def _reason(request: WaitingRequest, victim: RunningRequest) -> str:
+def reason_to_preempt(request: WaitingRequest, victim: RunningRequest) -> str:
+    """Why `victim` makes room for `request`."""
     if victim.beyond_share and not request.beyond_share:
         return f"it is beyond its client's share, and {request.request_id} of another client is not"
     return f"priority {request.priority} of {request.request_id} is ahead of its own, {victim.priority}"

@@ -95,8 +95,11 @@ class Room:
 
     def _growth_of(self, request: RunningRequest) -> int:
         """Tokens kept free for a running request: a page, and the reserved share of what may come."""
-        left = max(request.max_total_tokens - request.num_tokens, 0)
-        return self._view.whole_pages(min(left, self._view.page_size + int(self._growth * left)))
+        left, page_size = request.max_total_tokens - request.num_tokens, self._view.page_size
+        if left <= 0:
+            return 0
+        kept = page_size + int(self._growth * left)
+        return self._view.whole_pages(left if left < kept else kept)
 
     def need(self, request: WaitingRequest) -> int:
         """Tokens that must be free for a request to start, in whole pages."""
@@ -123,6 +126,16 @@ class Room:
             if (instance := home.get(device)) is not None:
                 found[instance.id] = instance
         return tuple(found.values())
+
+    def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
+        """Instances that would merge into one on these devices: more than one, and on no others. None where there are
+        no such instances."""
+        first = self._home.get(devices[0])
+        if first is None or len(first.devices) >= len(devices):
+            return None
+        members = self.members(devices)
+        whole = len(members) > 1 and sum([len(i.devices) for i in members]) == len(devices)
+        return members if whole else None
 
     def free(self, instance: InstanceView) -> int:
         """Tokens that no one has or was promised; below zero where more was promised than there is."""
