@@ -40,7 +40,8 @@ def run_server(
 
     Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Importing Orbax has set up a log without times.
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     logging.raiseExceptions = False  # a log that cannot be written stops nothing
     logging.getLogger("amoeba.scheduler").setLevel(logging.INFO)
     return asyncio.run(_serve(server_config, engine_config, scheduling_config, warm_up))

@@ -91,6 +91,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(serve: Callable[..., Process]):
         assert sum(len(chunk.token_ids) for chunk in chunks) == 300
         assert server.wait() == 0
         assert "0 requests were aborted" in server.said
+        assert re.search(r"^\d+-\d+-\d+ \d+:\d+:\d+,\d+ INFO amoeba.scheduler: action=dispatch", server.said, re.M)
 
 
 def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
