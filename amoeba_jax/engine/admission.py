@@ -1,6 +1,7 @@
 """Which waiting sequences start where, and who has to make room for them."""
 
 import time
+from collections.abc import Callable
 
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.sequences import Sequences
@@ -17,7 +18,11 @@ from kvcache.pages import SequencePages
 
 
 class SequenceAdmission:
-    """Starts waiting sequences. Used by the dispatcher thread only."""
+    """Starts waiting sequences. Used by the dispatcher thread only.
+
+    Args:
+        failed: told of an instance whose buffers a program has lost.
+    """
 
     def __init__(
         self,
@@ -25,11 +30,11 @@ class SequenceAdmission:
         sequences: Sequences,
         room: Room,
         transformations: Transformations,
-        recovery: Recovery,
+        failed: Callable[[Instance, Exception], None],
         stats: EngineStats,
     ):
         self._cluster, self._sequences, self._room = cluster, sequences, room
-        self._transformations, self._recovery, self._stats = transformations, recovery, stats
+        self._transformations, self._failed, self._stats = transformations, failed, stats
 
     def admit(self) -> None:
         """Place waiting sequences, in order: none overtakes within a rank, so none starves."""
@@ -124,7 +129,8 @@ class SequenceAdmission:
                 lane.cache.release(sequence.pages)
                 sequence.pages = None
             self._sequences.reject(sequence, error)
-            self._recovery.check(instance, error)
+            if Recovery.is_due(instance, error):
+                self._failed(instance, error)
             return
         first = sequence.started_at is None
         sequence.start()

@@ -69,7 +69,7 @@ class Engine:
         self._launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
         self.results = Results(sequences, self._launching.failed, self.recovery, self.stats)
         self.admission = SequenceAdmission(
-            self.cluster, sequences, self.room, self.transformations, self.recovery, self.stats
+            self.cluster, sequences, self.room, self.transformations, self._launching.failed, self.stats
         )
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
@@ -225,9 +225,12 @@ class Engine:
         while seen != self.instances:  # a transformation may end here and leave others
             seen, self._next_launch_at = self.instances, math.inf
             for instance in seen:
-                while (due_s := self._launching.due_s(instance)) <= 0 and self._launching.launch(instance):
+                due_s = 0.0
+                while instance in self.instances and (due_s := self._launching.due_s(instance)) <= 0:
+                    if not self._launching.launch(instance):
+                        break
                     launched = True
-                    self._admit()
+                    self._admit()  # which may pause instances
                 if due_s > 0:
                     self._next_launch_at = min(self._next_launch_at, time.perf_counter() + due_s)
         pending = any(instance.pending for instance in self.cluster.all_instances)

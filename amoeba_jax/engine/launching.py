@@ -140,16 +140,18 @@ class Launching:
             cause = RequestError(str(cause))
         self._sequences.reject(sequence, cause if isinstance(cause, Exception) else error)
 
-    def failed(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
-        """A step failed on its devices: see `Recovery`. A group between two layouts ends at the higher degree.
+    def failed(
+        self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
+    ) -> None:
+        """A step failed on its devices: see `Recovery.recover`. A group between two layouts ends at the higher degree.
 
         Of a paused instance, whose cache another has, that one recovers.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None:
-            self._transformations.active.lost(instance, error, rows)
+            self._transformations.active.lost(instance, error, sampled)
         else:
-            self._recovery.recover(instance, error, rows)
+            self._recovery.recover(instance, error, rows, sampled)
 
     def _count(self, plan: StepPlan) -> None:
         """Add a step that was launched to the totals."""

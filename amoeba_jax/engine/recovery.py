@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from amoeba_jax.errors import RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.giving_up import give_up
+from amoeba_jax.instances.giving_up import forget_tokens, give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StateLostError
@@ -49,23 +49,25 @@ class Recovery:
         for row in rows:
             row.sequence.num_failures = 0
 
-    def check(self, instance: Instance, error: Exception) -> None:
-        """Recover an instance if what failed has taken some of its buffers along."""
+    @staticmethod
+    def is_due(instance: Instance, error: Exception) -> bool:
+        """Whether what failed beside an instance's steps has taken some of its buffers along."""
         if isinstance(error, StateLostError):
-            self.recover(instance, error, ())
-            return
+            return True
         runner, state = instance.runner, instance.sampler.state
         buffers = [extent for site in runner.sites.values() for extent in site.extents()]
         buffers += [state.flags, state.bias, runner.last_tokens]
-        if runner.hidden.is_lost or any(is_lost(buffer) for buffer in buffers):
-            self.recover(instance, error, ())
+        return runner.hidden.is_lost or any(is_lost(buffer) for buffer in buffers)
 
-    def recover(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
+    def recover(
+        self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
+    ) -> None:
         """Give an instance an empty cache, and have its sequences computed again.
 
         Args:
             error: what a step, or another program, failed with.
             rows: of that step. A sequence that was part of `MAX_FAILURES` such steps ends.
+            sampled: of these, rows whose token was in flight.
 
         Raises `error` after `MAX_IN_A_ROW` failures without a success: the device itself does not work.
         """
@@ -76,8 +78,7 @@ class Recovery:
         logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
         drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
-        for sequence in involved:
-            sequence.num_in_flight = 0  # its tokens will not come
+        forget_tokens(sampled)
         give_up(instance, self._requeue)
         self._replace(instance)
         for sequence in involved:

@@ -19,14 +19,14 @@ class Results:
     """The end of a step. Used by the dispatcher thread only.
 
     Args:
-        failed: called with an instance whose step failed, the error, and the step's rows.
+        failed: called with an instance whose step failed, the error, the step's rows, and those that sampled.
         recovery: is told of steps that succeeded.
     """
 
     def __init__(
         self,
         sequences: Sequences,
-        failed: Callable[[Instance, Exception, Iterable[Row]], None],
+        failed: Callable[[Instance, Exception, Iterable[Row], Iterable[Row]], None],
         recovery: Recovery,
         stats: EngineStats,
     ):
@@ -41,7 +41,7 @@ class Results:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
             result = unpack_result(step.result.result())
         except Exception as error:
-            self._failed(instance, error, step.rows)
+            self._failed(instance, error, step.rows, step.sampled)
             return
         self._recovery.succeeded(step.rows)
         if prompt_result is not None and step.prompt_row is not None:

@@ -1,9 +1,18 @@
 """What becomes of sequences whose instance has lost its cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import Row
+
+
+def forget_tokens(sampled: Iterable[Row]) -> None:
+    """Tokens that were in flight never come. Their sequences run nowhere else: a preempted one waits for its token
+    before it starts again. Others of the same step may run elsewhere, if they were preempted in the midst of their
+    prompts."""
+    for row in sampled:
+        row.sequence.num_in_flight = 0
 
 
 def give_up(instance: Instance, requeue: Callable[[Instance, Sequence], None]) -> None:
@@ -14,8 +23,7 @@ def give_up(instance: Instance, requeue: Callable[[Instance, Sequence], None]) -
     """
     paused = instance.drop_paused()
     for each in (instance, *paused):
-        for row in (row for step in each.pending for row in step.sampled):
-            row.sequence.num_in_flight = 0  # its token never comes; also if it was preempted a moment ago
+        forget_tokens(row for step in each.pending for row in step.sampled)
         each.pending.clear()
         for lane in each.lanes:
             lane.cache.clear()

@@ -101,9 +101,10 @@ class StepLauncher:
             result = self._first_rank(head.argmax_ids)
         for row in plan.rows:
             row.sequence.num_computed = row.start + row.length
+        step = PendingStep(plan.rows, sampled, self._reader.read(result), plan.decodes, prompt_row, prompt_result)
         for row in sampled:
             row.sequence.num_in_flight += 1
-        return PendingStep(plan.rows, sampled, self._reader.read(result), plan.decodes, prompt_row, prompt_result)
+        return step
 
     def _prepare(self, plan: StepPlan, lanes: list[Lane]) -> _Prepared:
         """Everything that may fail without harm: the batch, the sampling settings, and all programs."""

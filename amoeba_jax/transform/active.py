@@ -5,6 +5,7 @@ were. What fails after it ends at the higher degree, whose weights are never giv
 weights as an empty cache: the group's requests are computed again from their tokens.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.giving_up import give_up
+from amoeba_jax.instances.giving_up import forget_tokens, give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
@@ -159,6 +160,7 @@ class ActiveTransitions:
 
     def _fail(self, active: GroupTransition, error: Exception) -> None:
         """A step or a switch failed: back to what was, or, after the point of no return, on with an empty cache."""
+        drop_frames(error)  # they may hold buffers that there is no room beside
         if active.transition.started:
             self._recover(active)
             how = "its requests are computed again"
@@ -167,14 +169,14 @@ class ActiveTransitions:
             how = "its instances are as they were"
         self._end_failed(active, error, how)
 
-    def lost(self, instance: Instance, error: Exception, rows: Iterable[Row]) -> None:
-        """A step of these rows of an instance in transition failed on its devices: its results cannot be read. The
-        group goes on at the higher degree with an empty cache, whether or not a layer has switched: its pages may be
-        lost."""
+    def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
+        """A step of an instance in transition, with these rows whose tokens were in flight, failed on its devices, or
+        another program did: results cannot be read. The group goes on at the higher degree with an empty cache, whether
+        or not a layer has switched: its pages may be lost."""
         active = self._active[instance]
-        for row in rows:
-            row.sequence.num_in_flight = 0
+        forget_tokens(sampled)
         logger.error("a step failed during a transformation of devices %s", active.devices, exc_info=error)
+        drop_frames(error)
         self._recover(active)
         self._end_failed(active, error, "its requests are computed again")
 
@@ -208,6 +210,18 @@ class ActiveTransitions:
         self._ending.abort(active)
 
     def _recover(self, active: GroupTransition) -> None:
-        """After it: the group goes on at the higher degree, and computes its requests again."""
-        del self._active[active.transition.instance]
-        self._ending.recover(active)
+        """After it: the group goes on at the higher degree, and computes its requests again. Where its cache cannot be
+        made again, it is out of service."""
+        transition = active.transition
+        del self._active[transition.instance]
+        for _ in range(2):
+            try:
+                return self._ending.recover(active)
+            except Exception as error:
+                logger.exception("the cache of devices %s cannot be made again", active.devices)
+                drop_frames(error)
+            gc.collect()
+        for site in (transition.high, *transition.members):
+            site.kv.clear()
+        self._cluster.take_back([transition.instance])
+        return None

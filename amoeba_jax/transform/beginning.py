@@ -16,7 +16,7 @@ from amoeba_jax.transform.ending import hand_over
 from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
 from amoeba_jax.transform.movers import Mover, make_mover
 from amoeba_jax.transform.needs import GroupChange, samplers, transition_programs
-from amoeba_jax.transform.pausing import KeptPages
+from amoeba_jax.transform.pausing import KeptPages, drop_prefixes
 from amoeba_jax.transform.restart import check_growth
 from amoeba_jax.transform.staging import reserve_staging
 from amoeba_jax.transform.switch_pace import SwitchPace, SwitchRates
@@ -84,18 +84,23 @@ class Beginning:
         change = GroupChange.of(cluster, call.options, [instance])
         group, tp, after = instance.group, change.target, change.released[1]
         check_growth(cluster, instance, tp, after)
-        allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
-        kept = KeptPages(instance, allocators)
-        room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
         old_lane = instance.lane
         limits = [cluster.buckets(tp).max_num_seqs] * (group.tp // tp)
         limits = [most - busy for most, busy in zip(limits, self._busy(instance, len(limits)), strict=True)]
-        try:
-            parts = deal(old_lane, room, limits)
-        except OutOfPagesError as error:
-            if not instance.paused:
-                raise
-            raise RequestError(f"{error}, beside those that are paused: running='wait' has them end first") from error
+        while True:
+            allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
+            kept = KeptPages(instance, allocators)
+            room = [a.num_free(geometry.order(tp)) for a in allocators[::tp]]
+            try:
+                parts = deal(old_lane, room, limits)
+                break
+            except OutOfPagesError as error:
+                if not instance.paused:
+                    raise
+                if drop_prefixes(instance.paused):
+                    continue
+                message = f"{error}, beside those that are paused: running='wait' has them end first"
+                raise RequestError(message) from error
         rows = max(len(part.sequences) for part in parts)
         programs, mover, extra = self._prepare(call, change, rows, samplers([instance]), parts)
         tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)

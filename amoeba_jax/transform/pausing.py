@@ -14,6 +14,7 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.giving_up import forget_tokens
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
@@ -79,8 +80,19 @@ def forget(instance: Instance) -> None:
     """Drop paused instances that have no sequences, with their cached prefixes."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
+        forget_tokens(row for step in member.pending for row in step.sampled)
         member.pending.clear()
         member.retire()
+
+
+def drop_prefixes(members: Iterable[Instance]) -> bool:
+    """Drop the cached prefixes of paused instances that no sequence uses. Returns whether there were any."""
+    caches = [member.lane.cache for member in members]
+    if not any(cache.num_evictable_pages for cache in caches):
+        return False
+    for cache in caches:
+        cache.clear()
+    return True
 
 
 class KeptPages:

@@ -201,8 +201,10 @@ class Transformations:
         return call.awaits_requests
 
     def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether steps that were launched are waited for. No others are, and no requests start beside them."""
-        call.awaited = [i for old in groups if not _keeps_steps(call, old) for i in old if i.pending]
+        """Whether steps that were launched are waited for. No instance launches others, nor does one that has none now:
+        its group would wait for those in turn. No requests start beside them."""
+        changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
+        call.awaited = changing if any(i.pending for i in changing) else []
         for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
             lane.closed = True
         return bool(call.awaited)

@@ -42,7 +42,11 @@ def simulate(
     phase_s: Annotated[float, typer.Option("--phase-s", help="Seconds of a phase of burst.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Seed of lengths, arrivals, priorities and the router.")] = 0,
     slo: Annotated[
-        list[str] | None, typer.Option(help="Limits in seconds for ttft, tpot, e2el, such as ttft:10 tpot:0.1.")
+        list[str] | None,
+        typer.Option(
+            help="Limits in seconds for ttft, tpot, e2el, such as ttft:10 tpot:0.1: amoeba and flying decide by the "
+            "first two."
+        ),
     ] = None,
     slo_share: Annotated[float, typer.Option(help="Share of requests that must keep them.")] = 0.99,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that a device runs at once.")] = 64,

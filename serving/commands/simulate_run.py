@@ -57,6 +57,8 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
     workload = {item.name: flags[item.name] for item in fields(WorkloadConfig) if item.name in flags}
     if flags["trace"] is not None and flags["dataset_name"] == "mix":
         workload["dataset_name"] = "trace"
+    objectives = Slo.from_text([*slo, *more], flags["slo_share"])
+    promised = {f"{name}_slo_s": limit for name, limit in objectives.limits_s.items() if name in ("ttft", "tpot")}
     policy = {item.name: flags[item.name] for item in fields(AmoebaConfig) if item.name in flags}
     if flags["preemption"] not in PREEMPTIONS:
         raise ConfigError(f"--preemption {flags['preemption']!r} must be one of {', '.join(PREEMPTIONS)}")
@@ -71,9 +73,9 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
         "model": flags["model"] or calibration.model if calibration is not None else flags["model"],
         "workload": WorkloadConfig(**workload),
         "policies": policies,
-        "slo": Slo.from_text([*slo, *more], flags["slo_share"]),
-        "policy_config": AmoebaConfig(**policy),
-        "flying_config": FlyingConfig(**flying),
+        "slo": objectives,
+        "policy_config": AmoebaConfig(**policy, **promised),
+        "flying_config": FlyingConfig(**flying, **promised),
         "profiles": tuple(flags["profile"] or ()),
         "calibration": calibration,
         "faults": Faults.from_text(flags["fail"] or []),

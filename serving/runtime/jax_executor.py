@@ -119,6 +119,7 @@ class JaxExecutor:
             free_slots=instance.num_free_slots,
             running=_requests(instance, names),
             transition_to=target,
+            joinable_tokens=_joinable_tokens(instance, self._engine.dims.page_size),
             step_s=instance.pace.step_s,
             paused=paused,
             paused_degree=instance.paused[0].tp if paused else None,
@@ -252,6 +253,14 @@ def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
             name += "'"
         named[name] = sequence
     return named
+
+
+def _joinable_tokens(instance: Instance, page_size: int) -> int:
+    if instance.transition is None:
+        return 0
+    lanes = [lane for lane in instance.lanes if lane.has_free_slot]
+    pages = [lane.cache.num_available_pages for lane in lanes]
+    return page_size * max(pages, default=0)
 
 
 def _known(sequences: dict[str, Sequence], name: str) -> Sequence:

@@ -49,7 +49,7 @@ class AmoebaPolicy:
         gone = {action.request_id for action in actions if isinstance(action, Reject)}
         room = self._room.of(view)
         leaving = self._leaving(view, room.merged.values())
-        splits = self._splits.split(view, room, leaving)
+        splits = self._splits.split(view, room, leaving, self._pressed)
         actions += splits
         reserve = Reserve(view, room, self._largest_long(view, room.merged.values()))
         round_ = Round(view, room, reserve, self.config, self.admission.order, self._pressed)
@@ -62,7 +62,7 @@ class AmoebaPolicy:
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._pressed = round_.pressed
-        index.expect(round_.preempted, view.now_s)
+        index.expect(round_.preemptions.victims, view.now_s)
         if (merge := self._cache.merge(view, room, round_.busy)) is not None:
             actions.append(merge)
         return actions

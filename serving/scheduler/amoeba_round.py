@@ -1,20 +1,16 @@
 """One decision of the policy `amoeba`: which request goes where, by the room that is left."""
 
 from collections.abc import Iterator
-from functools import cached_property
-from operator import attrgetter
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
-from serving.scheduler.preemption import preempt_for, reason_to_preempt
+from serving.scheduler.instance_facts import fits_split
+from serving.scheduler.preemption import Preemptions
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
-from serving.scheduler.room import Room, fits_split
-from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
-
-_MOST_PREEMPTING = 4
-"""Requests for which a decision looks for others to preempt: each goes through the instances."""
+from serving.scheduler.room import Room
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class Round:
@@ -30,11 +26,8 @@ class Round:
         was_pressed: bool,
     ):
         self.view, self.room, self.reserve, self.config = view, room, reserve, config
-        self.order, self.was_pressed, self.pressed = order, was_pressed, False
-        self.num_unplaced = self.num_preempting = 0
-        self.preempted: list[RunningRequest] = []
-        self.in_vain: list[tuple[tuple[bool, int], int]] = []
-        """Rank and tokens of requests for which no others could be preempted."""
+        self.preemptions = Preemptions(view, room, order)
+        self.was_pressed, self.pressed, self.num_unplaced = was_pressed, False, 0
         self.busy = set(room.unsteady)
         """Instances that no merge may take: they split or merge, or make room for someone."""
         self.special = {**room.merged, **room.unsteady}
@@ -47,11 +40,6 @@ class Round:
         self.taken_s: dict[int, float] = {}
         """Seconds until the last request that waits for an instance's room has ended, where room is set aside."""
 
-    @cached_property
-    def last_rank(self) -> tuple[bool, int]:
-        """The highest rank of all requests that run, which are preempted first."""
-        return max(map(attrgetter("last_rank"), self.view.instances), default=(False, 0))
-
     def place(self, request: WaitingRequest) -> list[Action]:
         """What becomes of a request: nothing, where it waits."""
         long = self.view.is_long(request.max_total_tokens)
@@ -60,14 +48,17 @@ class Round:
         return actions
 
     def place_short(self, request: WaitingRequest) -> list[Action]:
-        """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, and
-        where long requests run, whose prompts take most of each step."""
+        """On the least-loaded instance with room. Only if there is no other: where a scale-up needs that room, where
+        long requests run, whose prompts take most of each step, and last where layers are changing."""
         if count := self.room.num_with_room(request):
             kept = self.reserve.kept_from(self.room.need(request))
             if (instance := self._least_loaded(request, kept)) is not None:
                 other = kept and kept.isdisjoint(instance.devices)
                 why = f"least loaded of {count} with room" + ("; others keep it for a scale-up" if other else "")
                 return [self._dispatch(instance, request, why)]
+        if (instance := self.room.joinable(request)) is not None:
+            why = self.room.join(instance, request)
+            return [Dispatch(request.request_id, instance.id, f"{why}, and no other has room")]
         self.pressed = True
         preempts = self._preempt(request)
         if not preempts:
@@ -191,35 +182,31 @@ class Round:
 
     def _preempt(self, request: WaitingRequest) -> list[Preempt]:
         """Make room for a request that fits nowhere now, if requests run that rank behind it."""
-        wanted = request.rank, self.room.need(request)
-        if request.rank >= self.last_rank or self.num_preempting >= _MOST_PREEMPTING:
+        if (found := self.preemptions.find(request)) is None:
             return []
-        if any(rank <= wanted[0] and need <= wanted[1] for rank, need in self.in_vain):
-            return []  # one before it, for which less was to be found, found nothing
-        self.num_preempting += 1
-        if (found := preempt_for(request, self.view, self.room, self.order)) is None:
-            self.in_vain.append(wanted)
-            return []
-        instance, victims = found
+        instance, preempts = found
         self.room.close(instance)
         self.busy.add(instance.id)
-        self.preempted += victims
-        return [Preempt(v.request_id, reason=reason_to_preempt(request, v)) for v in victims]
+        return preempts
 
     def _set_aside(self, request: WaitingRequest) -> None:
         """Keep room for a long request that waits until those before it on a merged instance are done."""
         room = self.room
         if self._roomiest is None:
-            self._roomiest = sorted(room.merged.values(), key=lambda i: (-room.free(i) - room.freed_by_long(i), i.id))
+            self._roomiest = sorted(
+                room.merged.values(), key=lambda i: (-room.free(i) - room.facts.freed_by_long(i), i.id)
+            )
         options = (i for i in self._roomiest if room.takes(i) and i.capacity_tokens >= request.max_total_tokens)
         if (instance := next(options, None)) is not None:
             self._roomiest.remove(instance)
-            free = room.free(instance) + room.freed_by_long(instance)
+            free = room.free(instance) + room.facts.freed_by_long(instance)
             wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
             run_s = estimates.run_s(self.view, instance.degree, request)
             if wait_s is not None and run_s is not None:
                 self.taken_s[instance.id] = wait_s + run_s
             self.room.set_aside(instance, request, free - self.room.free(instance))
+        else:
+            self.room.keep_coming(request)
 
     def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
         """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""

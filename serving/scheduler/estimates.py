@@ -16,7 +16,7 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
         return 0.0
     if step_s is None or prompts_s is None:
         return None
-    left, freed = room.endings(instance)
+    left, freed = room.facts.endings(instance)
     if not left:
         return 0.0
     # Where more was promised to others than ends: not before all of it.

@@ -44,7 +44,7 @@ class FlyingPolicy:
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
         late = self._split_at_s is not None and view.now_s >= self._split_at_s
         self.load.update(view, room.num_requests + len(index), late)
-        urgent = [request for request in index.urgent(self.config.lookahead) if request.request_id not in gone]
+        urgent = [r for r in index.urgent(self.config.lookahead) if r.request_id not in gone and not r.beyond_share]
         round_ = FlyingRound(view, room, self.config, self._budget)
         actions: list[Action] = [*rejects]
         present = {instance.devices for instance in room.merged.values()}
@@ -88,7 +88,7 @@ class FlyingPolicy:
             degree, why = view.base_degree, f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
         if degree >= instance.degree or (instance.devices, degree) in view.refused:
             return []
-        if not room.fits_split(instance, degree):
+        if not room.facts.fits_split(instance, degree):
             if degree == view.base_degree and not instance.running:
                 room.close(instance)
             return []

@@ -5,8 +5,9 @@ from collections.abc import Container, Iterable, Iterator
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, ScaleDown, ScaleUp
 from serving.scheduler.flying_config import FlyingConfig
+from serving.scheduler.instance_facts import fits_split
 from serving.scheduler.pausing import PauseBudget
-from serving.scheduler.room import Room, fits_split
+from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
 
 

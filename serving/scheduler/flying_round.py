@@ -144,6 +144,9 @@ class FlyingRound:
             (beside, _), instance = best
             why = "least loaded with room" + (", beside urgent requests" if beside else "")
             return [self._dispatch(instance, request, why)]
+        if (joined := room.joinable(request)) is not None:
+            why = room.join(joined, request)
+            return [Dispatch(request.request_id, joined.id, f"{why}, and no other has room")]
         room.keep_for(request)
         if not room.unsteady:  # else there may be room once it has ended
             at_s = request_slos.group_splits_at_s(
@@ -170,6 +173,7 @@ class FlyingRound:
             if merge is None:
                 self._long_waits = True
                 room.keep_for(request)
+                room.keep_coming(request)
             return merge or []
         merge = self.groups.merge(request, claim=True)
         return self.groups.split_kept(request, self._given) if merge is None else merge

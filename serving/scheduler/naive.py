@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from serving.scheduler.actions import Action, Dispatch, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
-from serving.scheduler.room import Room, fits_split
+from serving.scheduler.instance_facts import fits_split
+from serving.scheduler.room import Room
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
@@ -46,7 +47,7 @@ class BoundRequests:
             if request.request_id not in self.device_of and choices:
                 self.device_of[request.request_id] = choose(choices, request).devices[0]
         room = Room(view, self.reserved_growth)
-        actions: list[Action] = [*rejects, *self.splits.split(view, room, leaving)]
+        actions: list[Action] = [*rejects, *self.splits.split(view, room, leaving, self._pressed)]
         homes = {device: instance for instance in view.instances for device in instance.devices}
         placed = 0
         for request in queue:
@@ -62,6 +63,8 @@ class BoundRequests:
             reason = f"its turn, load {room.load(instance):.2f}"
             room.give(instance, request)
             return [Dispatch(request.request_id, instance.id, reason)]
+        if not view.is_long(request.max_total_tokens) and room.can_join(instance, request):
+            return [Dispatch(request.request_id, instance.id, room.join(instance, request))]
         degree = view.degree_for(request.max_total_tokens)
         assert degree is not None, "requests that fit at no degree were turned away"
         if not room.takes(instance) or instance.capacity_tokens >= request.max_total_tokens:

@@ -50,5 +50,5 @@ class Reserve:
     def _free(self, group: tuple[InstanceView, ...]) -> int:
         """Free tokens of a group once its long requests are done, or once it is merged."""
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
-            return self._room.free(group[0]) + self._room.freed_by_long(group[0])
+            return self._room.free(group[0]) + self._room.facts.freed_by_long(group[0])
         return self._room.merged_free(group, self._degree)

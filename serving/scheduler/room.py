@@ -1,15 +1,10 @@
 """What is left on the instances while a policy hands it out."""
 
-import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
 
-from serving.scheduler.queue_order import Key, QueueOrder
-from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
-
-T = TypeVar("T")
-Victims = tuple[list[Key], list[int], list[RunningRequest]]
+from serving.scheduler.instance_facts import InstanceFacts
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class Room:
@@ -30,12 +25,12 @@ class Room:
         self._uncommitted: dict[int, int] = {}
         self._base_by_free: list[tuple[int, int]] = []
         self._base_by_load: list[tuple[bool, float, int]] = []
-        self._known: dict[Hashable, dict[int, tuple[InstanceView, Any]]] = {}
+        self.facts = InstanceFacts(view, reserved_growth)
         self.refresh(view)
 
     def refresh(self, view: ClusterView) -> None:
         """Begin again, with another snapshot."""
-        before, self._instances, self._view = self._instances, view.instances, view
+        before, self._instances, self._view, self.facts.view = self._instances, view.instances, view, view
         pairs = list(zip(before, view.instances, strict=False))
         changed = [(old, new) for old, new in pairs if old is not new]
         same = len(before) == len(view.instances) and all(old.devices == new.devices for old, new in changed)
@@ -80,7 +75,7 @@ class Room:
             self.merged.pop(number, None)
             self.unsteady.pop(number, None)
             return
-        free = instance.free_tokens - sum(self._growth_of(request) for request in instance.running)
+        free = instance.free_tokens - sum(self.facts.growth_of(request) for request in instance.running)
         self._uncommitted[number] = free
         for device in instance.devices:
             self._home[device] = instance
@@ -92,14 +87,6 @@ class Room:
             put = insort if sort else list.append
             put(self._base_by_free, (free, -number))
             put(self._base_by_load, (self._view.has_long(instance), instance.load, number))
-
-    def _growth_of(self, request: RunningRequest) -> int:
-        """Tokens kept free for a running request: a page, and the reserved share of what may come."""
-        left, page_size = request.max_total_tokens - request.num_tokens, self._view.page_size
-        if left <= 0:
-            return 0
-        kept = page_size + int(self._growth * left)
-        return self._view.whole_pages(left if left < kept else kept)
 
     def need(self, request: WaitingRequest) -> int:
         """Tokens that must be free for a request to start, in whole pages."""
@@ -157,7 +144,7 @@ class Room:
         """Keep everybody else away."""
         if self.takes(instance):
             self._unlist(instance)
-            self._closed.add(instance.id)
+        self._closed.add(instance.id)
 
     def _unlist(self, instance: InstanceView) -> None:
         if self.has_slot(instance):
@@ -168,6 +155,33 @@ class Room:
         if self.has_slot(instance):
             insort(self._by_free, (self._free[instance.id], -instance.id))
             insort(self._by_load, (self._view.has_long(instance), self.load(instance), instance.id))
+
+    def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
+        """A request that fits the base degree can begin on an instance in transition, beside those that wait for its
+        new degree (`keep_coming`)."""
+        need = self.need(request)
+        has_room = instance.joinable_tokens >= need and self._free[instance.id] >= need
+        return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
+
+    def joinable(self, request: WaitingRequest) -> InstanceView | None:
+        """The instance in transition that `can_join` is true of and that has most room."""
+        options = [i for i in self.unsteady.values() if self.can_join(i, request)]
+        return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
+
+    def join(self, instance: InstanceView, request: WaitingRequest) -> str:
+        """Give a request to an instance in transition, and return why. It takes no other this time: the room of its
+        parts differs."""
+        self.give(instance, request)
+        self.close(instance)
+        return f"it computes prompts as it becomes TP{instance.transition_to}"
+
+    def keep_coming(self, request: WaitingRequest) -> None:
+        """Set room aside on an instance in transition for a request that waits for its new degree."""
+        for instance in self.unsteady.values():
+            to = instance.transition_to
+            if to is not None and self._view.limits[to].capacity_tokens >= request.max_total_tokens:
+                return self._take(instance, self.need(request))
+        return None
 
     def keep_for(self, request: WaitingRequest) -> None:
         """Keep everybody else away from where a request that finds no room now will find it first."""
@@ -211,60 +225,6 @@ class Room:
         """Take a request's tokens and slot."""
         self._take(instance, self.need(request), request.prompt_tokens, 1)
 
-    def freed_by(self, request: RunningRequest) -> int:
-        """Tokens that the end of a running request would free."""
-        return self._view.whole_pages(request.num_tokens) + self._growth_of(request)
-
-    def endings(self, instance: InstanceView) -> tuple[list[int], list[int]]:
-        """Return what an instance's requests may still generate, in tokens, the fewest first, and the tokens that each
-        and those before it free when they end. Found once for the view of an instance."""
-
-        def find() -> tuple[list[int], list[int]]:
-            ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)
-            freed = list(itertools.accumulate(self.freed_by(request) for request in ordered))
-            return [request.max_total_tokens - request.num_tokens for request in ordered], freed
-
-        return self._remembered("endings", instance, find)
-
-    def freed_by_long(self, instance: InstanceView) -> int:
-        """Tokens that an instance has more once its long requests are done."""
-        view = self._view
-        if not view.has_long(instance):
-            return 0
-        return self._remembered(
-            "freed_by_long",
-            instance,
-            lambda: sum(self.freed_by(r) for r in instance.running if view.is_long(r.max_total_tokens)),
-        )
-
-    def fits_split(self, instance: InstanceView, degree: int) -> bool:
-        """See `fits_split`; found once for the view of an instance."""
-        return self._remembered(("fits", degree), instance, lambda: fits_split(self._view, instance, degree))
-
-    def victims(self, instance: InstanceView, rank: tuple[bool, int], order: QueueOrder) -> Victims:
-        """Running requests that may be preempted for one of a rank, the last in the queue first.
-
-        Returns their places in the queue, the tokens that they and those before them would free, and themselves.
-        """
-
-        def find() -> Victims:
-            now_s = self._view.now_s  # a request that runs does not begin to starve
-            lower = [r for r in instance.running if r.rank > rank and not order.starves(r, now_s)]
-            lower.sort(key=order.due_key, reverse=True)
-            freed = list(itertools.accumulate(self.freed_by(request) for request in lower))
-            return [order.due_key(request) for request in lower], freed, lower
-
-        return self._remembered(("victims", rank), instance, find)
-
-    def _remembered(self, name: Hashable, instance: InstanceView, find: Callable[[], T]) -> T:
-        """What follows from the view of an instance alone, found once as long as the executor shows the same one."""
-        known = self._known.setdefault(name, {})
-        seen, value = known.get(instance.id, (None, None))
-        if seen is not instance:
-            value = find()
-            known[instance.id] = instance, value
-        return cast(T, value)
-
     def merged_free(self, members: tuple[InstanceView, ...], degree: int) -> int:
         """Free tokens of the instance of `degree` that `members` would merge into."""
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
@@ -293,20 +253,3 @@ def _discard(entries: list, entry: tuple) -> None:
     place = bisect_left(entries, entry)
     assert entries[place] == entry, "it was listed"
     del entries[place]
-
-
-def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
-    """An instance's requests fit the instances of `degree` that it would fall into, each with a page for its next
-    tokens; dealt as the engine does, longest first to where most is free."""
-    limits = view.limits[degree]
-    parts = instance.degree // degree
-    free, slots = [limits.capacity_tokens] * parts, [limits.max_requests] * parts
-    for request in sorted(instance.running, key=lambda r: (-r.num_tokens, r.request_id)):
-        if request.max_total_tokens > limits.capacity_tokens:
-            return False
-        part = max(range(parts), key=lambda index: (free[index], -index))
-        free[part] -= view.whole_pages(min(request.num_tokens + view.page_size, request.max_total_tokens))
-        slots[part] -= 1
-        if free[part] < 0 or slots[part] < 0:
-            return False
-    return True

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from serving.scheduler.actions import ScaleDown
-from serving.scheduler.room import Room, fits_split
+from serving.scheduler.instance_facts import fits_split
+from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
@@ -74,13 +75,16 @@ class SplitRule:
         lingered_s = view.now_s - self._wanted_s[instance.devices, degree]
         return pressed or lingered_s >= self.config.linger_s
 
-    def split(self, view: ClusterView, room: Room, leaving: Iterable[tuple[InstanceView, int]]) -> list[ScaleDown]:
-        """Close the instances that take no new requests, and split those that are empty enough."""
+    def split(
+        self, view: ClusterView, room: Room, leaving: Iterable[tuple[InstanceView, int]], pressed: bool = False
+    ) -> list[ScaleDown]:
+        """Close the instances that take no new requests, and split those that are empty enough: where `pressed`, all
+        whose requests fit the parts, as a closed instance serves no one."""
         actions = []
         for instance, degree in leaving:
             room.close(instance)
             free = instance.free_tokens / instance.capacity_tokens
-            if free < self.config.free_share or not fits_split(view, instance, degree):
+            if (free < self.config.free_share and not pressed) or not fits_split(view, instance, degree):
                 continue
             if (instance.devices, degree) not in view.refused:
                 done = "its long requests are done" if degree == view.base_degree else f"TP{degree} holds what is left"

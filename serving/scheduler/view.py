@@ -95,7 +95,11 @@ class InstanceView:
     """Requests that it could run besides those that it runs."""
     running: tuple[RunningRequest, ...] = ()
     transition_to: int | None = None
-    """Degree that its devices change to; None when they are not being transformed. Takes no requests then."""
+    """Degree that its devices change to; None when they are not being transformed. It takes no requests then but such
+    as `joinable_tokens` have room for."""
+    joinable_tokens: int = 0
+    """Tokens that a request may begin with there while layers change, as one that runs on an instance of the lower
+    degree; 0 where none can."""
     draining: bool = False
     """An operator keeps new requests away from it."""
     step_s: float | None = None

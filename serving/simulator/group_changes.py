@@ -108,7 +108,6 @@ class GroupChanges:
             return
         ready_s = drained_s(host, instance)
         take_in(host, instance)
-        # Prompts wait until the split is over.
         self._begin_change(instance, action, degree, instance.degree, degree, instance.used_tokens(), ready_s)
 
     def _begin_change(
@@ -136,6 +135,7 @@ class GroupChanges:
             price.pause_s + ready_s - self._executor.now_s,
             self._executor.config.layers_per_step,
             from_degree=from_degree,
+            lane_tokens=self._executor.limits[lower].capacity_tokens,
         )
         self._executor.begin(instance)
 

@@ -19,6 +19,7 @@ class Change:
     Attributes:
         left: layers that have not switched.
         lower: the lower one of the two degrees.
+        lane_tokens: what an instance of that degree holds.
         fails: it ends without effect.
     """
 
@@ -32,25 +33,46 @@ class Change:
     layers_per_step: int
     fails: bool = False
     from_degree: int = 1
+    lane_tokens: int = 0
+
+    def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
+        """Tokens that a request may begin with meanwhile, where others use that many: as on one instance of the lower
+        degree, over which requests are spread evenly."""
+        if self.fails:
+            return 0
+        lanes = instance.degree // self.lower
+        free = min(self.lane_tokens - -(-used_tokens // lanes), instance.room_tokens - used_tokens)
+        return max(free // instance.page_size * instance.page_size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
-        """A step between two layouts: layers that have switched run at the new degree, the others at the old one.
-        Prompts wait. Without decodes all layers switch at once."""
-        pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
-        switches = self.left if not count else min(self.layers_per_step, self.left)
+        """A step between two layouts: layers that have switched run at the new degree, the others at the old one. One
+        prompt has a chunk in it. Where nothing runs all layers switch at once."""
+        count, prompt = instance.num_decoding, instance.prompts[:1]
+        switches = min(self.layers_per_step, self.left) if count or prompt else self.left
         switch_s = switches * self.layer_s + (self.pause_s if self.left == self.total else 0.0)
-        step_s = 0.0
-        if count:
-            done = 1 - (self.left - switches / 2) / self.total
-            low_share = done if isinstance(self.action, ScaleDown) else 1 - done
-            members = degree // self.lower
-            low_s = pricing.fixed_s(self.lower, StepShape(-(-count // members)))
-            low_s += pricing.context_s(self.lower) * instance.context / members
-            high_s = pricing.fixed_s(degree, StepShape(count)) + pricing.context_s(degree) * instance.context
-            step_s = (low_share * low_s + (1 - low_share) * high_s) * instance.slowdown
-        block = Block(now_s, 1, step_s + switch_s)
-        block.plain_s, block.switches, block.switch_s = step_s, switches, switch_s
+        done = 1 - (self.left - switches / 2) / self.total
+        low_share = done if isinstance(self.action, ScaleDown) else 1 - done
+        decodes_s = self._step_s(instance, low_share, 0, 0) * instance.slowdown if count else 0.0
+        block = Block(now_s, 1, decodes_s + switch_s)
+        for run in prompt:
+            (chunk,) = instance.pricing.batching.chunks([run.prompt_left], count)
+            step_s = self._step_s(instance, low_share, chunk, prompt_pairs(run.computed, chunk))
+            step_s *= instance.prompt_slowdown
+            block = Block(now_s, 1, step_s + switch_s)
+            block.chunks, block.interference_s = [(run, chunk)], max(step_s - decodes_s, 0.0) if count else 0.0
+        block.plain_s, block.switches, block.switch_s = decodes_s, switches, switch_s
         return block
+
+    def _step_s(self, instance: "SimInstance", low_share: float, chunk: int, pairs: float) -> float:
+        """Seconds of a step with a chunk of a prompt, or none, of whose layers that share is at the lower degree."""
+        pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
+        seconds = []
+        for at, share in ((self.lower, low_share), (degree, 1 - low_share)):
+            members = degree // at
+            shape = StepShape(-(-count // members), int(chunk > 0), chunk, chunk)
+            whole_s = pricing.fixed_s(at, shape) + pricing.context_s(at) * instance.context / members
+            seconds.append(share * (whole_s + pricing.pair_s(at) * pairs))
+        return sum(seconds)
 
 
 class SimInstance:
@@ -256,7 +278,7 @@ class SimInstance:
                 self.num_decoding -= 1
                 self.context -= run.num_tokens(self.steps)
                 finished.append(run)
-        if block.chunks:
+        if block.chunks and not block.switches:
             self.prompt_tokens_per_s = sum(length for _, length in block.chunks) / max(block.first_s, 1e-9)
         for run, length in block.chunks:
             if self.runs.get(run.request.request_id) is run:
@@ -316,6 +338,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         max(instance.max_requests - len(running), 0),
         running,
         None if coming is None else coming.degree,
+        joinable_tokens=0 if instance.change is None else instance.change.joinable_tokens(instance, used),
         draining=now_s < instance.down_until_s,
         step_s=step_s,
         paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),

@@ -15,6 +15,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Timing,
+    WaitingRequest,
     unknown,
 )
 from serving.simulator.group_changes import GroupChanges
@@ -137,19 +138,8 @@ class SimExecutor:
 
     def _dispatch(self, request_id: str, instance: SimInstance) -> None:
         waiting = self._waiting(request_id)
-        request, name = waiting.request, instance.devices[0]
-        if instance.change is not None or instance.waits_for is not None:
-            raise Refusal(f"instance {name} is being transformed")
-        if instance.capacity_tokens < request.max_total_tokens:
-            holds, needs = instance.capacity_tokens, request.max_total_tokens
-            raise Refusal(f"instance {name} holds {holds} tokens, and it needs {needs}")
-        size = self.config.page_size
-        if instance.used_tokens() + -(-request.prompt_tokens // size) * size > instance.room_tokens:
-            raise Refusal(f"instance {name} has no room for {request.prompt_tokens} tokens now")
-        if len(instance.runs) >= instance.max_requests:
-            raise Refusal(f"instance {name} has no slot: it runs {len(instance.runs)} requests")
-        if self.now_s < instance.down_until_s:
-            raise Refusal(f"instance {name} is out of service")
+        request = waiting.request
+        _check_room(instance, request, self.now_s)
         del self.queue[request_id]
         run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s)
         run.added_s, run.queued_s = self.now_s, request.waited_s(self.now_s)
@@ -285,6 +275,23 @@ class SimExecutor:
         for instance in new:
             for name in instance.runs:
                 self._home[name] = instance
+
+
+def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) -> None:
+    """Raise `Refusal` if a request cannot begin on an instance now."""
+    name, size, change = instance.devices[0], instance.page_size, instance.change
+    needs, used = -(-request.prompt_tokens // size) * size, instance.used_tokens()
+    if instance.waits_for is not None or (change is not None and change.fails):
+        raise Refusal(f"instance {name} is being transformed")
+    capacity = instance.capacity_tokens if change is None else change.lane_tokens
+    if capacity < request.max_total_tokens:
+        raise Refusal(f"instance {name} holds {capacity} tokens, and it needs {request.max_total_tokens}")
+    if needs > (instance.room_tokens - used if change is None else change.joinable_tokens(instance, used)):
+        raise Refusal(f"instance {name} has no room for {request.prompt_tokens} tokens now")
+    if len(instance.runs) >= instance.max_requests:
+        raise Refusal(f"instance {name} has no slot: it runs {len(instance.runs)} requests")
+    if now_s < instance.down_until_s:
+        raise Refusal(f"instance {name} is out of service")
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:

@@ -161,6 +161,22 @@ class Load:
         raise AssertionError("the requests never end")
 
 
+class LoadDuringMerge(Load):
+    """The late requests come while layers switch."""
+
+    def _drive(self, engine: Engine) -> None:
+        self._submit(engine, EARLY)
+        self._until(engine, lambda: self._have(EARLY, 3))
+        report = engine.transform(TransformOptions(2, (0, 1), self._variant, layers_per_step=1))
+        self._until(engine, lambda: any(i.transition is not None for i in engine.instances))
+        self._submit(engine, LATE)
+        self._until(engine, lambda: not engine.transformations.busy)
+        self._outcome.transformations.append(report.exception(timeout=0))
+        self._until(engine, lambda: self._have(LATE, 18))
+        self._transform(engine, 1)
+        self._until(engine, lambda: not engine.has_requests)
+
+
 class PausingLoad(Load):
     """The same requests; the early ones pause while the late ones run on both devices, and go on when these have ended,
     or, if `early`, while they run."""

@@ -16,15 +16,17 @@ from typing import Any
 import jax
 import pytest
 from device_memory import frozen_heap, live_bytes
-from fault_cases import NO_MEMORY, Faults, Load, Outcome, only_fault
+from fault_cases import EARLY, NO_MEMORY, Faults, Load, LoadDuringMerge, Outcome, only_fault
 from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM
+from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
 from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.request import Request
+from amoeba_jax.transform import transition
 from amoeba_jax.transform.report import TransformVariant
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -171,6 +173,71 @@ def test_copies_to_devices_that_fail_once(
         patch.setattr(jax, "device_put", failing)
         outcome = Load(llm).run()
     check(llm, outcome, expected, before)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("kind", ["set_state", "page_copy"])
+def test_programs_that_fail_where_a_request_starts_while_layers_switch(
+    llm: LLM, expected: dict[str, Any], kind: str, how: str
+):
+    before, counted = ledgers(llm), Faults()
+    with counted.injected(llm):
+        assert LoadDuringMerge(llm).run().tokens == expected
+    fault = Faults(kind, how, counted.calls[kind])
+    with fault.injected(llm):
+        outcome = LoadDuringMerge(llm).run()
+    assert fault.happened
+    failed = [name for name, error in outcome.requests.items() if isinstance(error, BaseException)]
+    assert len(failed) <= 1
+    assert len(outcome.failures) <= 2, "a request, and the transformation that it has taken along"
+    outcome.requests = {name: it for name, it in outcome.requests.items() if name not in failed}
+    outcome.transformations = [error for error in outcome.transformations if error is not None]
+    check(llm, outcome, expected, before)
+
+
+def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
+    llm: LLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The group is out of service, and at once in service again: this memory was missing twice."""
+    before = ledgers(llm)
+    made, count = transition.replaced_if_lost, [0]
+
+    def failing(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] in (1, 2):
+            raise jax.errors.JaxRuntimeError(NO_MEMORY)
+        return made(*arguments)
+
+    fault = Faults("exchange", "after", 2)
+    with monkeypatch.context() as patch, fault.injected(llm):
+        patch.setattr(transition, "replaced_if_lost", failing)
+        outcome = Load(llm).run()
+    assert fault.happened
+    assert count[0] == 2
+    check(llm, outcome, expected, before)
+
+
+def test_a_failed_step_forgets_no_token_of_another_instance(llm: LLM, expected: dict[str, Any]):
+    """A request was preempted in the midst of its prompt, and has begun elsewhere before its step there failed."""
+    before, load = ledgers(llm), Load(llm)
+
+    def drive(engine: Engine) -> None:
+        load._submit(engine, EARLY)
+        load._until(engine, lambda: load._have(EARLY, 3))
+        engine.advance()
+        first, second = engine.instances
+        elsewhere = second.pending[-1].sampled[0]
+        in_flight = elsewhere.sequence.num_in_flight
+        assert in_flight > 0
+        step = first.pending[0]
+        engine.recovery.recover(first, RuntimeError("injected"), [*step.rows, elsewhere], step.sampled)
+        assert elsewhere.sequence.num_in_flight == in_flight
+        load._until(engine, lambda: not engine.has_requests)
+
+    in_dispatcher(llm, drive, engine_of(llm))
+    again = Load(llm).run()
+    assert again.tokens == expected
+    assert ledgers(llm) == before
 
 
 @pytest.mark.parametrize("name", ["greedy", "two", "late"])

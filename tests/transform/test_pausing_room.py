@@ -115,3 +115,30 @@ def test_requests_of_the_group_that_grow_take_pages_of_paused_ones(small: LLM):
 
     in_dispatcher(small, drive)
     check_idle(small)
+
+
+def test_cached_prefixes_of_paused_instances_make_room_for_requests_that_move_beside_them(small: LLM):
+    """The group's requests move to the instances while they run, where these are full of prefixes."""
+    small.generate([prompt(56, 90 + i) for i in range(4)], greedy(2))
+    asked = [(prompt(6, 100 + i), greedy(8, priority=1)) for i in range(4)]
+    urgent = prompt(38, 110), greedy(6)
+    expected, urgent_expected = expected_of(small, asked), expected_of_group(small, [urgent])
+    small.generate([prompt(56, 90 + i) for i in range(4)], greedy(2))
+
+    def drive() -> None:
+        engine = engine_of(small)
+        requests = submit(small, asked)
+        steps(small, lambda: all(r.sequences[0].output for r in requests))
+        transform(small, options(4, "pause"))
+        later = submit(small, [urgent])
+        steps(small, lambda: bool(later[0].sequences[0].output))
+        (group,) = engine.instances
+        assert all(member.lane.cache.num_evictable_pages for member in group.paused)
+        transform(small, options(1))
+        steps(small, lambda: done([*requests, *later]))
+        assert (outputs(requests), outputs(later)) == (expected, urgent_expected)
+        assert not any(r.sequences[0].num_preemptions for r in [*requests, *later])
+        registry_of(small).end([*requests, *later])
+
+    in_dispatcher(small, drive)
+    check_idle(small)

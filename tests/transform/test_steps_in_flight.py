@@ -18,7 +18,7 @@ from amoeba_jax.transform.options import TransformOptions
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 ASKED = [(prompt(5 + i, 30 + i), greedy(24)) for i in range(4)]
-HALF = 0, 1
+HALF, ALL = (0, 1), (0, 1, 2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,64 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
         assert all(i.transition is not None for i in engine.instances if i.id in HALF), "it has begun"
         steps(idle, lambda: done(requests) and done(late) and not engine.transformations.busy)
         assert future.result().groups[0].devices == HALF
+        assert outputs(requests) == expected
+
+    in_dispatcher(idle, drive)
+
+
+def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits(idle: LLM):
+    """Else the members of a group would launch steps in turn, and it would wait for as long as requests run."""
+    expected = expected_of(idle, ASKED)
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, ASKED)
+        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine.drain()
+        first, second = (i for i in engine.instances if i.id in HALF)
+        assert engine._launching.launch(first)
+        assert second.running
+        assert not second.pending
+        engine.transform(TransformOptions(2, HALF))
+        engine.advance()
+        assert not second.pending, "it launches nothing"
+        engine._drain(first)
+        engine.transformations.collect()
+        assert any(i.transition is not None for i in engine.instances), "it has begun"
+        steps(idle, lambda: done(requests) and not engine.transformations.busy)
+        assert outputs(requests) == expected
+
+    in_dispatcher(idle, drive)
+
+
+def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing(
+    idle: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """A scheduler may have requests pause whenever a step was launched."""
+    expected = expected_of(idle, ASKED)
+
+    def drive() -> None:
+        engine = engine_of(idle)
+        requests = submit(idle, ASKED)
+        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine.drain()
+        failed, admit, calls = engine.stats.failed_steps, engine._admit, []
+
+        def admit_and_pause() -> None:
+            admit()
+            calls.append(None)
+            if len(calls) == 2:
+                engine.transform(TransformOptions(4, ALL, release_weights=False, running="pause"))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_admit", admit_and_pause)
+            engine.advance()
+        assert len(calls) == 2, "one step was launched"
+        assert [i.tp for i in engine.instances] == [4]
+        engine.transform(TransformOptions(1, ALL))
+        steps(idle, lambda: done(requests) and not engine.transformations.busy)
+        assert engine.stats.failed_steps == failed
+        assert not any(s.num_preemptions for r in requests for s in r.sequences)
         assert outputs(requests) == expected
 
     in_dispatcher(idle, drive)

@@ -1,6 +1,7 @@
 """The scheduler over a real engine: instances merge for a long request and split after it, and tokens stay the same."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -240,6 +241,35 @@ def test_a_transformation_that_fails_is_tried_again_later(
     background.result()
     assert scheduling.counters.transformations_failed == 1
     assert scheduling.counters.scale_ups == 2
+
+
+def test_short_requests_begin_while_layers_change(
+    llm: LLM, schedule: Schedule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """No layer of the merge switches until a request that came after its begin has ended."""
+    count = llm.config.num_devices
+    short, long, later = prompts(count, 8), prompts(1, CACHE + 20), prompts(1, 12, seed=9)
+    expected = undisturbed(llm, later, greedy(8), 1)
+    caplog.set_level("INFO", "amoeba.scheduler")
+    schedule(merge_to=count)
+    real, calls, ended = Transition.switch_layers, [], threading.Event()
+
+    def held(self: Transition) -> None:
+        calls.append(self)
+        if ended.is_set() or len(calls) > 10_000:
+            real(self)
+
+    monkeypatch.setattr(Transition, "switch_layers", held)
+    background = Background(llm, short, greedy(36))
+    wait_for(lambda: all(view.running for view in llm.instances))
+    merging = Background(llm, long, greedy(4))
+    wait_for(lambda: bool(calls))
+    assert tokens(llm.generate(later, greedy(8))) == expected
+    assert calls[0].num_switched == 0
+    ended.set()
+    merging.result()
+    background.result()
+    assert sum("it computes prompts as it becomes" in line for line in caplog.messages) == 1
 
 
 def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):

@@ -344,6 +344,15 @@ def test_request_that_has_waited_its_priority_off_is_not_preempted():
     assert decide(view) == []
 
 
+def test_a_long_request_that_finds_no_one_to_preempt_does_not_keep_a_short_one_from_it():
+    """No instance that could hold the long one runs a request behind it; instances of one device do."""
+    low = [instance(d, 1, running(f"low{d}", 11_900, priority=5, arrival_s=1)) for d in range(4, 8)]
+    merged = instance(0, 4, running("same", 79_900))
+    long = dataclasses.replace(waiting("long", 50_000), prompt_tokens=500)
+    view = cluster(merged, *low, queue=[long, waiting("short", 6_000, arrival_s=2)], now_s=2)
+    assert [a.request_id for a in decide(view) if isinstance(a, Preempt)] == ["low4"]
+
+
 def test_preemption_is_left_if_it_would_not_make_enough_room():
     """Two requests of equal priority hold most of each instance."""
     mixed = [

@@ -67,6 +67,17 @@ def test_refused_groups_and_those_in_transition_are_not_asked_for():
     assert up.degree == 2
 
 
+def test_urgent_requests_beyond_their_clients_share_pause_no_one():
+    """They go behind all others, whatever their priority."""
+    greedy_one = dataclasses.replace(URGENT, beyond_share=True)
+    busy = [instance(device, 1, running(f"r{device}")) for device in range(4)]
+    (action,) = decide(cluster(*busy, queue=[greedy_one], num_devices=4))
+    assert isinstance(action, Dispatch)
+    group = paused_group((running("a"),), (), (), ())
+    (down,) = decide(cluster(group, queue=[greedy_one], num_devices=4))
+    assert isinstance(down, ScaleDown)
+
+
 def test_second_urgent_request_waits_for_the_group_that_is_being_made():
     coming = instance(0, 4, transition_to=4, capacity_tokens=48_000)
     assert decide(cluster(coming, queue=[URGENT], num_devices=4)) == []

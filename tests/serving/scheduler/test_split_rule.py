@@ -116,3 +116,15 @@ def test_an_instance_does_not_split_while_a_preempted_long_request_is_not_waitin
     ended = AmoebaPolicy(AmoebaConfig(linger_s=0))
     ended.decide(cluster(full, *fillers, queue=[waiting("short")], now_s=1))
     assert splits(ended.decide(cluster(empty, *fillers, now_s=3))) == [((0, 1, 2, 3), 1)], "it was cancelled"
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_an_instance_that_serves_no_one_splits_as_soon_as_its_requests_fit(make):
+    """It is closed as it is more than half full; while short requests find no other, they need not wait for half."""
+    fuller = instance(0, 4, *(running(f"r{n}") for n in range(40)))
+    waits = [waiting("n")]
+    policy = make(SplitConfig(linger_s=0))
+    assert splits(policy.decide(cluster(fuller, queue=waits, num_devices=4, now_s=0))) == []
+    assert splits(policy.decide(cluster(fuller, queue=waits, num_devices=4, now_s=1))) == [((0, 1, 2, 3), 1)]
+    too_full = instance(0, 4, *(running(f"r{n}") for n in range(48)))
+    assert splits(policy.decide(cluster(too_full, queue=waits, num_devices=4, now_s=2))) == []

@@ -8,6 +8,8 @@ from shapes import QWEN_32B
 from typer.testing import CliRunner
 
 from serving.cli import app
+from serving.commands import simulate_run
+from serving.simulator.settings import SimulationConfig
 
 CONFIG = {
     "hidden_size": QWEN_32B.hidden_size,
@@ -110,3 +112,13 @@ def test_trace_without_a_column_names_it(model: Path, tmp_path: Path):
 def test_model_that_is_no_config(tmp_path: Path):
     assert "cannot be read" in run("-m", tmp_path / "nothing")[1]
     assert "--model is missing" in run("--duration", 5)[1]
+
+
+def test_policies_decide_by_the_objectives(model: Path, monkeypatch: pytest.MonkeyPatch):
+    configs: list[SimulationConfig] = []
+    monkeypatch.setattr(simulate_run, "run_simulation", lambda config, output: configs.append(config))
+    for more in ([], ["--slo", "ttft:3", "e2el:60"], ["--slo", "tpot:0.05"]):
+        assert run("-m", model, *more)[0] == 0
+    seen = [(it.policy_config.ttft_slo_s, it.policy_config.tpot_slo_s) for it in configs]
+    assert seen == [(10, 0.1), (3, 0.1), (10, 0.05)]
+    assert [(it.flying_config.ttft_slo_s, it.flying_config.tpot_slo_s) for it in configs] == seen

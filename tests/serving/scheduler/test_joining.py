@@ -1,0 +1,80 @@
+"""Short requests begin on instances in transition where no other has room."""
+
+import pytest
+from cluster_views import TP4_LONG, cluster, filled, instance, running, waiting
+
+from serving.scheduler import (
+    AmoebaPolicy,
+    Dispatch,
+    FlyingPolicy,
+    InstanceView,
+    LeastLoadFirstPolicy,
+    Policy,
+    RoundRobinPolicy,
+)
+
+POLICIES = [AmoebaPolicy, FlyingPolicy, RoundRobinPolicy, LeastLoadFirstPolicy]
+
+
+def merging(joinable_tokens: int, *requests, **fields) -> InstanceView:
+    """Four devices that become one instance."""
+    return instance(0, 4, *requests, transition_to=4, joinable_tokens=joinable_tokens, **fields)
+
+
+def places(policy: Policy, *instances: InstanceView, queue, num_devices: int = 4) -> list[tuple[str, int]]:
+    """Which requests go where."""
+    actions = policy.decide(cluster(*instances, queue=queue, num_devices=num_devices))
+    return [(a.request_id, a.instance_id) for a in actions if isinstance(a, Dispatch)]
+
+
+def bound(policy: Policy, *names: str) -> Policy:
+    """Baselines bind requests to instances before these are transformed."""
+    if isinstance(policy, RoundRobinPolicy | LeastLoadFirstPolicy):
+        policy._bound.device_of = dict.fromkeys(names, 0)
+    return policy
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_short_request_begins_while_layers_change(make):
+    assert places(bound(make(), "a"), merging(4_000), queue=[waiting("a")]) == [("a", 0)]
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_it_waits_where_there_is_no_room(make):
+    assert places(bound(make(), "a"), merging(1_000), queue=[waiting("a")]) == []
+    assert places(bound(make(), "a"), merging(0), queue=[waiting("a")]) == []
+    assert places(bound(make(), "a"), merging(4_000, draining=True), queue=[waiting("a")]) == []
+    assert places(bound(make(), "a"), merging(4_000, free_slots=0), queue=[waiting("a")]) == []
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_one_at_a_time_as_the_parts_have_different_room(make):
+    queue = [waiting("a"), waiting("b", arrival_s=1.0)]
+    assert places(bound(make(), "a", "b"), merging(4_000), queue=queue) == [("a", 0)]
+
+
+@pytest.mark.parametrize("make", [AmoebaPolicy, FlyingPolicy])
+def test_instances_at_rest_come_first(make):
+    """Also where they are fuller."""
+    instances = merging(8_000), *(filled(device, 0.8) for device in range(4, 8))
+    assert places(make(), *instances, queue=[waiting("a")], num_devices=8) == [("a", 4)]
+    full = [filled(device, 1.0) for device in range(4, 8)]
+    assert places(make(), merging(8_000), *full, queue=[waiting("a")], num_devices=8) == [("a", 0)]
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@pytest.mark.parametrize(("free", "expected"), [(51_000, []), (60_000, [("short", 0)])])
+def test_room_for_the_long_request_that_waits_for_the_merge_is_kept(make, free: int, expected: list):
+    queue = [waiting("long", TP4_LONG), waiting("short", arrival_s=1.0)]
+    if make in (RoundRobinPolicy, LeastLoadFirstPolicy):
+        expected = []  # they serve in order
+    policy = bound(make(), "long", "short")
+    view = merging(8_000, running("r"), free_tokens=free)
+    assert places(policy, view, queue=queue) == expected
+
+
+@pytest.mark.parametrize("make", [AmoebaPolicy, FlyingPolicy])
+def test_a_split_takes_requests_too(make):
+    splitting = instance(0, 4, running("r"), transition_to=1, joinable_tokens=4_000)
+    assert places(make(), splitting, queue=[waiting("a")]) == [("a", 0)]
+    assert places(make(), splitting, queue=[waiting("long", TP4_LONG)]) == []
