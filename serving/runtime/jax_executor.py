@@ -119,6 +119,7 @@ class JaxExecutor:
             free_slots=instance.num_free_slots,
             running=_requests(instance, names),
             transition_to=target,
+            coming_tokens=None if target is None else self._engine.transformations.capacity_to_come(instance)[0],
             joinable_tokens=_joinable_tokens(instance, self._engine.dims.page_size),
             step_s=instance.pace.step_s,
             paused=paused,
@@ -223,7 +224,8 @@ class EngineScheduler:
         """Let the scheduler decide if anything has changed, or a second has passed."""
         engine = self._engine
         self._start_siblings()
-        state = (engine.num_changes, engine.instances, engine.transformations.targets())
+        moving = [instance.id for instance in engine.instances if instance.transition is not None]
+        state = (engine.num_changes, engine.instances, engine.transformations.targets(), moving)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
         # What it decides may change the state, and it decides again when it is asked next.
@@ -259,8 +261,8 @@ def _joinable_tokens(instance: Instance, page_size: int) -> int:
     if instance.transition is None:
         return 0
     lanes = [lane for lane in instance.lanes if lane.has_free_slot]
-    pages = [lane.cache.num_available_pages for lane in lanes]
-    return page_size * max(pages, default=0)
+    pages = [lane.cache.num_available_pages - len(lane.running) for lane in lanes]  # one for the next tokens of each
+    return page_size * max(0, *pages, 0)
 
 
 def _known(sequences: dict[str, Sequence], name: str) -> Sequence:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
+from serving.scheduler.idle_room import IdleRoom
 from serving.scheduler.instance_facts import fits_split
 from serving.scheduler.preemption import Preemptions
 from serving.scheduler.queue_order import QueueOrder
@@ -39,6 +40,7 @@ class Round:
         """Capacities of instances that merges of this round will make, or that a group was claimed for."""
         self.taken_s: dict[int, float] = {}
         """Seconds until the last request that waits for an instance's room has ended, where room is set aside."""
+        self.idle = IdleRoom(view, room)
 
     def place(self, request: WaitingRequest) -> list[Action]:
         """What becomes of a request: nothing, where it waits."""
@@ -59,6 +61,8 @@ class Round:
         if (instance := self.room.joinable(request)) is not None:
             why = self.room.join(instance, request)
             return [Dispatch(request.request_id, instance.id, f"{why}, and no other has room")]
+        if (found := self.idle.find(request)) is not None:
+            return [self._dispatch(found[0], request, found[1])]
         self.pressed = True
         preempts = self._preempt(request)
         if not preempts:
@@ -124,12 +128,12 @@ class Round:
     def _first_token_s(self, request: WaitingRequest) -> float | None:
         """Seconds until a request's first token on the present instance that has room for it first; None if that cannot
         be told, or while an instance that could hold it is being made."""
-        limits, times = self.view.limits, []
+        times = []
         if any(capacity >= request.max_total_tokens for capacity in self.to_come):
             return None
         for instance in self.special.values():
             to = instance.transition_to
-            if to is not None and limits[to].capacity_tokens >= request.max_total_tokens:
+            if to is not None and self.view.capacity_to_come(instance) >= request.max_total_tokens:
                 return None
             if to is not None or instance.draining or instance.capacity_tokens < request.max_total_tokens:
                 continue
@@ -167,12 +171,8 @@ class Round:
 
     def _capacities(self) -> list[int]:
         """Capacities of instances for long requests: present ones, and those to come."""
-        capacities = list(self.to_come)
-        for instance in self.special.values():
-            if not instance.draining:
-                to = instance.transition_to
-                capacities.append(instance.capacity_tokens if to is None else self.view.limits[to].capacity_tokens)
-        return capacities
+        present = [i for i in self.special.values() if not i.draining]
+        return [*self.to_come, *map(self.view.capacity_to_come, present)]
 
     def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
         load = self.room.load(instance)
@@ -199,12 +199,14 @@ class Round:
         options = (i for i in self._roomiest if room.takes(i) and i.capacity_tokens >= request.max_total_tokens)
         if (instance := next(options, None)) is not None:
             self._roomiest.remove(instance)
-            free = room.free(instance) + room.facts.freed_by_long(instance)
+            before, free = room.free(instance), room.free(instance) + room.facts.freed_by_long(instance)
             wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
             run_s = estimates.run_s(self.view, instance.degree, request)
             if wait_s is not None and run_s is not None:
                 self.taken_s[instance.id] = wait_s + run_s
-            self.room.set_aside(instance, request, free - self.room.free(instance))
+            self.room.set_aside(instance, request, free - before)
+            if wait_s is not None:
+                self.idle.add(instance, wait_s, before - room.free(instance))
         else:
             self.room.keep_coming(request)
 

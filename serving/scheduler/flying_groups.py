@@ -32,20 +32,16 @@ class FlyingGroups:
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
         self.view, self.room, self.config, self._budget = view, room, config, budget
         self.busy = {device for instance in room.unsteady.values() for device in instance.devices}
-        self.coming = [
-            (self._kept(i), view.limits[i.transition_to].max_requests)
+        groups = {
+            (i.transition_to, i.id // i.transition_to): i
             for i in room.unsteady.values()
             if i.transition_to is not None and i.transition_to > view.base_degree and not i.draining
-        ]
+        }
+        self.coming = [(view.capacity_to_come(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
         self._candidates: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
         """Groups for urgent requests that were not looked at yet, by degree and whether requests are to pause."""
         self._mergeable: dict[int, list[tuple[tuple[int, ...], tuple[InstanceView, ...]]]] = {}
         """Groups of a degree that might merge when urgent requests first asked for one: devices and members."""
-
-    def _kept(self, instance: InstanceView) -> int:
-        """Tokens at least that an instance in transition will hold."""
-        degree = instance.transition_to or instance.degree
-        return max(self.view.kept_tokens(degree), instance.capacity_tokens if degree == instance.degree else 0)
 
     def members(self, devices: tuple[int, ...], degree: int) -> tuple[InstanceView, ...] | None:
         """Instances that may merge into one of `degree`; None where some are not there, or have paused requests."""

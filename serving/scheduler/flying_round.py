@@ -69,8 +69,13 @@ class FlyingRound:
                 self.settled.add(request.request_id)
                 reason = f"{request.request_id} is urgent and lacks its pages"
                 return [Preempt(paused.request_id, reason=reason) for paused in going]
+        joined = room.joinable(request)
+        if joined is not None and (joined.transition_to or 0) > view.base_degree:
+            self.settled.add(request.request_id)
+            return [Dispatch(request.request_id, joined.id, f"urgent: {room.join(joined, request)}")]
         if self.groups.comes(request):
             self.settled.add(request.request_id)
+            room.keep_coming(request)
             return []
         return self._bind(request)
 

@@ -176,12 +176,16 @@ class Room:
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def keep_coming(self, request: WaitingRequest) -> None:
-        """Set room aside on an instance in transition for a request that waits for its new degree."""
-        for instance in self.unsteady.values():
-            to = instance.transition_to
-            if to is not None and self._view.limits[to].capacity_tokens >= request.max_total_tokens:
-                return self._take(instance, self.need(request))
-        return None
+        """Set room aside for a request that waits for the new degree of an instance in transition: where it will have
+        room, and the least degree of those; else where most is free."""
+        need, view = self.need(request), self._view
+        options = [
+            (self._free[i.id] < need, i.transition_to, -self._free[i.id], i.id)
+            for i in self.unsteady.values()
+            if i.transition_to is not None and not i.draining and view.capacity_to_come(i) >= request.max_total_tokens
+        ]
+        if options:
+            self._take(self.unsteady[min(options)[-1]], need)
 
     def keep_for(self, request: WaitingRequest) -> None:
         """Keep everybody else away from where a request that finds no room now will find it first."""

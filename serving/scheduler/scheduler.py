@@ -68,6 +68,14 @@ class Scheduler:
         To be called whenever something changed (a request came or ended, a transformation ended), and at least once a
         second, for deadlines, and for instances that wait for their time to split.
         """
+        decisions, again = self._decide()
+        while again:  # an instance in transition takes one request of each decision
+            more, again = self._decide()
+            decisions += more
+        return decisions
+
+    def _decide(self) -> tuple[list[Decision], bool]:
+        """One decision, and whether a request was given to an instance in transition, which may take another."""
         self.counters.ticks += 1
         view = self.executor.snapshot()
         for action, done in self._backoff.ended(view):
@@ -101,7 +109,11 @@ class Scheduler:
                 retry_s = self._backoff.refuse(action, view.now_s)
                 level = logging.INFO if outcome.soon else logging.WARNING
                 self._log(action, "refused", level, detail=outcome.detail, retry_s=retry_s)
-        return decisions
+        moving = {instance.id for instance in view.instances if instance.transition_to is not None}
+        joined = (
+            d.action.instance_id in moving for d in decisions if isinstance(d.action, Dispatch) and d.outcome.accepted
+        )
+        return decisions, any(joined)
 
     def _count(self, action: Action) -> None:
         counters = self.counters

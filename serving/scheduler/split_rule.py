@@ -79,12 +79,17 @@ class SplitRule:
         self, view: ClusterView, room: Room, leaving: Iterable[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
         """Close the instances that take no new requests, and split those that are empty enough: where `pressed`, all
-        whose requests fit the parts, as a closed instance serves no one."""
-        actions = []
+        whose requests fit the parts, as a closed instance serves no one. If they do not, and no other is open, it
+        serves on."""
+        actions, leaving = [], list(leaving)
+        numbers = {instance.id for instance, _ in leaving}
         for instance, degree in leaving:
+            fits = fits_split(view, instance, degree)
+            if pressed and not fits and all(other.id in numbers for other in room.open):
+                continue
             room.close(instance)
             free = instance.free_tokens / instance.capacity_tokens
-            if (free < self.config.free_share and not pressed) or not fits_split(view, instance, degree):
+            if (free < self.config.free_share and not pressed) or not fits:
                 continue
             if (instance.devices, degree) not in view.refused:
                 done = "its long requests are done" if degree == view.base_degree else f"TP{degree} holds what is left"

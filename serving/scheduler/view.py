@@ -97,6 +97,8 @@ class InstanceView:
     transition_to: int | None = None
     """Degree that its devices change to; None when they are not being transformed. It takes no requests then but such
     as `joinable_tokens` have room for."""
+    coming_tokens: int | None = None
+    """Tokens that the instance of that degree will hold; None: those of an instance that has released its weights."""
     joinable_tokens: int = 0
     """Tokens that a request may begin with there while layers change, as one that runs on an instance of the lower
     degree; 0 where none can."""
@@ -233,6 +235,13 @@ class ClusterView:
         if not holding or holding[0] == self.base_degree:
             return min(holding, default=None)
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
+
+    def capacity_to_come(self, instance: InstanceView) -> int:
+        """Tokens that an instance will hold when its transition has ended; its own where it is in none."""
+        to = instance.transition_to
+        if instance.coming_tokens is not None:
+            return instance.coming_tokens
+        return instance.capacity_tokens if to in (None, instance.degree) else self.limits[to].capacity_tokens
 
     def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
         """Devices that may make up an instance of a degree: aligned and contiguous."""

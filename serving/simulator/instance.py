@@ -40,9 +40,10 @@ class Change:
         degree, over which requests are spread evenly."""
         if self.fails:
             return 0
-        lanes = instance.degree // self.lower
+        lanes, size = instance.degree // self.lower, instance.page_size
+        used_tokens += size * len(instance.runs)  # a page for the next tokens of each
         free = min(self.lane_tokens - -(-used_tokens // lanes), instance.room_tokens - used_tokens)
-        return max(free // instance.page_size * instance.page_size, 0)
+        return max(free // size * size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
         """A step between two layouts: layers that have switched run at the new degree, the others at the old one. One
@@ -330,6 +331,9 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
     running = instance.requests_at(instance.steps_at(now_s))
     size, coming = instance.page_size, instance.waits_for if instance.change is None else instance.change.action
     used = sum(-(-r.num_tokens // size) for r in running) * size
+    kept = None
+    if instance.waits_for is not None and not instance.waits_for.release_weights:
+        kept = instance.capacity_tokens * (instance.waits_for.degree // instance.degree)
     return InstanceView(
         instance.devices[0],
         instance.devices,
@@ -338,6 +342,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         max(instance.max_requests - len(running), 0),
         running,
         None if coming is None else coming.degree,
+        coming_tokens=kept,
         joinable_tokens=0 if instance.change is None else instance.change.joinable_tokens(instance, used),
         draining=now_s < instance.down_until_s,
         step_s=step_s,

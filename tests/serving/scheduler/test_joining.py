@@ -1,7 +1,7 @@
 """Short requests begin on instances in transition where no other has room."""
 
 import pytest
-from cluster_views import TP4_LONG, cluster, filled, instance, running, waiting
+from cluster_views import TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting
 
 from serving.scheduler import (
     AmoebaPolicy,
@@ -11,6 +11,7 @@ from serving.scheduler import (
     LeastLoadFirstPolicy,
     Policy,
     RoundRobinPolicy,
+    ScaleUp,
 )
 
 POLICIES = [AmoebaPolicy, FlyingPolicy, RoundRobinPolicy, LeastLoadFirstPolicy]
@@ -78,3 +79,31 @@ def test_a_split_takes_requests_too(make):
     splitting = instance(0, 4, running("r"), transition_to=1, joinable_tokens=4_000)
     assert places(make(), splitting, queue=[waiting("a")]) == [("a", 0)]
     assert places(make(), splitting, queue=[waiting("long", TP4_LONG)]) == []
+
+
+def test_urgent_requests_come_before_others():
+    queue = [waiting("short"), waiting("urgent", arrival_s=1.0, priority=-1)]
+    assert places(FlyingPolicy(), merging(8_000), queue=queue) == [("urgent", 0)]
+
+
+def test_room_is_kept_where_the_long_request_will_have_it():
+    """Two merges, and a request for each: the smaller one's room is on the instance of the lower degree."""
+    high = merging(12_000, free_tokens=60_000)
+    low = instance(4, 2, transition_to=2, joinable_tokens=12_000, free_tokens=20_000)
+    full = [filled(device, 1.0) for device in (6, 7)]
+    queue = [waiting("tp2", TP2_LONG), waiting("tp4", TP4_LONG, arrival_s=1), waiting("short", arrival_s=2)]
+    assert places(AmoebaPolicy(), high, low, *full, queue=queue, num_devices=8) == [("short", 0)]
+    full_too = merging(12_000, free_tokens=50_500)
+    assert places(AmoebaPolicy(), full_too, low, *full, queue=queue, num_devices=8) == []
+
+
+def test_no_second_group_merges_while_the_first_waits_for_its_steps():
+    """Its instances are there still, each to become part of one."""
+    waits = [instance(device, transition_to=4) for device in range(4)]
+    for policy in (FlyingPolicy(), AmoebaPolicy()):
+        actions = policy.decide(cluster(*waits, queue=[waiting("long", TP4_LONG)]))
+        assert not any(isinstance(action, ScaleUp) for action in actions), policy.name
+    kept = [instance(device, transition_to=4, coming_tokens=48_000) for device in range(4)]
+    (up,) = FlyingPolicy().decide(cluster(*kept, queue=[waiting("long", TP4_LONG)]))
+    assert isinstance(up, ScaleUp)
+    assert up.devices == (4, 5, 6, 7)

@@ -1,7 +1,7 @@
 """When instances split: the rule that all policies share."""
 
 import pytest
-from cluster_views import CAPACITY, TP2_LONG, TP4_LONG, cluster, instance, running, waiting
+from cluster_views import CAPACITY, TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting
 
 from serving.scheduler import (
     Action,
@@ -128,3 +128,15 @@ def test_an_instance_that_serves_no_one_splits_as_soon_as_its_requests_fit(make)
     assert splits(policy.decide(cluster(fuller, queue=waits, num_devices=4, now_s=1))) == [((0, 1, 2, 3), 1)]
     too_full = instance(0, 4, *(running(f"r{n}") for n in range(48)))
     assert splits(policy.decide(cluster(too_full, queue=waits, num_devices=4, now_s=2))) == []
+
+
+def test_an_instance_whose_requests_do_not_fit_the_parts_serves_on_where_there_is_no_other():
+    too_full = instance(0, 4, *(running(f"r{n}") for n in range(48)))
+    view = cluster(too_full, queue=[waiting("n")], num_devices=4)
+    policy = AmoebaPolicy(AmoebaConfig(linger_s=0))
+    assert policy.decide(view) == []
+    (action,) = policy.decide(view)
+    assert isinstance(action, Dispatch)
+    policy = AmoebaPolicy(AmoebaConfig(linger_s=0))
+    other = cluster(too_full, *(filled(device, 1.0) for device in range(4, 8)), queue=[waiting("n")])
+    assert policy.decide(other) == policy.decide(other) == [], "others are open, if full"

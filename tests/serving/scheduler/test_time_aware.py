@@ -159,3 +159,22 @@ def test_timings_are_medians_and_remembered():
         timings.transformed(TransformReport(TransformVariant.IN_PLACE_OVERLAPPED, 4, seconds, 0.0, (group,)))
     merged = timings.take([cast(Any, at(4, 0.05, 90.0))])
     assert merged == Timing({1: 0.2, 4: 0.05}, {1: 60.0, 4: 90.0}, {(1, 4): 3.0})
+
+
+def test_short_requests_run_where_a_long_one_waits_for_room_if_they_end_before_it_begins():
+    """Nothing else is free. The long one's room is there in at most 38 s, and the short one ends within 2.2 s."""
+    left = [dataclasses.replace(running(f"r{n}", 3_000), num_tokens=1_100) for n in range(40)]
+    queue = [waiting("long", TP4_LONG), waiting("short", arrival_s=0.5)]
+    view = cluster(instance(0, 4, *left), queue=queue, num_devices=4, now_s=1.0, timing=TIMING)
+    (action,) = decide(view, linger_s=60)
+    assert isinstance(action, Dispatch)
+    assert action.request_id == "short"
+    assert "a long request waits there for 38.0 s more, and it ends in 2.1 s" in action.reason
+    growing = waiting("short", 11_000, arrival_s=0.5)
+    growing = dataclasses.replace(growing, prompt_tokens=1_000)
+    assert decide(dataclasses.replace(view, queue=(queue[0], growing)), linger_s=60) == [], "it ends in 200 s"
+    assert decide(dataclasses.replace(view, timing=Timing()), linger_s=60) == [], "nothing is known"
+    many = [waiting(f"s{n}", arrival_s=0.5 + n / 100) for n in range(40)]
+    given = decide(dataclasses.replace(view, queue=(queue[0], *many)), linger_s=60)
+    free = view.instances[0].free_tokens - 40 * 16
+    assert 0 < len(given) == free // 1_120, "what is free in fact"
