@@ -98,7 +98,7 @@ def test_room_is_kept_where_the_long_request_will_have_it():
 
 
 def test_no_second_group_merges_while_the_first_waits_for_its_steps():
-    """Its instances are there still, each to become part of one."""
+    """The instances of the first are there still, each to become part of one."""
     waits = [instance(device, transition_to=4) for device in range(4)]
     for policy in (FlyingPolicy(), AmoebaPolicy()):
         actions = policy.decide(cluster(*waits, queue=[waiting("long", TP4_LONG)]))
