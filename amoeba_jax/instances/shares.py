@@ -8,8 +8,8 @@ from amoeba_jax.instances.sequence import Sequence
 
 def mark_beyond_share(
     running: Collection[Sequence], waiting: Iterable[Sequence], num_slots: int, num_tokens: int
-) -> bool:
-    """Set `Sequence.beyond_share` of all sequences. Return whether that of any has changed.
+) -> list[Sequence]:
+    """Set `Sequence.beyond_share` of all sequences. Return those of which it has changed.
 
     With N clients, a client's share is an N-th of the slots and of the tokens that all instances hold. Its running
     sequences take of that first, then those that wait, each in order; what exceeds it is beyond its share. Its first
@@ -22,19 +22,20 @@ def mark_beyond_share(
         marked = [sequence for sequence in present if sequence.beyond_share]
         for sequence in marked:
             sequence.beyond_share = False
-        return bool(marked)
+        return marked
     slots, tokens = num_slots / len(clients), num_tokens / len(clients)
     by_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     for sequences in (running, waiting):
         for sequence in sorted(sequences, key=lambda s: s.order_of_client):
             if not sequence.finished:
                 by_client[sequence.client].append(sequence)
-    changed = False
+    changed: list[Sequence] = []
     for sequences in by_client.values():
         used = 0
         for count, sequence in enumerate(sequences, 1):
             used += sequence.num_tokens
             beyond = count > 1 and (count > slots or used > tokens)
-            changed |= beyond != sequence.beyond_share
-            sequence.beyond_share = beyond
+            if beyond != sequence.beyond_share:
+                sequence.beyond_share = beyond
+                changed.append(sequence)
     return changed

@@ -1,6 +1,6 @@
 """The second and later samples of requests: they wait for their leader's prompt, and leave slots to others."""
 
-import bisect
+import heapq
 from collections.abc import Callable
 
 from amoeba_jax.instances.sequence import Sequence
@@ -18,12 +18,14 @@ class Siblings:
         num_slots: how many sequences all instances can run.
 
     Attributes:
-        held: those that could be in the queue but for the limit, in order.
+        held: those that could be in the queue but for the limit.
     """
 
     def __init__(self, enqueue: Callable[[Sequence], None], num_slots: Callable[[], int]):
         self._enqueue, self._num_slots = enqueue, num_slots
-        self.held: list[Sequence] = []
+        self.held: set[Sequence] = set()
+        self._heap: list[tuple[tuple[int, ...], int, Sequence]] = []
+        """The held ones by `Sequence.order`, and some that have ended."""
         self._admitted: set[Sequence] = set()
 
     def release(self, leader: Sequence) -> None:
@@ -31,7 +33,8 @@ class Siblings:
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             if not sibling.finished:
-                bisect.insort(self.held, sibling, key=lambda s: s.order)
+                self.held.add(sibling)
+                heapq.heappush(self._heap, (sibling.order, id(sibling), sibling))
         self._admit()
 
     def remove(self, sequence: Sequence) -> None:
@@ -41,10 +44,14 @@ class Siblings:
             self._admit()
         elif sequence in self.held:
             self.held.remove(sequence)
+            if len(self._heap) > 2 * len(self.held):  # going through all each time would be quadratic
+                self._heap = [entry for entry in self._heap if entry[-1] in self.held]
+                heapq.heapify(self._heap)
 
     def clear(self) -> None:
         """Forget all of them: the engine ends."""
         self.held.clear()
+        self._heap.clear()
         self._admitted.clear()
 
     def _admit(self) -> None:
@@ -53,6 +60,9 @@ class Siblings:
         slots = self._num_slots()
         limit = slots - slots // _RESERVED_SHARE
         while self.held and (len(self._admitted) < limit or slots < _RESERVED_SHARE):
-            sibling = self.held.pop(0)
+            *_, sibling = heapq.heappop(self._heap)
+            if sibling not in self.held:
+                continue
+            self.held.remove(sibling)
             self._admitted.add(sibling)
             self._enqueue(sibling)

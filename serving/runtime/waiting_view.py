@@ -29,15 +29,12 @@ class WaitingView:
         waiting = self._engine.waiting
         changes = waiting.changes_since(self._version)
         if changes is None:
-            present = {id(sequence): sequence for sequence in waiting}
-            changes = [(self._sequences[name], False) for name in list(self._names.values())]
-            changes += [(sequence, True) for sequence in present.values()]
+            changes = dict.fromkeys(self._names) | {id(sequence): sequence for sequence in waiting}
         self._version = waiting.version
-        latest = {id(sequence): (sequence, waits) for sequence, waits in changes}
-        for number, (sequence, waits) in latest.items():
+        for number, sequence in changes.items():
             if (name := self._names.pop(number, None)) is not None:
                 self._forget(name)
-            if waits:
+            if sequence is not None:
                 self._add(sequence)
 
     def _add(self, sequence: Sequence) -> None:

@@ -14,6 +14,8 @@ _SOON_S = 1.0
 """A preempted request waits again when its last token has arrived: within some steps."""
 _FEW = 64
 """From this many new requests on, sorting again is cheaper than inserting each."""
+_SPENT_DEADLINES = 256
+"""From this many more deadlines than twice the requests on, those of requests that have gone are dropped."""
 
 
 class QueueIndex:
@@ -59,6 +61,11 @@ class QueueIndex:
             if (known := self._requests.pop(name, None)) is not None:
                 self._remove(known)
         self._add([request for request in latest.values() if request is not None])
+        if len(self._deadlines) > 2 * len(self._requests) + _SPENT_DEADLINES:
+            self._deadlines = [
+                (r.deadline_s, r.request_id) for r in self._requests.values() if r.deadline_s is not None
+            ]
+            heapq.heapify(self._deadlines)
         if self._coming:
             coming = self._coming.items()
             self._coming = {name: it for name, it in coming if it[0] > now_s and name not in self._requests}

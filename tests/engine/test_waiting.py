@@ -1,5 +1,7 @@
 """The engine's queue: order, membership, and the changes that others follow."""
 
+import gc
+import weakref
 from typing import cast
 
 import pytest
@@ -45,15 +47,42 @@ def test_changes_can_be_followed_until_orders_change():
     version = waiting.version
     waiting.add(made[1])
     waiting.remove(made[0])
-    assert waiting.changes_since(version) == [(made[1], True), (made[0], False)]
-    assert waiting.changes_since(waiting.version) == []
+    changes = waiting.changes_since(version)
+    assert changes == {id(made[1]): made[1], id(made[0]): None}
+    assert [*(changes or ())] == [id(made[1]), id(made[0])]
+    assert waiting.changes_since(version + 1) == {id(made[0]): None}
+    assert waiting.changes_since(waiting.version) == {}
+    waiting.add(made[0])
+    assert waiting.changes_since(version + 1) == {id(made[0]): made[0]}, "the latest is what counts"
     waiting.sort()
     assert waiting.changes_since(version) is None
-    assert waiting.changes_since(waiting.version) == []
+    assert waiting.changes_since(waiting.version) == {}
     version = waiting.version
     waiting.clear()
     assert waiting.changes_since(version) is None
     assert len(waiting) == 0
+
+
+def test_orders_that_have_changed_are_changes_of_those_that_wait():
+    waiting, made = Waiting(), [sequence(n) for n in range(101)]
+    for one in made[:100]:
+        waiting.add(one)
+    version = waiting.version
+    made[3].beyond_share = made[100].beyond_share = True
+    waiting.sort([made[3], made[100]])
+    assert [*waiting][-1] is made[3]
+    assert waiting.changes_since(version) == {id(made[3]): made[3]}
+
+
+def test_a_sequence_that_has_gone_is_not_kept():
+    waiting, made = Waiting(), sequence(0)
+    gone, number, version = weakref.ref(made), id(made), waiting.version
+    waiting.add(made)
+    waiting.remove(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    assert waiting.changes_since(version) == {number: None}
 
 
 def test_clients_are_counted():

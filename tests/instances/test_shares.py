@@ -40,7 +40,8 @@ queued = st.lists(st.tuples(client_names, st.integers(1, 64), st.integers(-1, 1)
 def test_shares(running: list, waiting: list, slots: int, tokens: int):
     made = [sequence(client, i, length, priority) for i, (client, length, priority) in enumerate(running + waiting)]
     run, wait = made[: len(running)], made[len(running) :]
-    mark_beyond_share(run, wait, slots, tokens)
+    changed = mark_beyond_share(run, wait, slots, tokens)
+    assert {s.number for s in changed} == {s.number for s in made if s.beyond_share}
     clients = {s.client for s in made}
     within = [s for s in made if not s.beyond_share]
     if len(clients) < 2:
@@ -54,6 +55,16 @@ def test_shares(running: list, waiting: list, slots: int, tokens: int):
         if beyond:  # those that wait take nothing from those that run
             assert all(s.beyond_share for s in wait if s.client == client)
     assert not mark_beyond_share(run, wait, slots, tokens), "what is marked once stays so"
+
+
+def test_those_whose_share_has_changed_are_told():
+    """Those of a client that is alone again too."""
+    run, wait = [sequence("red", 0)], [sequence("red", n) for n in range(1, 6)]
+    other = sequence("blue", 6)
+    assert mark_beyond_share(run, wait, 4, 1_000) == []
+    assert mark_beyond_share(run, [*wait, other], 4, 1_000) == wait[1:]
+    assert mark_beyond_share([], [*wait, other], 4, 1_000) == wait[1:2], "one more of them is within it"
+    assert mark_beyond_share([], wait, 4, 1_000) == wait[2:]
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,21 @@ def test_many_changes_at_once_are_read_from_the_whole_queue():
     assert [r.request_id for r in index.ordered(10.0)] == ["r08999"]
 
 
+def test_deadlines_of_requests_that_came_again_are_dropped():
+    queue, index = WaitingQueue(), QueueIndex(ORDER)
+    for again in range(40):
+        for n in range(100):
+            queue.add(waiting(f"r{n:02}", arrival_s=float(again), deadline_s=1_000.0 + n))
+        index.update(queue.snapshot())
+        assert len(index._deadlines) <= 2 * 100 + 256
+    assert [r.request_id for r in index.expired(1_001.0)] == ["r00", "r01"]
+    for n in range(100):
+        queue.remove(f"r{n:02}")
+    index.update(queue.snapshot())
+    assert len(index._deadlines) <= 256
+    assert index.expired(2_000.0) == []
+
+
 def test_a_snapshot_of_a_queue_that_has_changed_is_not_read():
     queue = WaitingQueue()
     queue.add(waiting("a"))

@@ -1,0 +1,94 @@
+"""Samples of requests that wait for others of their kind: how many are let in, and what it costs when they end."""
+
+from typing import Any, cast
+
+import pytest
+
+from amoeba_jax import SamplingParams
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.siblings import Siblings
+from amoeba_jax.sampling.rows import SamplingRow
+
+SLOTS = 16
+
+
+class Counted(Sequence):
+    """Counts how often any is compared: once for each place of a list that is searched."""
+
+    comparisons = 0
+    __hash__ = Sequence.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return self is other
+
+
+def sequence(number: int, index: int = 0, **settings: Any) -> Counted:
+    params = SamplingParams(max_tokens=4)
+    row = cast(SamplingRow, None)
+    return Counted(f"r{number}", (1,), params, row, lambda update: None, number, index, **settings)
+
+
+@pytest.fixture
+def queue() -> list[Sequence]:
+    return []
+
+
+@pytest.fixture
+def siblings(queue: list[Sequence]) -> Siblings:
+    return Siblings(queue.append, lambda: SLOTS)
+
+
+def released(siblings: Siblings, number: int, count: int) -> list[Counted]:
+    """The siblings of a leader whose prompt is computed."""
+    leader = sequence(number)
+    made = [sequence(number, index + 1, leader=leader) for index in range(count)]
+    leader.siblings = list(made)
+    siblings.release(leader)
+    return made
+
+
+def end(siblings: Siblings, ended: Sequence) -> None:
+    ended.finish("abort")
+    siblings.remove(ended)
+
+
+def test_those_that_end_let_in_the_next_in_order(siblings: Siblings, queue: list[Sequence]):
+    later = released(siblings, 2, 20)
+    earlier = released(siblings, 1, 3)
+    assert queue == later[:14], "an eighth of the slots is left to others"
+    assert siblings.held == {*later[14:], *earlier}
+    end(siblings, earlier[1])
+    end(siblings, later[14])
+    assert siblings.held == {*later[15:], earlier[0], earlier[2]}, "those that have ended are not counted"
+    for ended in later[:3]:
+        end(siblings, ended)
+    assert queue[14:] == [earlier[0], earlier[2], later[15]]
+    for ended in [*later, *earlier]:
+        if not ended.finished:
+            end(siblings, ended)
+    assert not siblings.held
+    assert all(it in queue or it in (earlier[1], later[14]) for it in [*later, *earlier])
+    queue.clear()
+    assert queue == [] != released(siblings, 3, 2) == queue
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["first", "last"])
+def test_ending_many_costs_no_search_of_all(siblings: Siblings, reverse: bool):
+    made = [it for number in range(20) for it in released(siblings, number, 50)]
+    others = [sequence(100 + number) for number in range(1_000)]
+    Counted.comparisons = 0
+    for one in others:
+        end(siblings, one)
+    for one in made[::-1] if reverse else made:
+        end(siblings, one)
+    assert not siblings.held
+    assert Counted.comparisons == 0
+
+
+def test_those_that_have_ended_are_not_kept(siblings: Siblings):
+    made = released(siblings, 1, 500)
+    for one in made[:13:-1]:
+        end(siblings, one)
+        assert len(siblings._heap) <= 2 * len(siblings.held) + 1
+    assert not siblings._heap
