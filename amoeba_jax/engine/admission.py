@@ -62,7 +62,7 @@ class SequenceAdmission:
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
-                wanted.append(instance.sampler.state_spec)
+                wanted += instance.launcher.state_specs()
             # A leader waits for what its siblings need: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
                 wanted += instance.launcher.page_copy_specs()

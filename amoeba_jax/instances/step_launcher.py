@@ -137,6 +137,11 @@ class StepLauncher:
         specs, sites = self._executables.specs, self._runner.sites.values()
         return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
+    def state_specs(self) -> list[ProgramSpec]:
+        """What a sequence that starts has its sampling state written with, here and, where layers switch, on the
+        instances that take it over."""
+        return [self._sampler.state_spec(site.group) for site in self._runner.sites.values()]
+
     def copy_page(self, lanes: list[Lane], lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
         """Copy a page of a lane, `[rows]` ids each as in its tables, in all layers: launched, not waited for.
 

@@ -63,7 +63,7 @@ class StepSampler:
         if not sequence.sampling.uses_state:
             return
         rows = state_rows(sequence.sampling, sequence.prompt, sequence.output)
-        program, state = self._executables.get(self.state_spec), self.state
+        program, state = self._executables.get(self.state_spec(self._group)), self.state
         try:
             state.flags, state.bias = program(state.flags, state.bias, np.int32(slot), *rows)
         except Exception as error:
@@ -72,10 +72,9 @@ class StepSampler:
             state.replace_lost()
             raise StateLostError(f"what sampling remembers is lost: {error}") from error
 
-    @property
-    def state_spec(self) -> ProgramSpec:
-        """What `remember` launches."""
-        return self._executables.specs.set_state(self._group, self.num_slots)
+    def state_spec(self, group: SubMesh) -> ProgramSpec:
+        """What `remember` launches, for an instance on `group`."""
+        return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramSpec]:
         """What a step needs; `every`: logits of all of its tokens are computed."""

@@ -187,6 +187,9 @@ class ActiveTransitions:
             instances = [i for i in self._cluster.instances if i.id in active.devices]
             for instance in instances:
                 give_up(instance, self._requeue)
+                instance.site.kv.clear()
+                instance.site.forget_weights()
+            active.transition.let_go()
             # What was restored counts as released again, and is loaded.
             programs, weights = active.transition.programs, self._cluster.weights
             for layer in range(programs.num_layers):
@@ -221,7 +224,6 @@ class ActiveTransitions:
                 logger.exception("the cache of devices %s cannot be made again", active.devices)
                 drop_frames(error)
             gc.collect()
-        for site in (transition.high, *transition.members):
-            site.kv.clear()
+        transition.let_go()
         self._cluster.take_back([transition.instance])
         return None

@@ -99,6 +99,14 @@ class Transition:
         """
         self._spent.clear()
 
+    def let_go(self) -> None:
+        """Let go of all device buffers. To be called before they are made again from nothing."""
+        for site in (self.high, *self.members):
+            site.kv.clear()
+            site.forget_weights()
+        self.restored = []
+        self.drop_spent()
+
     def _switch(self, segment: SegmentPlan, plan: Plan, plan_s: float) -> None:
         self.started = True
         for site in (self.high, *self.members):

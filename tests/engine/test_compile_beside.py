@@ -1,5 +1,6 @@
 """Programs that are missing are compiled beside the steps of running requests: each waits for its own alone."""
 
+import queue
 import re
 import threading
 import time
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import engine_of, in_dispatcher
+from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 from transform_cases import Background, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.accumulate import wait_for
+from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import ProgramsNotReadyError, RequestFailedError
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.request import Delivery, Request
+from amoeba_jax.transform.options import TransformOptions
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
@@ -159,16 +164,22 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
     check_idle(cold)
 
 
-def test_load_and_transformations_from_the_start(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    """No one waits for a program that others need: none is compiled where steps are launched."""
-    between: list[str] = []
+@pytest.fixture
+def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs that are compiled where steps are launched."""
+    made: list[str] = []
     make = Executables._make
 
     def counted(self: Executables, request: ProgramSpec):
-        between.append(str(request))
+        made.append(str(request))
         return make(self, request)
 
     monkeypatch.setattr(Executables, "_make", counted)
+    return made
+
+
+def test_load_and_transformations_from_the_start(directory: Path, between: list[str]):
+    """No one waits for a program that others need."""
     with LLM(directory, num_devices=4, **SETTINGS) as llm:
         asked = requests(12, max_tokens=60)
         loads = [Background(llm, *asked) for _ in range(2)]
@@ -179,6 +190,39 @@ def test_load_and_transformations_from_the_start(directory: Path, monkeypatch: p
         assert not between
         expected = tokens(llm.generate(*asked))
         assert got == [expected, expected]
+        check_idle(llm)
+
+
+def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(directory: Path, between: list[str]):
+    """Those of the instances to come, whose devices have not sampled such a request yet."""
+    penalized = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=12, ignore_eos=True)
+    with LLM(directory, num_devices=2, **SETTINGS) as llm:
+        for degree in (2, 1, 2):
+            running = Background(llm, [[n + 1, 2, 3] for n in range(4)], greedy(100))
+            wait_until_decoding(llm, 4)
+            llm.transform(degree, layers_per_step=1)
+            running.result()
+        prompts = [[4, 5, 6], [7, 8, 9]]  # for each of the devices
+        expected = tokens(llm.generate(prompts, penalized))
+        running = Background(llm, [[n + 1, 2, 3] for n in range(4)], greedy(200))
+        wait_until_decoding(llm, 4)
+
+        def split(engine: Engine) -> None:
+            engine.drain()
+            engine.transform(TransformOptions(1, (0, 1), layers_per_step=1))
+            assert any(instance.transition is not None for instance in engine.instances)
+            engine.submit([sequence for request, _ in late for sequence in request.sequences])
+
+        def make(prompt: list[int]) -> tuple[Request, "queue.SimpleQueue[Delivery]"]:
+            deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+            return registry_of(llm).make(prompt, penalized, deliveries.put, None, None, every_token=False), deliveries
+
+        late = [make(prompt) for prompt in prompts]
+        in_dispatcher(llm, split, engine_of(llm))
+        assert [[output.token_ids for output in wait_for(*one).outputs] for one in late] == expected
+        running.result()
+        assert len(llm.instances) == 2
+        assert not between
         check_idle(llm)
 
 

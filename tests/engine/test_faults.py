@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ from tiny_models import tiny_config, write_model
 from amoeba_jax import LLM
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
+from amoeba_jax.instances.factory import InstanceFactory
+from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.request import Request
 from amoeba_jax.transform import transition
+from amoeba_jax.transform.active import ActiveTransitions
+from amoeba_jax.transform.call import GroupTransition
 from amoeba_jax.transform.report import TransformVariant
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -214,6 +219,42 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
         outcome = Load(llm).run()
     assert fault.happened
     assert count[0] == 2
+    check(llm, outcome, expected, before)
+
+
+def test_a_group_gives_up_what_it_has_before_it_is_made_again(
+    llm: LLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The weights that a split has restored cannot be read."""
+    before, failed, held = ledgers(llm), [], []
+    fail, make = ActiveTransitions._fail_finishing, InstanceFactory.empty_instance
+
+    def watched(self: ActiveTransitions, active: GroupTransition, error: BaseException) -> None:
+        transition = active.transition
+        assert transition.restored
+        failed.append((transition, [*(i.site for i in self._cluster.instances), transition.high, *transition.members]))
+        fail(self, active, error)
+
+    def watched_make(*arguments: Any) -> Any:
+        ((transition, sites),) = failed
+        held.append(
+            [len(buffers) for buffers in (*(site.kv for site in sites), transition.restored, transition._spent)]
+        )
+        return make(*arguments)
+
+    def unread(reader: ResultReader, arrays: list[jax.Array]) -> "Future[Any]":
+        result: Future[Any] = Future()
+        result.set_exception(jax.errors.JaxRuntimeError(NO_MEMORY))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActiveTransitions, "_fail_finishing", watched)
+        patch.setattr(InstanceFactory, "empty_instance", watched_make)
+        patch.setattr(ResultReader, "when_ready", unread)
+        outcome = Load(llm).run()
+    assert len(held) == 2, "one for each device"
+    assert not any(sum(counts) for counts in held)
+    failed.clear()
     check(llm, outcome, expected, before)
 
 
