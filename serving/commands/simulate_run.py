@@ -58,7 +58,8 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
     if flags["trace"] is not None and flags["dataset_name"] == "mix":
         workload["dataset_name"] = "trace"
     objectives = Slo.from_text([*slo, *more], flags["slo_share"])
-    promised = {f"{name}_slo_s": limit for name, limit in objectives.limits_s.items() if name in ("ttft", "tpot")}
+    limits = objectives.limits_s
+    promised: dict[str, Any] = {f"{name}_slo_s": limits[name] for name in ("ttft", "tpot") if name in limits}
     policy = {item.name: flags[item.name] for item in fields(AmoebaConfig) if item.name in flags}
     if flags["preemption"] not in PREEMPTIONS:
         raise ConfigError(f"--preemption {flags['preemption']!r} must be one of {', '.join(PREEMPTIONS)}")
