@@ -19,11 +19,11 @@ MAX_SLO_S = 86_400.0
 _SMALLEST_F32 = 1.1754943508222875e-38
 _LARGEST_F32 = 3.4028234663852886e38
 
-# Smallest and largest value, None: no limit of its own.
-_INTEGERS: dict[str, tuple[int, int | None]] = {
+# Smallest and largest value.
+_INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, 128),
-    "max_tokens": (1, None),
-    "min_tokens": (0, None),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
     "priority": (-(2**31), 2**31 - 1),
 }
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
@@ -64,7 +64,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
     max_tokens: int = 16
-    """Most tokens to generate."""
+    """Most tokens to generate. Below 2**31."""
     min_tokens: int = 0
     """Stop tokens and end-of-sequence tokens cannot come before this many others. At most `max_tokens`."""
     logprobs: int | None = None
@@ -110,9 +110,8 @@ class SamplingParams:
             raise RequestError(f"seed must be an integer in [0, 2**32), got {shorten(self.seed)}")
         for name, (smallest, largest) in _INTEGERS.items():
             value = getattr(self, name)
-            if not (_is_integer(value) and smallest <= value and (largest is None or value <= largest)):
-                limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-                raise RequestError(f"{name} must be an integer {limits}, got {shorten(value)}")
+            if not (_is_integer(value) and smallest <= value <= largest):
+                raise RequestError(f"{name} must be an integer from {smallest} to {largest}, got {shorten(value)}")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {shorten(self.min_tokens)}"

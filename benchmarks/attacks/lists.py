@@ -54,7 +54,8 @@ def _parameters(count: int) -> dict[str, oip.InferParameter]:
 
 
 async def samples(attacker: Attacker) -> Run:
-    """128 samples with all log-probabilities of prompt and output, as long as the server takes them; read normally."""
+    """128 samples with all log-probabilities (of the prompt only by amoeba.v1), as long as the server takes them; read
+    normally."""
     room = attacker.info.max_model_len
 
     def ours(max_tokens: int) -> Call:
@@ -62,7 +63,7 @@ async def samples(attacker: Attacker) -> Run:
         return generate("amoeba.v1", params, token_ids=pb.TokenIds(ids=_PROMPT * 8))
 
     def theirs(max_tokens: int, stream: bool | None) -> Call:
-        settings = {"n": 128, "logprobs": 20, "prompt_logprobs": 20, "max_tokens": max_tokens, "ignore_eos": True}
+        settings = {"n": 128, "logprobs": 20, "max_tokens": max_tokens, "ignore_eos": True}
         outputs = [f"return_{name}" for name in ("logprobs", "cumulative_logprob", "finish_reason")]
         label = {None: "infer", False: "infer stream, not streaming", True: "infer stream"}[stream]
         flags = {"more_inputs": [_flag(name) for name in outputs], "more_raw": [b"\1"] * len(outputs)}

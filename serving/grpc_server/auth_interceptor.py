@@ -15,6 +15,7 @@ from serving.grpc_server.statuses import CredentialsError, ForbiddenError, statu
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
 # Load balancers ask without a token.
 _OPEN = "/grpc.health.v1.Health/"
+_EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Malformed:
@@ -56,21 +57,25 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return
         raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
 
-    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext) -> None:
-        status, text = status_of(error)
+    async def _abort(self, status: grpc.StatusCode, text: str, context: grpc.aio.ServicerContext) -> None:
         await self._refusals.wait(self._callers.caller(context).account, status)
         await context.abort(status, text)
 
     def _refusing(self, error: Exception) -> grpc.RpcMethodHandler:
         """Answers any kind of call with an error, before anything of it is read."""
+        status, text = status_of(error)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._abort(error, context)
+            await self._abort(status, text, context)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
-        """The same handler with errors as statuses. Those with many requests get a marker for a malformed one."""
+        """The same handler with errors as statuses. Those with many requests get a marker for a malformed one.
+
+        For gRPC every call has a stream of requests: of a single one it would keep the bytes and the message up to the
+        end of the call, which may be long after it was refused.
+        """
         parse = handler.request_deserializer
 
         def read(data: bytes) -> Any:
@@ -80,29 +85,39 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 return _Malformed
 
         def guard(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-            async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async def answer(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+                if handler.request_streaming:
+                    given = _well_formed(requests)
+                elif (given := await context.read()) is _EOF:
+                    raise RequestError("the call has no message")
+                elif given is _Malformed:
+                    raise RequestError("the message is damaged, or has a text that is not UTF-8")
+                answers = behavior(given, context)
+                if not isinstance(answers, AsyncIterator):
+                    return await answers
+                async for message in answers:
+                    await context.write(message)
+                return None
+
+            async def behave(requests: Any, context: grpc.aio.ServicerContext) -> Any:
                 try:
-                    if request is _Malformed:
-                        raise RequestError("the message is damaged, or has a text that is not UTF-8")
-                    answer = behavior(_well_formed(request) if handler.request_streaming else request, context)
-                    if not isinstance(answer, AsyncIterator):
-                        return await answer
-                    async for message in answer:
-                        await context.write(message)
+                    return await answer(requests, context)
                 except (asyncio.CancelledError, grpc.aio.AbortError):
                     raise
                 except Exception as error:
-                    await self._abort(error, context)
+                    status, text = status_of(error)
+                # The error is gone, and what it held: the client may be long in reading this.
+                return await self._abort(status, text, context)
 
             return behave
 
         if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                guard(handler.stream_stream), read, handler.response_serializer
-            )
+            behavior = handler.stream_stream
+        else:
+            behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), read, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), read, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(guard(behavior), read, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(guard(behavior), read, handler.response_serializer)
 
 
 async def _well_formed(requests: Any) -> Any:
@@ -110,3 +125,4 @@ async def _well_formed(requests: Any) -> Any:
         if request is _Malformed:
             raise RequestError("a message is damaged, or has a text that is not UTF-8")
         yield request
+        del request  # may be long, and the next may be long in coming

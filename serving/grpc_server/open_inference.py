@@ -1,6 +1,7 @@
 """The Open Inference Protocol, as Triton speaks it: inference.GRPCInferenceService."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length
 from serving.grpc_server.inference_service import time_left, trace_headers
 from serving.grpc_server.open_inference_tensors import INPUTS, OUTPUTS, Inputs, Replies, read_inputs, wanted_outputs
-from serving.grpc_server.output_coalescer import DeltaSum
+from serving.grpc_server.output_coalescer import LAST_READ_S, DeltaSum
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
-from serving.grpc_server.statuses import UnknownModelError, status_of
+from serving.grpc_server.statuses import SlowReaderError, UnknownModelError, status_of
 
 Context = grpc.aio.ServicerContext
 Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
@@ -181,7 +182,10 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return responses[-1]
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end."""
+        """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end.
+
+        Raises `SlowReaderError` where the client does not read that one of them was refused.
+        """
         one_writer, room = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
         writes: set[asyncio.Task[None]] = set()
@@ -206,17 +210,25 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             room.release()
-            if not task.cancelled():
-                task.exception()  # the client has left: no one can be told
+            # Of another error no one can be told: the client has left.
+            if not task.cancelled() and isinstance(task.exception(), SlowReaderError):
+                with contextlib.suppress(RuntimeError):  # it is ending already
+                    whole.reschedule(asyncio.get_running_loop().time())
 
         try:
-            async for request in request_iterator:
-                await room.acquire()
-                task = asyncio.ensure_future(self._stream_one(request, context, write))
-                tasks.add(task)
-                task.add_done_callback(ended)
-            while tasks:
-                await asyncio.wait(tasks)
+            async with asyncio.timeout(None) as whole:
+                async for request in request_iterator:
+                    await room.acquire()
+                    task = asyncio.ensure_future(self._stream_one(request, context, write))
+                    del request  # may be long, and the next may be long in coming
+                    tasks.add(task)
+                    task.add_done_callback(ended)
+                while tasks:
+                    await asyncio.wait(tasks)
+        except TimeoutError:
+            raise SlowReaderError(
+                f"the client has not read for {LAST_READ_S:g} s that a request was refused: read faster"
+            ) from None
         finally:
             for task in (*tasks, *writes):
                 task.cancel()
@@ -228,20 +240,30 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         context: Context,
         write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """One request of a stream. Its errors are messages: the others go on."""
+        """One request of a stream. Its errors are messages: the others go on.
+
+        Raises `SlowReaderError` for a client that does not read such a message.
+        """
 
         async def write(response: pb.ModelInferResponse) -> None:
             await write_message(pb.ModelStreamInferResponse(infer_response=response))
 
         try:
             await self._infer(self._read(request, context), write)
+            return
         except Exception as error:
             status, text = status_of(error)
-            request_handler = self._handler
-            await request_handler.refusals.wait(request_handler.callers.caller(context).account, status)
-            last = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-            last.parameters["triton_final_response"].bool_param = True
-            await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))
+        request_handler = self._handler
+        name, given_id = request.model_name[:100], request.id[: request_handler.limits.max_id_chars]
+        del request  # nor does the error hold it any more: what follows may take a minute, for many at once
+        last = pb.ModelInferResponse(model_name=name, model_version=VERSION, id=given_id)
+        last.parameters["triton_final_response"].bool_param = True
+        await request_handler.refusals.wait(request_handler.callers.caller(context).account, status)
+        try:
+            async with asyncio.timeout(LAST_READ_S):
+                await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))
+        except TimeoutError:
+            raise SlowReaderError("the client does not read that its request was refused") from None
 
     async def _infer(self, infer: _Infer, write: Write) -> None:
         name = self._handler.backend.name

@@ -27,6 +27,8 @@ OUTPUTS = {
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
+# Dimensions of a wrong shape that an error shows.
+_MAX_SHOWN = 8
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
 
 
@@ -63,8 +65,9 @@ def read_inputs(request: pb.ModelInferRequest) -> Inputs:
             raise RequestError(f"input tensor {tensor.name} is there twice")
         if tensor.datatype != kind:
             raise RequestError(f"input tensor {tensor.name} must be {kind}, got {tensor.datatype[:20]!r}")
-        if list(tensor.shape) != [1]:
-            raise RequestError(f"input tensor {tensor.name} must have shape [1], got {list(tensor.shape)[:8]}")
+        if len(tensor.shape) != 1 or tensor.shape[0] != 1:
+            got = f"{len(tensor.shape)} dimensions, {list(tensor.shape[:_MAX_SHOWN])}"
+            raise RequestError(f"input tensor {tensor.name} must have shape [1], got {got}")
         if not raw:
             values[tensor.name] = _from_contents(tensor, kind)
         elif tensor.HasField("contents"):
@@ -97,6 +100,8 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
     """Outputs that a response has: those asked for by flags, and only those listed where there is a list."""
+    if len(request.outputs) > len(OUTPUTS):
+        raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")
     listed = [tensor.name for tensor in request.outputs]
     for name in listed:
         if name not in OUTPUTS:

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,6 +28,7 @@ from serving.grpc_server.open_requests import OpenRequests, Ticket
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
+from serving.grpc_server.threads import MAX_TRANSFORM_CALLS, Threads
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import RequestRecord, ServerMetrics
 from serving.runtime.scheduling import Scheduling
@@ -40,10 +41,6 @@ _SHUTDOWN_GRACE_S = 2.0
 _ABORT_S = 10.0
 # How long the message that is being written may take when its request is over.
 _LAST_WRITE_S = 0.5
-# Texts from this length on are tokenized one at a time, so that they do not keep all threads from short ones.
-_LONG_TEXT_CHARS = 32_768
-# Calls that wait for a transformation at once.
-_MAX_TRANSFORM_CALLS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -78,34 +75,33 @@ class RequestHandler:
         self._tracing = tracing
         self._backend: Backend | None = None
         self.scheduling: Scheduling | None = None
-        # What takes a while, or waits for the engine, happens outside the loop. Each kind has threads of its own, so
-        # that none waits for another.
-        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
-        self._tokenizing_long = ThreadPoolExecutor(1, thread_name_prefix="amoeba-tokenize-long")
-        self._control = ThreadPoolExecutor(4, thread_name_prefix="amoeba-control")
-        self._transforming = ThreadPoolExecutor(_MAX_TRANSFORM_CALLS, thread_name_prefix="amoeba-transform")
-        self._aborting = ThreadPoolExecutor(2, thread_name_prefix="amoeba-abort")
+        self._threads = Threads()
         self._num_transforming = 0
-        self._generating: set[asyncio.Task[None]] = set()
+        # Called when a drain begins.
+        self.on_draining: Callable[[], Awaitable[None]] | None = None
+        self._aborts = False  # a drain has begun to
+        # Of each request, by its id: the task that reads the engine, and the one that writes.
+        self._generating: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def attach(self, backend: Backend, scheduling: Scheduling | None) -> None:
-        """The model is loaded: serve. Without `scheduling`, instances change only when they are told to."""
+        """The model is loaded: serve, unless a drain has begun. Without `scheduling`, instances change only when they
+        are told to."""
         self._backend, self.scheduling = backend, scheduling
-        self.state = State.READY
+        if self.state is State.LOADING:
+            self.state = State.READY
 
     def fail(self) -> None:
         """The engine has failed, or does not answer any more: requests end with `NotServingError`."""
         self.state = State.DEAD
-        for task in self._generating:
+        for task in itertools.chain.from_iterable(self._generating.values()):
             task.cancel()
 
     def close(self) -> None:
         """Let the threads go."""
-        for pool in (self._tokenizing, self._tokenizing_long, self._control, self._transforming, self._aborting):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @property
     def backend(self) -> Backend:
@@ -167,7 +163,7 @@ class RequestHandler:
         record: RequestRecord,
     ) -> None:
         """The engine is read as fast as it generates, whatever the client does: two tasks, which end together."""
-        if self.state is State.DEAD:  # since its prompt was tokenized
+        if self._aborts or self.state is State.DEAD:  # since its prompt was tokenized
             raise NotServingError(self.state.value)
         buffer = OutputCoalescer(self.limits.max_buffered_tokens, call.params)
 
@@ -187,7 +183,7 @@ class RequestHandler:
                     buffer.put(delta)
 
         receiving, sending = asyncio.ensure_future(receive()), asyncio.ensure_future(buffer.send_all(send))
-        self._generating.update((receiving, sending))
+        self._generating[ticket.id] = receiving, sending
         try:
             done, _ = await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
             if any(task.cancelled() for task in done):
@@ -199,7 +195,7 @@ class RequestHandler:
             # deadline, and the time limit above another) may come at any await, and must not leave it running.
             receiving.cancel()
             buffer.close()
-            self._generating.difference_update((receiving, sending))
+            del self._generating[ticket.id]
             closing = asyncio.ensure_future(_end_both(receiving, sending))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -210,13 +206,13 @@ class RequestHandler:
         if isinstance(prompt, str):
             self._check_text(len(prompt))
             encode = partial(self.tokenizer().encode, prompt, add_special_tokens)
-            tokens = await self._tokenize(len(prompt), encode)
+            tokens = await self._threads.tokenize(len(prompt), encode)
         elif prompt and isinstance(prompt[0], dict):
             messages = cast(list[dict[str, Any]], prompt)
             check_length("the conversation", len(messages), "max_chat_messages", self.limits, "messages")
             length = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
             self._check_text(length)
-            tokens = await self._tokenize(length, partial(self.tokenizer().apply_chat_template, messages))
+            tokens = await self._threads.tokenize(length, partial(self.tokenizer().apply_chat_template, messages))
         else:
             tokens = cast(list[int], prompt)
         if not tokens:
@@ -227,7 +223,7 @@ class RequestHandler:
         """The text of token ids. Raises `RequestError` for more than a context has."""
         self.check_num_tokens("token_ids", len(token_ids))
         decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
-        return await self._tokenize(len(token_ids), decode)
+        return await self._threads.tokenize(len(token_ids), decode)
 
     def check_num_tokens(self, name: str, num_tokens: int) -> None:
         """Raise `RequestError` for more tokens than the longest context has."""
@@ -237,10 +233,6 @@ class RequestHandler:
     def _check_text(self, length: int) -> None:
         backend, tokenizer = self.backend, self.tokenizer()
         check_prompt_text(length, self.limits, backend.max_model_len, tokenizer.longest_token_chars)
-
-    async def _tokenize(self, length: int, function: Callable[[], T]) -> T:
-        pool = self._tokenizing if length < _LONG_TEXT_CHARS else self._tokenizing_long
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
     @contextlib.asynccontextmanager
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
@@ -264,15 +256,15 @@ class RequestHandler:
 
     async def control(self, function: Callable[..., T], *args: Any) -> T:
         """Ask the engine something, outside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._control, function, *args)
+        return await self._threads.run(self._threads.control, function, *args)
 
     async def transform(self, function: Callable[[], T]) -> T:
         """Run a transformation to its end, outside the loop. Raises `LimitError` where many are waited for."""
-        if self._num_transforming >= _MAX_TRANSFORM_CALLS:
-            raise LimitError(f"{_MAX_TRANSFORM_CALLS} transformations are waited for, which is the limit")
+        if self._num_transforming >= MAX_TRANSFORM_CALLS:
+            raise LimitError(f"{MAX_TRANSFORM_CALLS} transformations are waited for, which is the limit")
         self._num_transforming += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._transforming, function)
+            return await self._threads.run(self._threads.transforming, function)
         finally:
             self._num_transforming -= 1
 
@@ -283,24 +275,30 @@ class RequestHandler:
         return any([await self._abort(request_id) for request_id in found])
 
     async def _abort(self, request_id: str) -> bool:
-        return await asyncio.get_running_loop().run_in_executor(self._aborting, self.backend.cancel, request_id)
+        return await self._threads.run(self._threads.aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
         """Take no new requests, wait for those that run (None: for ever), then abort. Returns how many were aborted."""
         if self.state is State.READY:
             # Beside this: whether or not it succeeds, those that have not ended in time are aborted.
-            asyncio.get_running_loop().run_in_executor(self._transforming, resume_paused, self.backend)
+            self._threads.run(self._threads.transforming, resume_paused, self.backend)
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
+        if self.on_draining is not None:
+            await self.on_draining()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+        self._aborts = True
         left = sorted(self.admission.ids)
         # An engine that does not answer is not waited for.
         with contextlib.suppress(TimeoutError, NotServingError, EngineClosedError):
             async with asyncio.timeout(_ABORT_S):
                 for request_id in left:
-                    await self._abort(request_id)
+                    # One that the engine does not have yet is not to come to it.
+                    if not await self._abort(request_id):
+                        for task in self._generating.get(request_id, ()):
+                            task.cancel()
         # A client that does not read cannot be told.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_GRACE_S):

@@ -20,6 +20,7 @@ from serving.grpc_server.health import HealthServicer
 from serving.grpc_server.inference_service import InferenceService
 from serving.grpc_server.monitor import INTERVAL_S, watch_engine
 from serving.grpc_server.open_inference import OpenInferenceService
+from serving.grpc_server.priority_classes import PriorityClass
 from serving.grpc_server.reflection import add_reflection
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.security import server_credentials
@@ -39,6 +40,9 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # How long a drain waits for requests that were aborted, and for calls that are just ending.
 _LAST_WORDS_S = 2.0
+# Calls of one connection at once, beyond the requests that a client may have: of health, of the admin, refused ones.
+_MORE_STREAMS = 64
+_MIN_STREAMS = 1024
 
 
 class Server:
@@ -57,6 +61,7 @@ class Server:
             self.metrics.on_not_transformed = tracing.not_transformed
         callers = Callers(config.api_tokens, config.admin_token)
         self.request_handler = RequestHandler(config.limits, self.metrics, tracing, callers)
+        self.request_handler.on_draining = self._show_draining
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -66,7 +71,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind the ports. Calls are answered with UNAVAILABLE until a model is attached."""
-        await self._set_ready(False)
+        await self._show_readiness()
         together = self.config.admin_port is None
         main = self._new_server([INFERENCE, OPEN_INFERENCE, *([ADMIN] if together else [])])
         self.port = self._bind(main, self.config.port)
@@ -102,32 +107,33 @@ class Server:
     async def attach(
         self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
-        """Serve with a model that is loaded, and a scheduler over it if there is one."""
+        """Serve with a model that is loaded, and a scheduler over it if there is one; not where a drain has begun."""
         self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
-        await self._set_ready(True)
+        await self._show_readiness()
 
     async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
         error = await watch_engine(backend, self.metrics, self.config.engine_timeout_s, interval_s)
         self.request_handler.fail()
         logger.error("the engine has failed: %s", error)
         self.dead.set_result(error)
-        await self._set_ready(False)
+        await self._show_readiness()
         await self._health.set("", _NOT_SERVING)
 
-    async def _set_ready(self, ready: bool) -> None:
+    async def _show_readiness(self) -> None:
         """Readiness by service; "" is liveness."""
-        for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
-            await self._health.set(service, _SERVING if ready else _NOT_SERVING)
+        status = _SERVING if self.request_handler.state is State.READY else _NOT_SERVING
+        # Together: a watcher that reads nothing holds up that of its own service.
+        await asyncio.gather(*(self._health.set(service, status) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)))
 
-    async def drain(self, timeout_s: float) -> int:
-        """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""
-        if self.request_handler.state in (State.LOADING, State.READY):
-            self.request_handler.state = State.DRAINING
+    async def _show_draining(self) -> None:
         # A watcher that reads nothing must not hold this up.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._set_ready(False)
+                await self._show_readiness()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""
         return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:
@@ -141,7 +147,10 @@ class Server:
 
 
 def _options(limits: Limits) -> Sequence[tuple[str, int]]:
+    most_requests = len(PriorityClass) * limits.max_requests_per_client  # see `OpenRequests`
     return (
+        # Clients keep further calls back until others have ended.
+        ("grpc.max_concurrent_streams", max(_MIN_STREAMS, most_requests + _MORE_STREAMS)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),

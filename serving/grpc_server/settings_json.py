@@ -1,7 +1,10 @@
 """Sampling settings as JSON, which clients of the Open Inference Protocol send."""
 
 import json
+import re
 from typing import Any
+
+import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
@@ -29,6 +32,12 @@ _NUMBERS = frozenset(
 _FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
 _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})
 KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS
+# A string, up to the end of the text where it has none. What it has matched is not tried in another way.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+# By character: every other one changes nothing.
+_DEPTH_CHANGES = np.zeros(256, np.int8)
+_DEPTH_CHANGES[list(b"[{")] = 1
+_DEPTH_CHANGES[list(b"]}")] = -1
 
 
 def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
@@ -53,6 +62,8 @@ def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller)
     unknown = sorted(set(values) - KNOWN)
     if unknown:
         raise RequestError(f"unknown sampling parameters {shorten(unknown)}: known are {', '.join(sorted(KNOWN))}")
+    if values.get("prompt_logprobs") is not None:
+        raise RequestError("prompt_logprobs has no output in this protocol: send the request to amoeba.v1 for them")
     given = {name: _converted(name, value) for name, value in values.items() if value is not None}
     return checked_params(given, limits, caller)
 
@@ -89,24 +100,8 @@ def _number(name: str, text: str, kind: type) -> Any:
 
 def _depth(text: str) -> int:
     """How deep brackets are nested outside strings: the parser itself would end in a recursion error."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for character in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                in_string = False
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
+    outside = np.frombuffer(_STRING.sub("", text).encode("utf-8", errors="replace"), np.uint8)
+    return int(np.cumsum(_DEPTH_CHANGES[outside], dtype=np.int64).max(initial=0))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -153,7 +153,13 @@ def test_drain_is_not_held_up_by_what_waits_for_the_engine(live: Live):
     stream = generate(live.inference, text="hello", params=LONG)
     next(stream)
     door, go_on = live.server.request_handler, threading.Event()
-    pools: list[ThreadPoolExecutor] = [door._control, door._transforming, door._tokenizing, door._tokenizing_long]
+    threads = door._threads
+    pools: list[ThreadPoolExecutor] = [
+        threads.control,
+        threads.transforming,
+        threads.tokenizing,
+        threads.tokenizing_long,
+    ]
     for pool in pools:
         for _ in range(16):
             pool.submit(go_on.wait, TIMEOUT_S)

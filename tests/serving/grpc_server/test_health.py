@@ -15,6 +15,7 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import EngineStuckError
+from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import ADMIN, INFERENCE, OPEN_INFERENCE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -47,6 +48,28 @@ def test_ready_once_a_model_is_attached(start: Callable[..., Live]):
     watch.cancel()
     code, _ = code_and_text(lambda: check(live, "no.such.Service"))
     assert code is grpc.StatusCode.NOT_FOUND
+
+
+def test_not_ready_while_an_admin_drains_it(start: Callable[..., Live]):
+    live = start()
+    stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    next(stream)
+    drain = live.admin.Drain.future(pb.DrainRequest(), timeout=TIMEOUT_S)
+    wait_until(lambda: live.server.request_handler.state is State.DRAINING)
+    wait_until(lambda: {check(live, service) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)} == {NOT_SERVING})
+    assert check(live, "") == SERVING
+    stream.cancel()
+    assert drain.result().aborted == 0
+
+
+def test_drained_while_it_loads_it_does_not_serve(start: Callable[..., Live]):
+    live = start(attach=False)
+    assert live.admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S).aborted == 0
+    live.loop.run(live.server.attach(live.llm))
+    assert {check(live, service) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)} == {NOT_SERVING}
+    code, text = code_and_text(lambda: list(live.generate(text="x")))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in text
 
 
 def test_engine_that_dies_is_seen(start: Callable[..., Live], served_model, compile_cache: str):

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from live_server import TIMEOUT_S, Live, code_and_text
 
 from amoeba_jax.client import Client, requests
@@ -17,7 +20,8 @@ from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
 from serving.grpc_server.config import Limits
-from serving.grpc_server.settings_json import parse_settings
+from serving.grpc_server.open_inference_tensors import Inputs, read_inputs, wanted_outputs
+from serving.grpc_server.settings_json import _depth, parse_settings
 from serving.grpc_server.statuses import MAX_MESSAGE_CHARS, public_text, status_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -227,6 +231,54 @@ def test_values_in_errors_are_short_however_long_they_are():
 def test_settings_beyond_their_bytes_are_not_parsed():
     with pytest.raises(RequestError, match="max_settings_bytes"):
         parse_settings(b"[" * 300_000, Limits())
+
+
+class Unread:
+    """As many elements as a message may have, of which no one may go through all."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: slice) -> list[int]:
+        return [2] * len(range(self._length)[index])
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all of it is read")
+
+
+def test_outputs_beyond_those_that_there_are_are_not_read():
+    request = cast(Any, SimpleNamespace(outputs=Unread(2_000_000)))
+    with pytest.raises(RequestError, match="2000000 outputs are listed: there are 6"):
+        wanted_outputs(request, Inputs({}))
+
+
+def test_a_wrong_shape_is_not_read():
+    wrong = SimpleNamespace(name="text_input", datatype="BYTES", shape=Unread(4_000_000))
+    with pytest.raises(RequestError, match=r"got 4000000 dimensions, \[(2, ){7}2\]$"):
+        read_inputs(cast(Any, SimpleNamespace(raw_input_contents=[b""], inputs=[wrong])))
+
+
+def depth_by_character(text: str) -> int:
+    depth = deepest = 0
+    characters = iter(text)
+    for character in characters:
+        if character == '"':
+            for inner in characters:
+                if inner == "\\":
+                    next(characters, None)
+                elif inner == '"':
+                    break
+        depth += (character in "[{") - (character in "]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+@given(st.text(st.sampled_from('[]{}"\\\n,aé')) | st.text())
+def test_depth_is_that_of_brackets_outside_strings(text: str):
+    assert _depth(text) == depth_by_character(text)
 
 
 def test_replies_of_one_message_are_bounded(live: Live):

@@ -190,6 +190,10 @@ def settings(data: bytes) -> tuple[str, str, list[int], bytes]:
     return ("sampling_parameters", "BYTES", [1], raw(data))
 
 
+# One digit more cannot be read, and Python writes no product of this one.
+HUGE = b'{"max_tokens": ' + b"9" * 4300 + b', "n": 10}'
+
+
 def both_contents() -> pb.ModelInferRequest:
     message = request(TEXT)
     message.inputs[0].contents.bytes_contents.append(b"hello")
@@ -222,6 +226,8 @@ def parameter(**value: Any) -> dict[str, pb.InferParameter]:
         (request(TEXT, settings(b'{"temperature": NaN}')), "finite"),
         (request(TEXT, settings(b'{"temperature": 1e999}')), "temperature"),
         (request(TEXT, settings(b'{"seed": ' + b"9" * 9000 + b"}")), "cannot be read"),
+        (request(TEXT, settings(HUGE)), "max_tokens must be an integer from 1 to 2147483647"),
+        (request(TEXT, settings(b'{"prompt_logprobs": 0}')), "amoeba.v1"),
         (request(TEXT, settings(b'{"best_of": 3}')), "unknown sampling parameters"),
         (request(TEXT, settings(b'{"n": 1, "n": 2}')), "twice"),
         (request(TEXT, settings(b'{"stop": ["a", ' + b'"b", ' * 16 + b'"c"]}')), "at most 16"),
@@ -241,6 +247,20 @@ def test_wrong_requests_are_invalid(live: Live, message: pb.ModelInferRequest, s
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert said in error.details()
+    live.check_idle()
+
+
+def test_huge_numbers_are_invalid_on_a_stream_too(live: Live):
+    stub = pb_grpc.GRPCInferenceServiceStub(live.channel)
+    (answer,) = stub.ModelStreamInfer(iter([request(TEXT, settings(HUGE))]), timeout=TIMEOUT_S)
+    assert answer.error_message.startswith("max_tokens must be an integer from 1 to 2147483647, got an integer of ")
+    live.check_idle()
+
+
+def test_settings_that_are_null_are_not_given(live: Live):
+    data = b'{"prompt_logprobs": null, "seed": null, "temperature": 0, "max_tokens": 2}'
+    stub = pb_grpc.GRPCInferenceServiceStub(live.channel)
+    assert stub.ModelInfer(request(TEXT, settings(data)), timeout=TIMEOUT_S).outputs
     live.check_idle()
 
 

@@ -17,7 +17,7 @@ from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
 from serving.grpc_server.output_coalescer import OutputCoalescer
 from serving.grpc_server.request_handler import _LAST_WRITE_S, RequestHandler
-from serving.grpc_server.statuses import SlowReaderError
+from serving.grpc_server.statuses import NotServingError, SlowReaderError
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
 
@@ -154,6 +154,51 @@ def test_any_number_of_cancellations_at_any_time_end_the_request(cancellations: 
 
     for first in range(8):
         asyncio.run(run([first, *[first % 3] * (cancellations - 1)]))
+
+
+@pytest.mark.parametrize("where", ["in the tokenizer", "before the engine"])
+def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drain(where: str):
+    class Late(Scripted):
+        def __init__(self, reached: asyncio.Event, go_on: asyncio.Event):
+            super().__init__(never_done())
+            self._reached, self._go_on = reached, go_on
+
+        async def astream_deltas(self, *_: Any, **__: Any) -> AsyncGenerator[tuple[None, RequestDelta], None]:
+            self._reached.set()
+            await self._go_on.wait()
+            async for it in super().astream_deltas():
+                yield it
+
+        def cancel(self, request_id: str) -> bool:
+            return False
+
+    async def run() -> None:
+        door, reached, go_on = RequestHandler(Limits(), ServerMetrics()), asyncio.Event(), asyncio.Event()
+        backend = Late(reached, go_on)
+        door.attach(cast(Backend, backend), None)
+
+        async def tokenize(_: Any) -> list[int]:
+            reached.set()
+            await go_on.wait()
+            return [1]
+
+        if where == "in the tokenizer":
+            door.tokenize = tokenize
+        serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(0)))
+        await reached.wait()
+        draining = asyncio.ensure_future(door.drain(0))
+        done, _ = await asyncio.wait((serving,), timeout=0.5)
+        assert bool(done) == (where != "in the tokenizer"), "what is being tokenized is waited for a little"
+        go_on.set()
+        with pytest.raises(NotServingError, match="shutting down"):
+            await asyncio.wait_for(serving, 30)
+        assert await draining == 1
+        assert not backend.begun
+        assert not door.admission.ids
+        assert not door._generating
+        door.close()
+
+    asyncio.run(run())
 
 
 def tokens(count: int, *, finished: bool = False) -> RequestDelta:

@@ -285,14 +285,18 @@ def test_draining_server_finishes_and_takes_nothing_new(start: Callable[..., Liv
     assert drain.result().aborted == 0
 
 
-def test_drain_lets_paused_requests_go_on(start: Callable[..., Live]):
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_drain_lets_paused_requests_go_on(start: Callable[..., Live], by_signal: bool):
     """They would keep it waiting for ever."""
     live = start()
     stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     next(stream)
     pause = pb.TransformRequest(tensor_parallel_size=2, running=pb.RUNNING_REQUESTS_PAUSE, release_weights=False)
     assert live.admin.Transform(pause, timeout=TIMEOUT_S).paused == 1
-    assert live.admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S).aborted == 0
+    if by_signal:
+        assert live.loop.run(live.server.drain(TIMEOUT_S / 2)) == 0
+    else:
+        assert live.admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S).aborted == 0
     *_, last = stream
     assert last.completions[0].finish_reason == pb.FINISH_REASON_LENGTH
 

@@ -1,0 +1,37 @@
+"""Threads for what takes a while, or waits for the engine: it happens outside the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MAX_TRANSFORM_CALLS = 4
+"""Calls that wait for a transformation at once."""
+# Texts from this length on are tokenized one at a time, so that they do not keep all threads from short ones.
+_LONG_TEXT_CHARS = 32_768
+
+
+class Threads:
+    """Each kind of work has threads of its own, so that none waits for another."""
+
+    def __init__(self) -> None:
+        self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
+        self.tokenizing_long = ThreadPoolExecutor(1, thread_name_prefix="amoeba-tokenize-long")
+        self.control = ThreadPoolExecutor(4, thread_name_prefix="amoeba-control")
+        self.transforming = ThreadPoolExecutor(MAX_TRANSFORM_CALLS, thread_name_prefix="amoeba-transform")
+        self.aborting = ThreadPoolExecutor(2, thread_name_prefix="amoeba-abort")
+
+    def run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
+        """Call a function in one of these threads."""
+        return asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+    def tokenize(self, length: int, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """The same, for a text of that many characters."""
+        return self.run(self.tokenizing if length < _LONG_TEXT_CHARS else self.tokenizing_long, function)
+
+    def close(self) -> None:
+        """Let the threads go."""
+        for pool in (self.tokenizing, self.tokenizing_long, self.control, self.transforming, self.aborting):
+            pool.shutdown(wait=False, cancel_futures=True)
