@@ -87,13 +87,15 @@ class Launching:
         """The next step whose programs are there: sequences that can do without those of the best one go on.
 
         Where someone cannot, programs with which any number can are compiled first; those of the best step come
-        when nothing else is waited for.
+        when nothing else is waited for. Where there is another step than one whose program has failed, it is taken.
         """
-        plans = self._plans(instance)
+        plans, launcher = self._plans(instance), instance.launcher
         best = next(plans, None)
-        if best is None or instance.launcher.can_launch(best):
+        if best is None or (launcher.can_launch(best) and not launcher.fails(best)):
             return best
-        other = next((plan for plan in plans if instance.launcher.can_launch(plan)), None)
+        other = next((plan for plan in plans if launcher.can_launch(plan) and not launcher.fails(plan)), None)
+        if other is None and launcher.can_launch(best):
+            return best  # it tells a request why it cannot be served
         executables = self._cluster.executables
         if instance.transition is not None:
             executables.request(instance.launcher.specs(best))

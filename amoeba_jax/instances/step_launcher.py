@@ -62,6 +62,10 @@ class StepLauncher:
             known = self._known[what] = self._executables.available(self.specs(plan))
         return known
 
+    def fails(self, plan: StepPlan) -> bool:
+        """Whether a program of a step of this shape, whatever samples its tokens, has failed: another shape may do."""
+        return self._executables.has_failed(self._runner.specs(plan.shape, plan.logits_of, plan.lane))
+
     def extents_changed(self) -> None:
         """Take note that the cache has other extents: steps need other programs."""
         self._known_at = None

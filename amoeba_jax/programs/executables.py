@@ -90,6 +90,10 @@ class Executables:
         """Whether `get` gives all of these, or refuses them, and compiles none that could be compiled beside."""
         return not self._beside or not self._absent(specs)
 
+    def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
+        """Whether one of these could not be compiled in the background, or used: `get` would raise why."""
+        return bool(self._failed) and any(spec.key in self._failed for spec in specs)
+
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
         """`available`; what is not is compiled in the background, before what `compile_later` was given."""
         if not self._beside or not (absent := self._absent(specs)):

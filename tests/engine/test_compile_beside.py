@@ -164,6 +164,27 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
     check_idle(cold)
 
 
+def test_a_step_whose_program_fails_is_computed_in_another_shape(cold: LLM):
+    """Of 8 requests, whose programs are there; those for one cannot be compiled, and it does not need them."""
+    asked = [[n + 1, 2, 3] for n in range(8)]
+    expected = tokens(cold.generate(asked, greedy(60)))
+    background = cold._engine.cluster.executables.background
+    compile, failed = background._compile, []
+
+    def failing(wanted: list[ProgramSpec]):
+        if wanted[0].kind == "step":
+            failed.append(str(wanted[0]))
+            raise RuntimeError("injected")
+        yield from compile(wanted)
+
+    background._compile = failing
+    for _ in range(3):
+        assert tokens(cold.generate(asked[:1], greedy(60))) == expected[:1]
+    assert failed
+    assert len(failed) == len(set(failed)), "and they are not compiled again and again"
+    check_idle(cold)
+
+
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Programs that are compiled where steps are launched."""
