@@ -165,7 +165,7 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
 
 
 def test_a_step_whose_program_fails_is_computed_in_another_shape(cold: LLM):
-    """Of 8 requests, whose programs are there; those for one cannot be compiled, and it does not need them."""
+    """Programs for 8 requests are there; those for one cannot be compiled, and it does not need them."""
     asked = [[n + 1, 2, 3] for n in range(8)]
     expected = tokens(cold.generate(asked, greedy(60)))
     background = cold._engine.cluster.executables.background
