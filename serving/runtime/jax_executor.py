@@ -107,6 +107,7 @@ class JaxExecutor:
             max_model_len=engine.max_model_len,
             refused=refused.union(self._preparing),
             timing=self._timings.take(engine.instances),
+            hidden_tokens=self.waiting.hidden_tokens,
         )
 
     def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:

@@ -70,6 +70,11 @@ class WaitingView:
                 self._shown.add(waiting_request(name, sequence))
         return self._shown.snapshot()
 
+    @property
+    def hidden_tokens(self) -> tuple[int, ...]:
+        """Most tokens of each request that waits and is not shown now."""
+        return tuple(sequence.max_total_tokens for sequence in self._hidden.values())
+
     def _awaited(self):
         """`Engine.awaits_program`, asked once for all sequences that need the same programs."""
         known: dict[tuple[bool, bool], bool] = {}

@@ -69,7 +69,7 @@ class AmoebaPolicy:
 
     def _leaving(self, view: ClusterView, merged: Iterable[InstanceView]) -> list[tuple[InstanceView, int]]:
         """Instances that take no new requests, and the degree that each of them splits to."""
-        leaving = self._splits.leaving(view, merged, self._index.largest, self._pressed)
+        leaving = self._splits.leaving(view, merged, view.with_hidden(self._index.largest), self._pressed)
         return [pair for pair in leaving if not self._cache.keeps(view, pair[0])]
 
     def _rests(self, view: ClusterView) -> bool:
@@ -84,7 +84,7 @@ class AmoebaPolicy:
     def _largest_long(self, view: ClusterView, merged: Iterable[InstanceView]) -> int:
         """Tokens of the largest recent long request; 0 if there was none."""
         running = [i.largest for i in merged if view.has_long(i)]
-        waiting = self._index.largest(view.longest.capacity_tokens)
+        waiting = view.with_hidden(self._index.largest)(view.longest.capacity_tokens)
         size = max([waiting if view.is_long(waiting) else 0, *running])
         seen_s, largest = self._largest
         if size >= largest or view.now_s - seen_s > self.config.reserve_memory_s:

@@ -48,7 +48,7 @@ class AmoebaPaperPolicy:
         waiting = {request.request_id for request in queue}
         self._scaling = {name: devices for name, devices in self._scaling.items() if name in waiting}
         between = {device for devices in self._scaling.values() for device in devices}
-        leaving = self._splits.leaving(view, view.instances, self._index.largest, pressed=False)
+        leaving = self._splits.leaving(view, view.instances, view.with_hidden(self._index.largest), pressed=False)
         room = Room(view, self.config.reserved_growth)
         actions: list[Action] = [*rejects]
         actions += self._splits.split(view, room, [it for it in leaving if between.isdisjoint(it[0].devices)])

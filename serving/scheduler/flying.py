@@ -80,7 +80,7 @@ class FlyingPolicy:
             return self._resumed(view, room, instance, urgent)
         if self.load.bound or self._serves_urgent(instance, urgent):
             return []
-        size = max(instance.largest, self._index.largest(instance.capacity_tokens))
+        size = max(instance.largest, view.with_hidden(self._index.largest)(instance.capacity_tokens))
         if view.is_long(size):
             degree = self._holding(view, size, instance)
             why = f"TP{degree} holds its long requests"

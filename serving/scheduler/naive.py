@@ -38,7 +38,7 @@ class BoundRequests:
         """Bind new requests with `choose`; then split, dispatch and merge. An instance serves in the queue's order."""
         rejects, queue = self.admission.screen(view, self._index, f"a TP{view.longest.degree} instance")
         known = {request.request_id for request in queue}
-        leaving = self.splits.leaving(view, view.instances, self._index.largest, self._pressed)
+        leaving = self.splits.leaving(view, view.instances, view.with_hidden(self._index.largest), self._pressed)
         left = {instance.id for instance, _ in leaving}
         served = {device for i in view.instances if i.id not in left for device in i.devices}
         self.device_of = {n: device for n, device in self.device_of.items() if n in known and device in served}

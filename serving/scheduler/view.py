@@ -3,7 +3,7 @@
 Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -193,6 +193,15 @@ class ClusterView:
     not to be asked for now."""
     timing: Timing = field(default_factory=Timing)
     """What steps and transformations take here."""
+    hidden_tokens: tuple[int, ...] = ()
+    """Most tokens of each request that waits and is not in `queue`, as nothing can be done for it for a moment: its last
+    token is in flight since it was preempted, say. Instances that hold it are not to split."""
+
+    def with_hidden(self, largest: Callable[[int], int]) -> Callable[[int], int]:
+        """Add `hidden_tokens` to what gives the largest request of the queue that has at most that many tokens."""
+        if not self.hidden_tokens:
+            return largest
+        return lambda most: max([largest(most), *(tokens for tokens in self.hidden_tokens if tokens <= most)])
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:

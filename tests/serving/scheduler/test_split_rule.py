@@ -140,3 +140,11 @@ def test_an_instance_whose_requests_do_not_fit_the_parts_serves_on_where_there_i
     policy = AmoebaPolicy(AmoebaConfig(linger_s=0))
     other = cluster(too_full, *(filled(device, 1.0) for device in range(4, 8)), queue=[waiting("n")])
     assert policy.decide(other) == policy.decide(other) == [], "others are open, if full"
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_an_instance_is_kept_for_a_long_request_that_is_not_shown(make):
+    """The engine has preempted it, and its last token is in flight: it waits again in a moment."""
+    policy, merged = make(SplitConfig(linger_s=0)), instance(0, 4, running("short"))
+    assert splits(policy.decide(cluster(merged, hidden_tokens=(1_000, TP4_LONG)))) == []
+    assert splits(policy.decide(cluster(merged, hidden_tokens=(1_000,), now_s=1))) == [((0, 1, 2, 3), 1)]
