@@ -194,8 +194,8 @@ class ClusterView:
     timing: Timing = field(default_factory=Timing)
     """What steps and transformations take here."""
     hidden_tokens: tuple[int, ...] = ()
-    """Most tokens of each request that waits and is not in `queue`, as nothing can be done for it for a moment: its last
-    token is in flight since it was preempted, say. Instances that hold it are not to split."""
+    """Most tokens of each request that waits and is not in `queue`, as nothing can be done for it for a moment: it was
+    preempted and its last token is in flight, say. Instances that hold it are not to split."""
 
     def with_hidden(self, largest: Callable[[int], int]) -> Callable[[int], int]:
         """Add `hidden_tokens` to what gives the largest request of the queue that has at most that many tokens."""
