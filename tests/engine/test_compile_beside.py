@@ -95,6 +95,27 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
+Started = list[tuple[Request, "queue.SimpleQueue[Delivery]"]]
+
+
+def made(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Started:
+    """Requests, to be given to the engine by `submit_all` in one go."""
+
+    def make(prompt: list[int]) -> tuple[Request, "queue.SimpleQueue[Delivery]"]:
+        deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        return registry_of(llm).make(prompt, params, deliveries.put, None, None, every_token=False), deliveries
+
+    return [make(prompt) for prompt in prompts]
+
+
+def submit_all(engine: Engine, started: Started) -> None:
+    engine.submit([sequence for request, _ in started for sequence in request.sequences])
+
+
+def tokens_of(started: Started) -> list[list[tuple[int, ...]]]:
+    return [[tuple(output.token_ids) for output in wait_for(*one).outputs] for one in started]
+
+
 def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
     cold.generate([[1, 2, 3]], greedy(4))  # a prompt alone, and one decode
     gate = Gate(cold)
@@ -167,7 +188,9 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
 def test_a_step_whose_program_fails_is_computed_in_another_shape(cold: LLM):
     """Programs for 8 requests are there; those for one cannot be compiled, and it does not need them."""
     asked = [[n + 1, 2, 3] for n in range(8)]
-    expected = tokens(cold.generate(asked, greedy(60)))
+    together = made(cold, asked, greedy(60))
+    in_dispatcher(cold, submit_all, engine_of(cold), together)  # one by one, the first could run alone
+    expected = tokens_of(together)
     background = cold._engine.cluster.executables.background
     compile, failed = background._compile, []
 
@@ -232,15 +255,11 @@ def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(d
             engine.drain()
             engine.transform(TransformOptions(1, (0, 1), layers_per_step=1))
             assert any(instance.transition is not None for instance in engine.instances)
-            engine.submit([sequence for request, _ in late for sequence in request.sequences])
+            submit_all(engine, late)
 
-        def make(prompt: list[int]) -> tuple[Request, "queue.SimpleQueue[Delivery]"]:
-            deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-            return registry_of(llm).make(prompt, penalized, deliveries.put, None, None, every_token=False), deliveries
-
-        late = [make(prompt) for prompt in prompts]
+        late = made(llm, prompts, penalized)
         in_dispatcher(llm, split, engine_of(llm))
-        assert [[output.token_ids for output in wait_for(*one).outputs] for one in late] == expected
+        assert tokens_of(late) == expected
         running.result()
         assert len(llm.instances) == 2
         assert not between
