@@ -1,6 +1,7 @@
 """What lies in device memory, counted from live arrays."""
 
 import gc
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,15 @@ def live_bytes() -> dict[int, int]:
     for (device, _), size in seen.items():
         totals[device] += size
     return dict(totals)
+
+
+def settled_live_bytes() -> dict[int, int]:
+    """`live_bytes`, once threads have let go of the results that they have read: the same twice."""
+    earlier, now = None, live_bytes()
+    while now != earlier:
+        time.sleep(0.05)
+        earlier, now = now, live_bytes()
+    return now
 
 
 @contextmanager

@@ -64,7 +64,10 @@ class StepLauncher:
 
     def fails(self, plan: StepPlan) -> bool:
         """Whether a program of a step of this shape, whatever samples its tokens, has failed: another shape may do."""
-        return self._executables.has_failed(self._runner.specs(plan.shape, plan.logits_of, plan.lane))
+        executables = self._executables
+        return executables.has_failures and executables.has_failed(
+            self._runner.specs(plan.shape, plan.logits_of, plan.lane)
+        )
 
     def extents_changed(self) -> None:
         """Take note that the cache has other extents: steps need other programs."""

@@ -90,9 +90,14 @@ class Executables:
         """Whether `get` gives all of these, or refuses them, and compiles none that could be compiled beside."""
         return not self._beside or not self._absent(specs)
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether there is any program that `has_failed`."""
+        return bool(self._failed)
+
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
         """Whether one of these could not be compiled in the background, or used: `get` would raise why."""
-        return bool(self._failed) and any(spec.key in self._failed for spec in specs)
+        return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
         """`available`; what is not is compiled in the background, before what `compile_later` was given."""

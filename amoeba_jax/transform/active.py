@@ -219,11 +219,11 @@ class ActiveTransitions:
         del self._active[transition.instance]
         for _ in range(2):
             try:
-                return self._ending.recover(active)
+                self._ending.recover(active)
+                return
             except Exception as error:
                 logger.exception("the cache of devices %s cannot be made again", active.devices)
                 drop_frames(error)
             gc.collect()
         transition.let_go()
         self._cluster.take_back([transition.instance])
-        return None

@@ -259,11 +259,11 @@ def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
+    """What the lane with most room has, less a page for the next tokens of each of its sequences; 0 at rest."""
     if instance.transition is None:
         return 0
-    lanes = [lane for lane in instance.lanes if lane.has_free_slot]
-    pages = [lane.cache.num_available_pages - len(lane.running) for lane in lanes]  # one for the next tokens of each
-    return page_size * max(0, *pages, 0)
+    lanes = (lane for lane in instance.lanes if lane.has_free_slot)
+    return page_size * max([0, *(lane.cache.num_available_pages - len(lane.running) for lane in lanes)])
 
 
 def _known(sequences: dict[str, Sequence], name: str) -> Sequence:

@@ -40,7 +40,7 @@ class Admission:
     def screen(self, view: ClusterView, index: QueueIndex, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
         """Those to turn away, and all others in the order in which they are served. `holder` names the instance that
         holds most: the largest that there may be."""
-        index.update(view.queue, view.now_s)
+        index.update(view.queue)
         rejects = self.turn_away(view, index, view.longest.capacity_tokens, holder)
         gone = {reject.request_id for reject in rejects}
         return rejects, [r for r in index.ordered(view.now_s) if r.request_id not in gone]

@@ -39,7 +39,7 @@ class AmoebaPolicy:
         if view.merge_to != self.config.merge_to:
             view = dataclasses.replace(view, merge_to=self.config.merge_to)
         index, longest = self._index, view.longest
-        index.update(view.queue, view.now_s)
+        index.update(view.queue)
         self._cache.update(view, self._pressed)
         if not view.queue and self._rests(view):
             return []
@@ -62,7 +62,6 @@ class AmoebaPolicy:
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._pressed = round_.pressed
-        index.expect(round_.preemptions.victims, view.now_s)
         if (merge := self._cache.merge(view, room, round_.busy)) is not None:
             actions.append(merge)
         return actions

@@ -36,7 +36,7 @@ class FlyingPolicy:
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
         index, longest = self._index, view.longest
-        index.update(view.queue, view.now_s)
+        index.update(view.queue)
         rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         gone = {reject.request_id for reject in rejects}
         room = self._room.of(view)

@@ -16,14 +16,9 @@ _MOST_TRIED = 4
 
 
 class Preemptions:
-    """Who makes room for whom, in one decision.
-
-    Attributes:
-        victims: requests that are preempted.
-    """
+    """Who makes room for whom, in one decision."""
 
     def __init__(self, view: ClusterView, room: Room, order: QueueOrder):
-        self.victims: list[RunningRequest] = []
         self._view, self._room, self._order = view, room, order
         self._tried = 0
         self._in_vain: list[tuple[tuple[bool, int], int, int]] = []
@@ -44,7 +39,6 @@ class Preemptions:
             self._in_vain.append((rank, need, most))
             return None
         instance, victims = found
-        self.victims += victims
         return instance, [Preempt(victim.request_id, reason=_reason(request, victim)) for victim in victims]
 
     @cached_property

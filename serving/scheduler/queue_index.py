@@ -2,16 +2,14 @@
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Any
 
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.view import RunningRequest, WaitingRequest
+from serving.scheduler.view import WaitingRequest
 from serving.scheduler.waiting_queue import QueueSnapshot
 
-_SOON_S = 1.0
-"""A preempted request waits again when its last token has arrived: within some steps."""
 _FEW = 64
 """From this many new requests on, sorting again is cheaper than inserting each."""
 _SPENT_DEADLINES = 256
@@ -35,17 +33,12 @@ class QueueIndex:
         """Requests with a priority below 0."""
         self._deadlines: list[tuple[float, str]] = []
         self._seen: tuple[object, int] = (None, -1)
-        self._coming: dict[str, tuple[float, int]] = {}
-        """Until when preempted requests that are not seen yet count as waiting, and their tokens."""
-        self._largest: dict[int, int] = {}
-        """What `largest` has found since the last change: it is asked for each of many instances of one size."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def update(self, queue: Collection[WaitingRequest], now_s: float = 0.0) -> None:
-        """Take over the queue of a snapshot, and forget what was to be there by `now_s`."""
-        self._largest.clear()
+    def update(self, queue: Collection[WaitingRequest]) -> None:
+        """Take over the queue of a snapshot."""
         changes = None
         if isinstance(queue, QueueSnapshot):
             source, version = self._seen
@@ -66,15 +59,6 @@ class QueueIndex:
                 (r.deadline_s, r.request_id) for r in self._requests.values() if r.deadline_s is not None
             ]
             heapq.heapify(self._deadlines)
-        if self._coming:
-            coming = self._coming.items()
-            self._coming = {name: it for name, it in coming if it[0] > now_s and name not in self._requests}
-
-    def expect(self, preempted: Iterable[RunningRequest], now_s: float) -> None:
-        """Requests are preempted. They will wait, and until they are seen to they count in `largest`, so that no
-        instance splits that one of them needs."""
-        self._largest.clear()
-        self._coming |= {r.request_id: (now_s + _SOON_S, r.max_total_tokens) for r in preempted}
 
     def _entries(self, request: WaitingRequest) -> tuple[tuple[list[Any], Any], ...]:
         """The lists that have a request, and its entry in each."""
@@ -144,8 +128,5 @@ class QueueIndex:
 
     def largest(self, num_tokens: int) -> int:
         """Most tokens of the largest request that may not grow beyond that many; 0 if there is none."""
-        if (found := self._largest.get(num_tokens)) is None:
-            place = bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
-            coming = (tokens for _, tokens in self._coming.values() if tokens <= num_tokens)
-            found = self._largest[num_tokens] = max(self._by_size[place - 1][0] if place else 0, *coming, 0)
-        return found
+        place = bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
+        return self._by_size[place - 1][0] if place else 0

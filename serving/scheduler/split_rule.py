@@ -84,7 +84,7 @@ class SplitRule:
         actions, leaving = [], list(leaving)
         numbers = {instance.id for instance, _ in leaving}
         for instance, degree in leaving:
-            fits = fits_split(view, instance, degree)
+            fits = room.facts.fits_split(instance, degree)
             if pressed and not fits and all(other.id in numbers for other in room.open):
                 continue
             room.close(instance)

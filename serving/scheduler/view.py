@@ -3,6 +3,7 @@
 Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -199,9 +200,10 @@ class ClusterView:
 
     def with_hidden(self, largest: Callable[[int], int]) -> Callable[[int], int]:
         """Add `hidden_tokens` to what gives the largest request of the queue that has at most that many tokens."""
-        if not self.hidden_tokens:
+        hidden = sorted(self.hidden_tokens)
+        if not hidden:
             return largest
-        return lambda most: max([largest(most), *(tokens for tokens in self.hidden_tokens if tokens <= most)])
+        return lambda most: max(largest(most), hidden[place - 1] if (place := bisect_right(hidden, most)) else 0)
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:

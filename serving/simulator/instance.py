@@ -48,19 +48,20 @@ class Change:
     def step(self, instance: "SimInstance", now_s: float) -> Block:
         """A step between two layouts: layers that have switched run at the new degree, the others at the old one. One
         prompt has a chunk in it. Where nothing runs all layers switch at once."""
-        count, prompt = instance.num_decoding, instance.prompts[:1]
-        switches = min(self.layers_per_step, self.left) if count or prompt else self.left
+        count, prompts = instance.num_decoding, instance.prompts
+        switches = min(self.layers_per_step, self.left) if count or prompts else self.left
         switch_s = switches * self.layer_s + (self.pause_s if self.left == self.total else 0.0)
         done = 1 - (self.left - switches / 2) / self.total
         low_share = done if isinstance(self.action, ScaleDown) else 1 - done
         decodes_s = self._step_s(instance, low_share, 0, 0) * instance.slowdown if count else 0.0
-        block = Block(now_s, 1, decodes_s + switch_s)
-        for run in prompt:
-            (chunk,) = instance.pricing.batching.chunks([run.prompt_left], count)
-            step_s = self._step_s(instance, low_share, chunk, prompt_pairs(run.computed, chunk))
+        step_s, chunks = decodes_s, []
+        if prompts:
+            (length,) = instance.pricing.batching.chunks([prompts[0].prompt_left], count)
+            chunks = [(prompts[0], length)]
+            step_s = self._step_s(instance, low_share, length, prompt_pairs(prompts[0].computed, length))
             step_s *= instance.prompt_slowdown
-            block = Block(now_s, 1, step_s + switch_s)
-            block.chunks, block.interference_s = [(run, chunk)], max(step_s - decodes_s, 0.0) if count else 0.0
+        block = Block(now_s, 1, step_s + switch_s)
+        block.chunks, block.interference_s = chunks, max(step_s - decodes_s, 0.0) if count else 0.0
         block.plain_s, block.switches, block.switch_s = decodes_s, switches, switch_s
         return block
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_memory import live_bytes
+from device_memory import live_bytes, settled_live_bytes
 from harness import registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import ragged_prompts, tiny_model
@@ -271,7 +271,7 @@ def run_script(script: str, *arguments: str) -> dict:
 
 
 def test_close_after_interrupts_cancels_and_streams_leaves_no_buffer(directory: Path, settings: dict):
-    before = live_bytes()
+    before = settled_live_bytes()
     llm = LLM(directory, **settings)
     stream = llm.stream([1, 2, 3], ENDLESS)
     next(stream)
@@ -301,7 +301,7 @@ def test_error_in_a_with_block_closes_the_engine(directory: Path, settings: dict
             next(failed.stream([1, 2, 3], ENDLESS))
             raise ZeroDivisionError
 
-    before = live_bytes()
+    before = settled_live_bytes()
     with pytest.raises(ZeroDivisionError):
         fail()
     assert live_bytes() == before

@@ -13,6 +13,7 @@ from transform_cases import SHARED, make
 from amoeba_jax import LLM
 from amoeba_jax.engine.launching import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
+from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -37,6 +38,13 @@ def idle(llm: LLM) -> Iterator[LLM]:
     check_idle(llm)
 
 
+def decoding(llm: LLM) -> list[Request]:
+    """The requests of `ASKED`, each with a token or more."""
+    requests = submit(llm, ASKED)
+    steps(llm, lambda: all(s.output for r in requests for s in r.sequences))
+    return requests
+
+
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, up: bool):
     """The call returns at once; results are taken in as they come, and the change begins with the last of them."""
@@ -47,8 +55,7 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
         if not up:
             engine.transform(TransformOptions(2, HALF))
             engine.end_transformations()
-        requests = submit(idle, ASKED)
-        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        requests = decoding(idle)
         engine.advance()
         changing = [i for i in engine.instances if i.id in HALF]
         others = [i for i in engine.instances if i.id not in HALF]
@@ -84,9 +91,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
-        engine = engine_of(idle)
-        requests = submit(idle, ASKED)
-        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
         first, second = (i for i in engine.instances if i.id in HALF)
         assert engine._launching.launch(first)
@@ -111,9 +116,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
-        engine = engine_of(idle)
-        requests = submit(idle, ASKED)
-        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
         failed, admit, calls = engine.stats.failed_steps, engine._admit, []
 
@@ -162,9 +165,7 @@ def test_change_that_is_refused_once_steps_have_run_leaves_all_as_it_was(idle: L
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
-        engine = engine_of(idle)
-        requests = submit(idle, ASKED)
-        steps(idle, lambda: all(s.output for r in requests for s in r.sequences))
+        engine, requests = engine_of(idle), decoding(idle)
         engine.advance()
         before = engine.instances
         future = engine.transform(TransformOptions(2, HALF))

@@ -70,3 +70,16 @@ def test_sequences_that_have_gone_before_they_were_seen(waiting: Waiting, view: 
     assert shown(view.snapshot()) == {f"r{number}": False for number in range(50, 60)}
     waiting.clear()
     assert not shown(view.snapshot())
+
+
+def test_the_size_of_a_request_is_known_while_its_last_token_is_in_flight(waiting: Waiting, view: WaitingView):
+    """It was preempted: nothing can be done for it yet, and an instance that holds it should stay."""
+    preempted, other = sequence(0), sequence(1)
+    preempted.num_in_flight = 1
+    waiting.add(preempted)
+    waiting.add(other)
+    assert shown(view.snapshot()) == {"r01": False}
+    assert view.hidden_tokens == (preempted.max_total_tokens,) == (5,)
+    preempted.num_in_flight = 0
+    assert shown(view.snapshot()) == {"r00": False, "r01": False}
+    assert view.hidden_tokens == ()

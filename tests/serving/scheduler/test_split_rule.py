@@ -110,7 +110,7 @@ def test_an_instance_does_not_split_while_a_preempted_long_request_is_not_waitin
     preempts = policy.decide(cluster(full, *fillers, queue=[waiting("short")], now_s=1))
     assert [a.request_id for a in preempts if isinstance(a, Preempt)] == ["long"]
     empty = instance(0, 4)
-    assert splits(policy.decide(cluster(empty, *fillers, now_s=1.1))) == []
+    assert splits(policy.decide(cluster(empty, *fillers, now_s=1.1, hidden_tokens=(TP4_LONG,)))) == []
     back = [waiting("long", TP4_LONG, beyond_share=True)]
     assert splits(policy.decide(cluster(empty, *fillers, queue=back, now_s=1.2))) == []
     ended = AmoebaPolicy(AmoebaConfig(linger_s=0))
