@@ -248,7 +248,7 @@ def sweep(
                 )  # fmt: skip
                 requests = request_table(config)
                 for name in policies:
-                    result = simulate(config, name, requests, queue_limit=400)
+                    result = simulate(config, name, requests)
                     values[name].append(result.tally.generated_tokens / max(result.duration_s, 1.0))
                     shares[name].append(result.kept_share)
             points.append(

@@ -38,6 +38,8 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
     if not rows:
         raise ConfigError(f"the trace {path} has no rows")
     names = list(rows[0][1])
+    if None in names:
+        raise ConfigError(f"the trace {path}, line {rows[0][0]}, has more cells than the first line has columns")
     by_name = {name.strip().lower(): name for name in names}
     stamp = _find(by_name, _SECONDS) or _find(by_name, _STAMPS)
     prompt, output = _find(by_name, _INPUTS), _find(by_name, _OUTPUTS)
@@ -57,7 +59,7 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
         columns["arrival_s"] = np.array(times, np.float64)
     blocks = None
     if _BLOCKS in rows[0][1]:
-        blocks = [tuple(int(block) for block in row.get(_BLOCKS) or ()) for _, row in rows]
+        blocks = [_block_ids(path, line, row.get(_BLOCKS)) for line, row in rows]
     return columns, blocks
 
 
@@ -84,6 +86,19 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
     return next((by_name[name] for name in wanted if name in by_name), None)
+
+
+def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
+    """A list of ids, in CSV as JSON; () for none."""
+    try:
+        ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+        if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"the trace {path}, line {line}: {_BLOCKS}={value!r:.100} must be a list of integers"
+        ) from None
+    return tuple(ids)
 
 
 def _length(path: Path, line: int, row: dict[str, Any], name: str) -> int:

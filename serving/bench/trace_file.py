@@ -12,6 +12,8 @@ from amoeba_jax.errors import ConfigError
 from serving.bench.statistics_trace import KEYS, draw_specs
 from serving.bench.text_trace import SUFFIXES, is_text_trace, read_text_trace
 
+BLOCK_TOKENS = 512
+"""Tokens of the blocks of prompts in Mooncake's traces."""
 _LENGTHS = ("input_tokens", "output_tokens")
 
 
@@ -108,19 +110,38 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace:
     """As many requests as `scale` times those of a trace, in the same time: each comes as often as the factor's whole
-    part says, and once more with the probability of the rest. Further ones come within 30 s of the one they are like.
+    part says, and the rest's share of them once more. Further ones come within 30 s of the one they are like.
+
+    Their prompts are those of other users: the first copies of all requests share prefixes with each other, and so on,
+    and none shares one with the request that it is like.
     """
     size = len(trace.input_tokens)
-    times = np.floor(scale + random.random(size)).astype(np.int64)
+    whole = int(scale)
+    times = whole + (random.permutation(size) < round((scale - whole) * size))
     rows = np.repeat(np.arange(size), times)
-    again = np.concatenate([[False], rows[1:] == rows[:-1]]) if len(rows) else np.zeros(0, bool)
-    blocks = trace.prefix_blocks
-    if trace.arrival_s is None:
-        kept = None if blocks is None else {place: blocks[row] for place, row in enumerate(rows.tolist())}
-        return Trace(trace.input_tokens[rows], trace.output_tokens[rows], None, kept)
-    arrivals = trace.arrival_s[rows] + again * random.uniform(-30.0, 30.0, len(rows))
-    arrivals = np.abs(arrivals)
-    order = np.argsort(arrivals, kind="stable")
-    rows, arrivals = rows[order], arrivals[order]
-    kept = None if blocks is None else {place: blocks[row] for place, row in enumerate(rows.tolist())}
-    return Trace(trace.input_tokens[rows], trace.output_tokens[rows], arrivals, kept)
+    copies = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)
+    arrivals = None
+    if trace.arrival_s is not None:
+        arrivals = np.abs(trace.arrival_s[rows] + (copies > 0) * random.uniform(-30.0, 30.0, len(rows)))
+        order = np.argsort(arrivals, kind="stable")
+        rows, copies, arrivals = rows[order], copies[order], arrivals[order]
+    blocks = None if trace.prefix_blocks is None else _of_copies(trace.prefix_blocks, rows, copies)
+    return Trace(trace.input_tokens[rows], trace.output_tokens[rows], arrivals, blocks)
+
+
+def _of_copies(
+    blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
+) -> dict[int, tuple[int, ...]]:
+    """Ids of blocks of copied requests: each round of copies has its own."""
+    stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
+    pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
+    return {place: tuple([block + copy * stride for block in blocks[row]]) for place, (row, copy) in pairs}
+
+
+def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths that a context of `max_model_len` tokens holds. Where prompt and output are too long together, each
+    keeps half of the context or what the other leaves, whichever is more.
+    """
+    half = max_model_len // 2
+    outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))
+    return np.minimum(inputs, max_model_len - outputs), outputs

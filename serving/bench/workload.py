@@ -11,11 +11,13 @@ from amoeba_jax.errors import ConfigError
 from amoeba_jax.sampling_params import MAX_SLO_S
 from serving.bench.arrivals import draw_arrivals
 from serving.bench.burst import HIGH, LOW, draw_phases, read_rates
-from serving.bench.trace_file import Draw, read_trace, scale_rate
+from serving.bench.trace_file import BLOCK_TOKENS, Draw, fit_context, read_trace, scale_rate
 
 DATASETS = ("random", "mix", "burst", "trace")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
+MIN_BURSTINESS = 0.01
+"""With less, nearly all requests come at once."""
 # Streams of random numbers, so that a change of one setting changes nothing else.
 _ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
@@ -99,10 +101,10 @@ class WorkloadConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be above 0 and finite")
-        for name in ("request_rate", "burstiness"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} must be above 0")
+        if self.request_rate is not None and not self.request_rate > 0:
+            raise ConfigError(f"request_rate={self.request_rate} must be above 0")
+        if not self.burstiness >= MIN_BURSTINESS:
+            raise ConfigError(f"burstiness={self.burstiness} must be at least {MIN_BURSTINESS}")
         for name in ("short_per_minute", "long_per_minute"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -208,6 +210,8 @@ class Plan:
     tpot_slo_s: np.ndarray
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
+    prefix_block_tokens: float = BLOCK_TOKENS
+    """Tokens of such a block, scaled as lengths are."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -308,8 +312,11 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
     draw = Draw(random, whole_s, scale, config.num_prompts)
     trace = read_trace(config.trace, draw)
     if scale != 1.0 and not _is_drawn(config.trace):
+        if (most := len(trace.input_tokens) * scale) > MAX_REQUESTS:
+            raise ConfigError(f"trace_rate_scale={scale:g} makes {most:.0f} requests, and the most is {MAX_REQUESTS}")
         trace = scale_rate(trace, scale, random)
-    size = len(trace.input_tokens)
+    if not (size := len(trace.input_tokens)):
+        raise ConfigError(f"trace_rate_scale={scale:g} leaves no request of {config.trace}")
     if config.num_prompts is not None and config.num_prompts > size:
         raise ConfigError(f"num_prompts={config.num_prompts} is more than the {size} requests of {config.trace}")
     count = config.num_prompts or size
@@ -327,7 +334,8 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
     inputs, outputs = fit_context(scaled[0], scaled[1], max_model_len)
     shortened = scaled[0] + scaled[1] > max_model_len
     kinds = np.zeros(len(arrivals), np.int64)
-    return _plan(["trace"], kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+    plan = _plan(["trace"], kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+    return replace(plan, prefix_block_tokens=BLOCK_TOKENS * config.trace_length_scale)
 
 
 def _is_drawn(path: Path) -> bool:
@@ -336,15 +344,6 @@ def _is_drawn(path: Path) -> bool:
         return False
     with np.load(path, allow_pickle=False) as file:
         return "rate_rps" in file.files
-
-
-def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths that a context of `max_model_len` tokens holds. Where prompt and output are too long together, each
-    keeps half of the context or what the other leaves, whichever is more.
-    """
-    half = max_model_len // 2
-    outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))
-    return np.minimum(inputs, max_model_len - outputs), outputs
 
 
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:

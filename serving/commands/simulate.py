@@ -9,6 +9,7 @@ from serving.errors import clean_exit
 
 
 def simulate(
+    ctx: typer.Context,
     more_slo: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="config.json, or its directory.")] = None,
     device: Annotated[str, typer.Option(help="A100-40, A100-80, A800, H100, H200, H20, or a .json file.")] = "H100",
@@ -95,6 +96,8 @@ def simulate(
 ) -> None:
     """Simulate policies with a trace or a synthetic load, on devices that need not be here. docs/simulation.md."""
     flags = dict(locals())
+    sources = {name: ctx.get_parameter_source(name) for name in flags}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     with clean_exit():
         if calibrate is not None:
             from serving.commands.calibrate import run_calibration
@@ -107,5 +110,5 @@ def simulate(
         from serving.commands.simulate_run import OutputConfig, run_simulation, simulation_config
 
         output = OutputConfig(json, plot, explain, find_max_rate, find_min_devices)
-        if code := run_simulation(simulation_config(flags), output):
+        if code := run_simulation(simulation_config(flags, given), output):
             raise typer.Exit(code)

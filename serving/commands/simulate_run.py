@@ -1,7 +1,7 @@
 """`amoeba simulate` from its start to its end."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.workload import WorkloadConfig
-from serving.scheduler import AmoebaConfig, FlyingConfig
-from serving.scheduler.flying_config import PREEMPTIONS
+from serving.runtime.scheduling_config import SchedulingConfig
 from serving.simulator.calibration import Calibration
 from serving.simulator.explain import explain
 from serving.simulator.faults import Faults
@@ -24,6 +23,11 @@ from serving.simulator.simulate import report, request_table, save_report, simul
 from serving.simulator.slo import Slo
 from serving.simulator.table import answers_table, policies_table
 
+_MEASURED = (
+    "device", "devices_per_scheduler", "max_num_seqs", "max_num_batched_tokens", "memory_utilization", "activation_gb",
+    "layers_per_step", "profile",
+)  # fmt: skip
+"""What a calibration says, and no flag can change."""
 _WIDTH = 150
 """Columns of tables that go into a file."""
 
@@ -49,8 +53,8 @@ class OutputConfig:
             raise ConfigError("--find-max-rate and --find-min-devices are two questions: ask one at a time")
 
 
-def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
-    """From the flags of `amoeba simulate` by name. Raises `ConfigError`."""
+def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> SimulationConfig:
+    """From the flags of `amoeba simulate` by name, and which of them were given. Raises `ConfigError`."""
     slo, more = flags["slo"] or [], flags["more_slo"] or []
     if more and not slo:
         raise ConfigError(f"unexpected arguments {' '.join(more)}: only --slo takes several")
@@ -60,13 +64,14 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
     objectives = Slo.from_text([*slo, *more], flags["slo_share"])
     limits = objectives.limits_s
     promised: dict[str, Any] = {f"{name}_slo_s": limits[name] for name in ("ttft", "tpot") if name in limits}
-    policy = {item.name: flags[item.name] for item in fields(AmoebaConfig) if item.name in flags}
-    if flags["preemption"] not in PREEMPTIONS:
-        raise ConfigError(f"--preemption {flags['preemption']!r} must be one of {', '.join(PREEMPTIONS)}")
-    flying = {item.name: flags[item.name] for item in fields(FlyingConfig) if item.name in flags}
+    decided = {item.name: flags[item.name] for item in fields(SchedulingConfig) if item.name in flags}
+    scheduling = SchedulingConfig(**decided, **promised)
     policies = tuple(name.strip() for name in flags["policies"].split(",") if name.strip())
     check_policies(policies)
     calibration = None if flags["calibration"] is None else Calibration.load(flags["calibration"])
+    if calibration is not None and (ignored := [name for name in _MEASURED if name in given]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise ConfigError(f"{names} cannot be combined with --calibration {flags['calibration']}: these were measured")
     if flags["model"] is None and calibration is None:
         raise ConfigError("--model is missing: give a config.json, the directory that has it, or --calibration")
     own = {item.name: flags[item.name] for item in fields(SimulationConfig) if item.name in flags}
@@ -75,8 +80,8 @@ def simulation_config(flags: Mapping[str, Any]) -> SimulationConfig:
         "workload": WorkloadConfig(**workload),
         "policies": policies,
         "slo": objectives,
-        "policy_config": AmoebaConfig(**policy, **promised),
-        "flying_config": FlyingConfig(**flying, **promised),
+        "policy_config": scheduling.amoeba,
+        "flying_config": scheduling.flying,
         "profiles": tuple(flags["profile"] or ()),
         "calibration": calibration,
         "faults": Faults.from_text(flags["fail"] or []),

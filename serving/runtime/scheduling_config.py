@@ -101,9 +101,10 @@ class SchedulingConfig:
         except UnknownPolicyError as error:
             raise ConfigError(str(error)) from None
 
-    def make_policy(self, name: str | None = None) -> Policy:
-        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
-        config = AmoebaConfig(
+    @property
+    def amoeba(self) -> AmoebaConfig:
+        """Settings of `amoeba` and what shares its rules."""
+        return AmoebaConfig(
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
             partial_splits=self.partial_splits,
@@ -116,7 +117,11 @@ class SchedulingConfig:
             reserve_memory_s=self.reserve_memory_s,
             reserved_growth=self.reserved_growth,
         )
-        flying = FlyingConfig(
+
+    @property
+    def flying(self) -> FlyingConfig:
+        """Settings of `flying`."""
+        return FlyingConfig(
             preemption=self.preemption,  # pyright: ignore[reportArgumentType]
             urgent_degree=self.urgent_degree,
             max_pause_s=self.max_pause_s,
@@ -130,8 +135,11 @@ class SchedulingConfig:
             lookahead=self.lookahead,
             reserved_growth=self.reserved_growth,
         )
+
+    def make_policy(self, name: str | None = None) -> Policy:
+        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
-        return make_policy(self.policy if name is None else name, Admission(order), config, flying)
+        return make_policy(self.policy if name is None else name, Admission(order), self.amoeba, self.flying)
 
 
 def _is_number(value: object) -> bool:

@@ -8,8 +8,9 @@ from typing import Protocol
 class Batching(Protocol):
     """Chooses prompt chunks. Decodes never wait: a step has one token of every sequence that decodes."""
 
-    def chunks(self, left: Sequence[int], decodes: int) -> list[int]:
-        """Tokens taken of the first prompts, in order, of those that have `left` tokens to compute."""
+    def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
+        """Tokens taken of the first prompts, in order, of those that have `left` tokens to compute, beside that many
+        decodes of an instance of that degree."""
         ...
 
 
@@ -19,7 +20,7 @@ class TokenBudget:
 
     max_num_batched_tokens: int = 2048
 
-    def chunks(self, left: Sequence[int], decodes: int) -> list[int]:
+    def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
         """See `Batching.chunks`. The budget is for prompts alone."""
         budget, taken = self.max_num_batched_tokens, []
         for tokens in left:
@@ -36,15 +37,16 @@ _COARSE, _MIN_CHUNK = 4, 16
 @dataclass(frozen=True)
 class EngineBuckets:
     """Prompts as amoeba-jax's own engine batches them for its compiled shapes (`amoeba_jax.programs.buckets`): one
-    chunk size a step, set by the first prompt, and 1 or 4 prompts of that size."""
+    chunk size a step, set by the first prompt, and 1 or 4 prompts of that size. Each device of an instance brings
+    `max_num_seqs` sequences."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
 
-    def chunks(self, left: Sequence[int], decodes: int) -> list[int]:
+    def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
         """See `Batching.chunks`."""
         chunk = self.chunk_size(left[0])
-        taken = self.most_prompts(decodes, len(left), chunk)
+        taken = self.most_prompts(decodes, len(left), chunk, degree)
         return [min(tokens, chunk) for tokens in left[:taken]]
 
     @property
@@ -62,9 +64,10 @@ class EngineBuckets:
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
-    def most_prompts(self, decodes: int, waiting: int, chunk: int) -> int:
+    def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
         """Prompts of one step: four, where three or more wait and there is room, or one."""
-        several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
-        if several and waiting + 1 >= _COARSE and decodes + _COARSE <= self.max_num_seqs:
+        most = self.max_num_seqs * degree
+        several = _COARSE * chunk <= self.max_num_batched_tokens and most >= _COARSE
+        if several and waiting + 1 >= _COARSE and decodes + _COARSE <= most:
             return min(waiting, _COARSE)
         return 1

@@ -93,6 +93,7 @@ class Cluster:
         self.now_s = 0.0
         self._events: list[tuple] = []
         self._count = 0
+        self.overloaded = False
         self._ended = 0
         self._next = 0
         self.hosts = [self._host(index, config, make_policy(), keep_log) for index in range(num_hosts)]
@@ -108,7 +109,7 @@ class Cluster:
             self._push(end_s, _BLOCK, host, instance, instance.version)
 
         executor = SimExecutor(config, self.records, self.tally, reschedule, keep_log)
-        executor.prefixes = self.requests.prefix_blocks
+        executor.prompt_blocks = self.requests.prompt_blocks
         executor.on_end = self._on_end
         host = Host(index, executor, Scheduler(policy, executor))
         return host
@@ -157,12 +158,13 @@ class Cluster:
             if config.queue_limit is not None and any(
                 len(host.executor.queue) > config.queue_limit for host in dirty.values()
             ):
+                self.overloaded = True
                 break
             dirty.clear()
             if progress is not None and (since := since + 1) >= 2000:
                 since = 0
                 progress(now_s, self._next / total)
-        if config.until_s is not None and config.queue_limit is None:
+        if config.until_s is not None and not self.overloaded:
             self.now_s = end_s
         self._close()
 

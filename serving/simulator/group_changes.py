@@ -81,7 +81,8 @@ class GroupChanges:
             take_in(host, member)
             member.joining, member.prompts = [], []
             merged.take_over(member.runs, member.steps)
-            merged.prefixes.merge(member.prefixes)
+        for member in members:
+            merged.prefixes.take_idle(member.prefixes)
         host.replace(members, [merged])
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
@@ -183,5 +184,6 @@ class GroupChanges:
                 host.preempt(instance, run)
             else:
                 part.take_over({run.request.request_id: run}, instance.steps)
+        instance.prefixes.deal_idle([part.prefixes for part in parts])
         host.replace([instance], parts)
         return parts

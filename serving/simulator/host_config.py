@@ -57,5 +57,4 @@ class Waiting:
     index: int
     output_left: int
     since_s: float
-    prefix_blocks: tuple[int, ...] = ()
     last_token_s: float | None = None

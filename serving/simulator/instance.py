@@ -56,7 +56,7 @@ class Change:
         decodes_s = self._step_s(instance, low_share, 0, 0) * instance.slowdown if count else 0.0
         step_s, chunks = decodes_s, []
         if prompts:
-            (length,) = instance.pricing.batching.chunks([prompts[0].prompt_left], count)
+            (length,) = instance.pricing.batching.chunks([prompts[0].prompt_left], count, instance.degree)
             chunks = [(prompts[0], length)]
             step_s = self._step_s(instance, low_share, length, prompt_pairs(prompts[0].computed, length))
             step_s *= instance.prompt_slowdown
@@ -164,21 +164,23 @@ class SimInstance:
         """Return the requests as a policy sees them, when the instance has decoded `steps` times."""
         return tuple(run.view(steps) for run in self.runs.values())
 
-    def add(self, run: Run, prefix_blocks: tuple[int, ...] = ()) -> None:
+    def add(self, run: Run) -> None:
         """Take a request, from the next step on."""
-        self.runs[run.request.request_id] = run
-        self.joining.append(run)
-        if prefix_blocks:
-            found = self.prefixes.match(prefix_blocks, run.request.prompt_tokens)
+        if run.blocks is not None:
+            self.prefixes.shrink(self.room_tokens - self.used_tokens())
+            found = self.prefixes.find(run.blocks, run.request.prompt_tokens)
             run.prompt_left -= found
             self.records.prefix_tokens[run.index] += found
             self.tally.prefix_tokens += found
-            self.prefixes.add(prefix_blocks)
+        self.runs[run.request.request_id] = run
+        self.joining.append(run)
 
     def take_over(self, runs: dict[str, Run], steps: int) -> None:
         """Take requests with their pages from an instance that has decoded `steps` times."""
         for name, run in runs.items():
             self.runs[name] = run
+            if run.blocks is not None:
+                self.prefixes.take_held(run.blocks)
             if run.base:
                 run.output_left -= steps - run.joined
                 run.start_decoding(run.num_tokens(steps), self.steps)
@@ -188,7 +190,7 @@ class SimInstance:
 
     def remove(self, run: Run) -> None:
         """Give up a request and its pages, between two steps."""
-        del self.runs[run.request.request_id]
+        self._forget(run)
         if run.base:
             self.num_decoding -= 1
             self.context -= run.num_tokens(self.steps)
@@ -197,6 +199,12 @@ class SimInstance:
         else:
             self.joining = [other for other in self.joining if other is not run]
             self.prompts = [other for other in self.prompts if other is not run]
+
+    def _forget(self, run: Run) -> None:
+        if run.blocks is not None:
+            self.prefixes.shrink(self.room_tokens - self.used_tokens())
+            self.prefixes.release(run.blocks)
+        del self.runs[run.request.request_id]
 
     def last_in_order(self) -> Run:
         """The request that is preempted next."""
@@ -238,8 +246,7 @@ class SimInstance:
 
     def _mixed_step(self, now_s: float) -> Block:
         pricing, degree, decodes = self.pricing, self.degree, self.num_decoding
-        left = [run.prompt_left for run in self.prompts[:16]]
-        chunks = pricing.batching.chunks(left, decodes)
+        chunks = pricing.batching.chunks([run.prompt_left for run in self.prompts], decodes, degree)
         shape = StepShape(decodes, len(chunks), sum(chunks), max(chunks))
         pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
         context_s = pricing.context_s(degree) * self.context
@@ -288,7 +295,7 @@ class SimInstance:
         if self.change is not None:
             self.change.left -= block.switches
         for run in finished:
-            del self.runs[run.request.request_id]
+            self._forget(run)
         return finished
 
     def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
@@ -298,6 +305,8 @@ class SimInstance:
         if run.prompt_left:
             return
         self.prompts.remove(run)
+        if run.blocks is not None:
+            self.prefixes.add(run.blocks)
         records, index = self.records, run.index
         if run.last_token_s is not None:
             self.tally.add_gaps(now_s - run.last_token_s, 1)

@@ -1,12 +1,15 @@
 """Requests as columns: a day of traffic in tens of megabytes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from serving.bench.trace_file import BLOCK_TOKENS
 from serving.scheduler import WaitingRequest
 from serving.simulator.errors import SimulationError
+from serving.simulator.prefix_store import PromptBlocks
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class RequestTable:
     ttft_slo_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ids of the blocks of a prompt by the request's row, where they are known."""
+    prefix_block_tokens: float = BLOCK_TOKENS
     names: Sequence[str] | None = None
     """Ids of requests; by default `r` and the row."""
 
@@ -54,6 +59,13 @@ class RequestTable:
     def name(self, index: int) -> str:
         """Id of a request."""
         return f"r{index}" if self.names is None else self.names[index]
+
+    def prompt_blocks(self, index: int) -> PromptBlocks | None:
+        """The blocks of a prompt; None where they are not known."""
+        if (ids := self.prefix_blocks.get(index)) is None:
+            return None
+        size = self.prefix_block_tokens
+        return PromptBlocks(ids[: math.ceil(int(self.input_len[index]) / size)], size)
 
     def waiting(self, index: int) -> WaitingRequest:
         """A request as it comes."""

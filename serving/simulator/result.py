@@ -30,6 +30,9 @@ class PolicyResult:
     """From the first dispatch to the first token."""
     kept: np.ndarray
     """Whether each request completed within the objectives."""
+    judged: np.ndarray
+    """Which requests tell how well the objectives were kept. Where a run stopped before all had ended, those that had
+    ended by then if they kept them: of those that came later the quick ones alone would count."""
     ending: np.ndarray
     requests: RequestTable
     tally: Tally
@@ -37,6 +40,8 @@ class PolicyResult:
     """Counters of all schedulers together."""
     num_devices: int
     preempted: int
+    overloaded: bool
+    """The run was stopped because too many requests waited."""
 
     @property
     def completed(self) -> np.ndarray:
@@ -50,8 +55,8 @@ class PolicyResult:
 
     @property
     def kept_share(self) -> float:
-        """Share of all requests that completed within the objectives."""
-        return float(self.kept.mean()) if len(self.kept) else 1.0
+        """Share of the requests that completed within the objectives, of those that are `judged`; 1 if none is."""
+        return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     def device_seconds(self) -> dict[int, float]:
         """Degree -> devices x seconds that its instances had."""
@@ -95,7 +100,7 @@ class PolicyResult:
             "total_output_tokens": int(outputs),
             "request_throughput": float(done.sum() / duration_s),
             "request_goodput": float((self.kept & rows).sum() / duration_s),
-            "slo_share": float(self.kept[rows].mean()) if rows.any() else None,
+            "slo_share": float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None,
             "output_throughput": float(outputs / duration_s),
             "total_token_throughput": float((inputs + outputs) / duration_s),
         }
@@ -152,10 +157,22 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
         queue_s=np.array(records.waited_s),
         prefill_s=first - dispatch,
         kept=kept,
+        judged=_judged(cluster, slo, ttft_s, ending),
         ending=ending,
         requests=requests,
         tally=cluster.tally,
         counters={name: sum(c[name] for c in counters) for name in counters[0]},
         num_devices=num_devices,
         preempted=sum(host.executor.num_preempted for host in cluster.hosts),
+        overloaded=cluster.overloaded,
     )
+
+
+def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) -> np.ndarray:
+    """See `PolicyResult.judged`."""
+    requests, is_open = cluster.requests, ending == Ending.OPEN
+    if not is_open.any() or not slo.limits_s:
+        return np.ones(len(requests), bool)
+    latest_s = slo.latest_s(requests.output_len, requests.ttft_slo_s, requests.tpot_slo_s)
+    first_is_late = np.isnan(ttft_s) & (requests.arrival_s + slo.ttft_s <= cluster.now_s)
+    return np.where(np.isfinite(latest_s), requests.arrival_s + latest_s <= cluster.now_s, ~is_open | first_is_late)

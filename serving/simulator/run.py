@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from serving.scheduler import RunningRequest, WaitingRequest
+from serving.simulator.prefix_store import PromptBlocks
 
 
 class Run:
@@ -17,11 +18,13 @@ class Run:
         last_token_s: when it got its last token, before it was preempted; None if it never ran.
         added_s: when its instance got it.
         queued_s: for how long it has waited in the queue, all times together.
+        blocks: those of its prompt; None where the trace has none.
     """
 
     __slots__ = (
         "added_s",
         "base",
+        "blocks",
         "index",
         "joined",
         "last_token_s",
@@ -31,12 +34,19 @@ class Run:
         "request",
     )
 
-    def __init__(self, request: WaitingRequest, index: int, output_left: int, last_token_s: float | None = None):
+    def __init__(
+        self,
+        request: WaitingRequest,
+        index: int,
+        output_left: int,
+        last_token_s: float | None = None,
+        blocks: PromptBlocks | None = None,
+    ):
         self.request, self.index, self.output_left = request, index, output_left
         self.prompt_left = request.prompt_tokens
         self.base = self.joined = 0
         self.added_s = self.queued_s = 0.0
-        self.last_token_s = last_token_s
+        self.last_token_s, self.blocks = last_token_s, blocks
 
     @property
     def order(self) -> tuple[int, float, int]:

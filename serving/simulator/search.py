@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from amoeba_jax.errors import ConfigError
 from serving.bench.burst import read_rates
 from serving.bench.workload import WorkloadConfig
 from serving.simulator.errors import SimulationError
 from serving.simulator.settings import SimulationConfig
-from serving.simulator.simulate import simulate
+from serving.simulator.simulate import request_table, simulate
 
 _CLOSE_ENOUGH = 1.05
 """The search ends when the lowest rate that failed is no more than this times the highest that did not."""
@@ -44,8 +45,8 @@ OnTrial = Callable[[Trial], None]
 
 
 def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
-    """The same kind of traffic with `factor` times as many requests a second. Raises `SimulationError` for a workload
-    whose requests all come at once."""
+    """The same kind of traffic with `factor` times as many requests a second, over the same time. Raises
+    `SimulationError` for a workload whose requests all come at once, `ConfigError` for more than there may be."""
     if workload.dataset_name == "mix":
         return replace(
             workload,
@@ -58,7 +59,8 @@ def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
     if workload.request_rate is not None and math.isfinite(workload.request_rate):
         return replace(workload, request_rate=workload.request_rate * factor)
     if workload.dataset_name == "trace":
-        return replace(workload, trace_rate_scale=workload.trace_rate_scale * factor)
+        count = None if workload.num_prompts is None else max(1, int(workload.num_prompts * factor))
+        return replace(workload, trace_rate_scale=workload.trace_rate_scale * factor, num_prompts=count)
     raise SimulationError(f"request_rate={workload.request_rate} cannot be scaled: give a finite one")
 
 
@@ -71,9 +73,11 @@ def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lam
     """The most requests per second at which `slo.share` of them keep the objectives, within 5%.
 
     Factors of the workload's rate are doubled or halved until one is within and the next is not, then halved between.
-    Raises `SimulationError` without an objective.
+    Raises `SimulationError` without an objective, and where all requests come at once.
     """
     _check(config)
+    if not request_table(config).span_s:
+        raise SimulationError("all requests come at once: a rate needs a trace with times, or a request_rate")
     trials: list[Trial] = []
 
     def passes(factor: float) -> bool:
@@ -83,15 +87,21 @@ def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lam
 
     low, high = (1.0, 2.0) if passes(1.0) else (0.5, 1.0)
     if low == 1.0:
-        while high <= _LARGEST_FACTOR and passes(high):
-            low, high = high, high * 2
+        try:
+            while high <= _LARGEST_FACTOR and passes(high):
+                low, high = high, high * 2
+        except ConfigError:  # there may be no more requests than that
+            high = math.inf
         if high > _LARGEST_FACTOR:
             return Answer(policy, _best(trials), tuple(trials), at_limit=True)
     else:
-        while not passes(low):
-            low, high = low / 2, low
-            if low < 1 / 1024:
-                return Answer(policy, None, tuple(trials), at_limit=True)
+        try:
+            while low >= 1 / 1024 and not passes(low):
+                low, high = low / 2, low
+        except ConfigError:  # of a trace no request is left
+            low = 0.0
+        if low < 1 / 1024:
+            return Answer(policy, None, tuple(trials), at_limit=True)
     while high / low > _CLOSE_ENOUGH:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if passes(middle) else (low, middle)
@@ -142,5 +152,6 @@ def _sizes(config: SimulationConfig) -> list[int]:
 def _try(config: SimulationConfig, policy: str) -> Trial:
     limit = _WAITING_PER_DEVICE * config.host_devices()
     result = simulate(config, policy, queue_limit=limit)
-    rate = len(result.requests) / result.requests.span_s if result.requests.span_s else 0.0
-    return Trial(rate, result.kept_share, result.kept_share >= config.slo.share)
+    span_s, share = result.requests.span_s, result.kept_share
+    rate = len(result.requests) / span_s if span_s else 0.0
+    return Trial(rate, share, share >= config.slo.share and not result.overloaded)

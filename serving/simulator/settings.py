@@ -95,6 +95,11 @@ class SimulationConfig:
                 raise SimulationError(f"degrees has {degree!r}: each must be a power of two")
         if self.router not in ROUTERS:
             raise SimulationError(f"router={self.router!r} must be one of {', '.join(ROUTERS)}")
+        if self.calibration is not None and self.num_devices > self.calibration.num_devices:
+            raise SimulationError(
+                f"num_devices={self.num_devices} is more than the {self.calibration.num_devices} devices of the "
+                "calibration, whose steps say nothing of more: calibrate with as many"
+            )
         for fault in self.faults.devices:
             if fault.device >= self.num_devices:
                 raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")

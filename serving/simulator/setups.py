@@ -117,9 +117,14 @@ def _maker(name: str, settings: SimulationConfig) -> Callable[[], Policy]:
 def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...]) -> tuple[int, ...]:
     fitting = [limit.degree for limit in limits]
     if name == "static-mixed":
-        largest = max(d for d in fitting if d <= max(devices // 2, 1))
-        rest = devices - largest
-        return (largest,) + (fitting[0],) * (rest // fitting[0])
+        largest = max((d for d in fitting if d <= devices - fitting[0]), default=None)
+        largest = max((d for d in fitting if d <= max(devices // 2, 1)), default=largest)
+        if largest is None:
+            raise SimulationError(
+                f"policy {name!r} needs two instances: the model fits on {devices} devices at "
+                f"TP{', TP'.join(map(str, fitting))} alone"
+            )
+        return (largest,) + (fitting[0],) * _whole(devices - largest, fitting[0])
     if name.startswith("static-tp"):
         degree = int(name.removeprefix("static-tp"))
         if degree not in fitting:
@@ -127,10 +132,16 @@ def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...])
                 f"policy {name!r} needs TP{degree}, and the model fits on {devices} devices at TP"
                 f"{', TP'.join(map(str, fitting))} alone"
             )
-        return (degree,) * (devices // degree)
-    if name == "shift":
-        return (fitting[-1],) * (devices // fitting[-1])
-    return (fitting[0],) * (devices // fitting[0])
+        return (degree,) * _whole(devices, degree)
+    degree = fitting[-1] if name == "shift" else fitting[0]
+    return (degree,) * _whole(devices, degree)
+
+
+def _whole(devices: int, degree: int) -> int:
+    """Instances of a degree on that many devices, all of which they take."""
+    if devices % degree:
+        raise SimulationError(f"{devices} devices are not a multiple of {degree}: an instance needs TP{degree}")
+    return devices // degree
 
 
 def _calibrated(config: SimulationConfig, name: str) -> Setup:

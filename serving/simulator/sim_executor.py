@@ -1,7 +1,7 @@
 """One host in virtual time: instances and a queue behind the scheduler's `Executor` protocol."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from serving.scheduler import (
@@ -22,6 +22,7 @@ from serving.simulator.group_changes import GroupChanges
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
 from serving.simulator.instance import SimInstance, pages_short, view_of
 from serving.simulator.pauses import count_rooms, next_victim
+from serving.simulator.prefix_store import PromptBlocks
 from serving.simulator.run import Run
 from serving.simulator.sim_timing import SimTimings
 from serving.simulator.tally import Ending, Records, Tally
@@ -48,7 +49,7 @@ class SimExecutor:
         failing_transformations: that many transformations will end without effect.
         changes: transformations under way, and those to come.
         timings: what steps and transformations take here.
-        prefixes: ids of the blocks of a request's prompt, by its row in the records.
+        prompt_blocks: gives the blocks of a request's prompt, by its row in the records.
         on_end: called with the row of each request that ends.
     """
 
@@ -63,7 +64,7 @@ class SimExecutor:
         self.timings = SimTimings()
         self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
-        self.prefixes: Mapping[int, tuple[int, ...]] = {}
+        self.prompt_blocks: Callable[[int], PromptBlocks | None] = lambda index: None
         self.on_end: Callable[[int], None] | None = None
         self.limits = {limits.degree: limits for limits in config.limits}
         self._reschedule, self._keep_log = reschedule, keep_log
@@ -141,12 +142,13 @@ class SimExecutor:
         request = waiting.request
         _check_room(instance, request, self.now_s)
         del self.queue[request_id]
-        run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s)
+        blocks = self.prompt_blocks(waiting.index)
+        run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s, blocks)
         run.added_s, run.queued_s = self.now_s, request.waited_s(self.now_s)
         self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
         if math.isnan(self.records.dispatch_s[waiting.index]):
             self.records.dispatch_s[waiting.index] = self.now_s
-        instance.add(run, self.prefixes.get(waiting.index, ()))
+        instance.add(run)
         self._home[request_id] = instance
         self.disturb(instance)
 
@@ -263,8 +265,8 @@ class SimExecutor:
         for each in (instance, *instance.paused):
             for run in list(each.runs.values()):
                 self.preempt(each, run)
+            each.prefixes.shrink(0)
         self.changes.proceed()
-        instance.prefixes.shrink(0)
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:

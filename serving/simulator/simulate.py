@@ -55,6 +55,7 @@ def request_table(config: SimulationConfig) -> RequestTable:
         plan.ttft_slo_s,
         plan.tpot_slo_s,
         plan.prefix_blocks,
+        plan.prefix_block_tokens,
     )
 
 

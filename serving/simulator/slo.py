@@ -62,6 +62,20 @@ class Slo:
         tpot_kept = np.isnan(tpot_s) | (tpot_s <= _own(own_tpot_s, self.tpot_s))
         return (ttft_s <= _own(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
 
+    def latest_s(
+        self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Seconds from its arrival within which a request that keeps all limits has ended; infinity if they do not say.
+
+        Args:
+            output_len: tokens that each request generates.
+            own_ttft_s, own_tpot_s: as in `kept`.
+        """
+        more = np.maximum(output_len - 1, 0)
+        with np.errstate(invalid="ignore"):  # no limit of TPOT, and no second token
+            decoding_s = np.where(more > 0, more * _own(own_tpot_s, self.tpot_s), 0.0)
+        return np.minimum(_own(own_ttft_s, self.ttft_s) + decoding_s, self.e2el_s)
+
 
 def _own(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

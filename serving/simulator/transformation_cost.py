@@ -1,6 +1,6 @@
 """How long a change of degree takes: layers x (bytes / link + launches), bytes being the migration planner's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -141,7 +141,6 @@ class MeasuredTransformation:
     down_layer_s: float
     page_layer_s: float = 0.0
     page_size: int = 16
-    moved: dict[str, float] = field(default_factory=dict)
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
         """See `TransformationCost.change`."""

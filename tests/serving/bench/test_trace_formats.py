@@ -94,3 +94,29 @@ def test_columns_are_the_requests(shared_data: Path):
     )
     assert npz.prefix_blocks[3] == plan.prefix_blocks[3]
     assert npz.arrival_s.tolist() == plan.arrival_s.tolist()
+
+
+def test_blocks_of_a_table_are_lists(tmp_path: Path):
+    table = tmp_path / "blocks.csv"
+    table.write_text('input_tokens,output_tokens,hash_ids\n1000,1,"[46, 47]"\n10,1,\n')
+    assert read_trace(table).prefix_blocks == {0: (46, 47), 1: ()}
+    for cell, shown in (("4647", "'4647'"), ('"[1, 2.5]"', r"'\[1, 2.5\]'"), ("x", "'x'")):
+        table.write_text(f"input_tokens,output_tokens,hash_ids\n1,1,{cell}\n")
+        with pytest.raises(ConfigError, match=f"line 2: hash_ids={shown} must be a list of integers"):
+            read_trace(table)
+
+
+def test_a_row_with_more_cells_than_columns_is_named(tmp_path: Path):
+    table = tmp_path / "cells.csv"
+    table.write_text("input_tokens,output_tokens\n1,1,7\n")
+    with pytest.raises(ConfigError, match="line 2, has more cells than the first line has columns"):
+        read_trace(table)
+
+
+def test_a_factor_that_leaves_no_request_is_named(tmp_path: Path):
+    table = tmp_path / "few.csv"
+    table.write_text("input_tokens,output_tokens\n1,1\n")
+    with pytest.raises(ConfigError, match=r"trace_rate_scale=0\.25 leaves no request"):
+        plan_columns(WorkloadConfig(dataset_name="trace", trace=table, trace_rate_scale=0.25, request_rate=1.0), 100)
+    with pytest.raises(ConfigError, match=r"trace_rate_scale=2e\+06 makes 2000000 requests, and the most is 1000000"):
+        plan_columns(WorkloadConfig(dataset_name="trace", trace=table, trace_rate_scale=2e6), 100)

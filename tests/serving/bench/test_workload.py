@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from amoeba_jax.errors import ConfigError
 from serving.bench.arrivals import draw_arrivals
-from serving.bench.trace_file import read_trace
-from serving.bench.workload import PlannedRequest, WorkloadConfig, fit_context, plan_requests
+from serving.bench.trace_file import fit_context, read_trace
+from serving.bench.workload import PlannedRequest, WorkloadConfig, plan_requests
 
 CONTEXT = 100_000
 
@@ -211,7 +211,7 @@ def test_what_is_no_trace_says_so(tmp_path: Path):
         ({"duration_s": 0.0}, "duration_s=0.0 must be above 0"),
         ({"trace_time_scale": math.nan}, "trace_time_scale=nan must be above 0"),
         ({"request_rate": -1.0}, "request_rate=-1.0 must be above 0"),
-        ({"burstiness": math.nan}, "burstiness=nan must be above 0"),
+        ({"burstiness": math.nan}, "burstiness=nan must be at least 0.01"),
         ({"random_range_ratio": 1.0}, "random_range_ratio=1.0 must be at least 0 and below 1"),
         ({"dataset_name": "trace"}, "needs a file"),
         ({"trace": Path("some.npz")}, "takes no trace"),

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model
+from typer.testing import CliRunner
 
 from amoeba_jax import LLM
 from serving.bench.workload import WorkloadConfig
+from serving.cli import app
 from serving.commands.calibrate import calibrate
 from serving.simulator.calibration import Calibration
 from serving.simulator.errors import SimulationError
@@ -92,6 +94,20 @@ def test_a_calibration_is_saved_and_simulated(tmp_path: Path):
     merged = simulate(SimulationConfig("tiny", long, num_devices=2, calibration=MEASURED), "amoeba")
     assert merged.counters["scale_ups"] == 1
     assert merged.ttft_s[0] == pytest.approx(4 * 0.01 + 7 * 0.03, rel=0.2)
+
+
+def test_what_a_calibration_says_cannot_be_given(tmp_path: Path):
+    path = tmp_path / "calibration.json"
+    MEASURED.save(path)
+    arguments = ["simulate", "--calibration", str(path), "--dataset-name", "random", "--num-prompts", "2"]
+    lengths = ["--random-input-len", "16", "--random-output-len", "4", "--policies", "amoeba"]
+    assert CliRunner().invoke(app, arguments + lengths).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "--max-num-seqs", "64", "--device", "H20"])
+    assert result.exit_code == 2
+    assert "--device, --max-num-seqs cannot be combined with --calibration" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, [*arguments, "--num-devices", "4"])
+    assert result.exit_code == 2
+    assert "num_devices=4 is more than the 2 devices of the calibration" in " ".join(result.output.split())
 
 
 def test_a_damaged_calibration_says_so(tmp_path: Path):

@@ -133,15 +133,16 @@ def test_pairs_of_chunks_are_those_of_the_whole_prompt():
 def test_buckets_are_the_engines():
     from amoeba_jax.programs.buckets import Buckets
 
-    for seqs, tokens in ((8, 128), (32, 512), (4, 32)):
-        engine, mine = Buckets(seqs, tokens, 1), EngineBuckets(seqs, tokens)
+    for seqs, tokens, degree in ((8, 128, 1), (32, 512, 1), (4, 32, 1), (8, 128, 4), (1, 64, 4), (3, 64, 2)):
+        engine, mine = Buckets(seqs * degree, tokens, 1), EngineBuckets(seqs, tokens)  # as `CompilePlan` has them
         assert mine.chunk_sizes == engine.chunk_sizes
         for length in (1, 9, 16, 31, 40, 64, 127, 128, 500, 2000):
             assert mine.chunk_size(length) == engine.chunk_size(length)
             chunk = engine.chunk_size(length)
-            for decodes in range(seqs):
+            for decodes in range(seqs * degree):
                 for waiting in (1, 2, 3, 7, 8, 20):
-                    assert mine.most_prompts(decodes, waiting, chunk) == engine.most_prompts(decodes, waiting, chunk)
+                    expected = engine.most_prompts(decodes, waiting, chunk)
+                    assert mine.most_prompts(decodes, waiting, chunk, degree) == expected
 
 
 def test_moves_are_those_of_the_planner():

@@ -122,3 +122,20 @@ def test_policies_decide_by_the_objectives(model: Path, monkeypatch: pytest.Monk
     seen = [(it.policy_config.ttft_slo_s, it.policy_config.tpot_slo_s) for it in configs]
     assert seen == [(10, 0.1), (3, 0.1), (10, 0.05)]
     assert [(it.flying_config.ttft_slo_s, it.flying_config.tpot_slo_s) for it in configs] == seen
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--merge-to", 3, "merge_to=3 must be a degree: 1, 2 or 4"),
+        ("--linger-s", "nan", "linger_s=nan must be seconds, finite and at least 0"),
+        ("--max-pause-s", -5, "max_pause_s=-5.0 must be seconds, finite and at least 0"),
+        ("--reserved-growth", 5, "reserved_growth=5.0 must be from 0 to 1"),
+        ("--reserved-growth", "nan", "reserved_growth=nan must be from 0 to 1"),
+        ("--preemption", "rude", "preemption='rude' must be one of hard, soft, sequential"),
+    ],
+)
+def test_settings_of_policies_are_those_of_a_server(model: Path, flag: str, value: object, message: str):
+    code, text = run("-m", model, flag, value)
+    assert code == 2
+    assert message in " ".join(text.split())

@@ -14,7 +14,7 @@ from serving.simulator.errors import SimulationError
 from serving.simulator.explain import explain, winner
 from serving.simulator.faults import Faults
 from serving.simulator.search import find_max_rate, find_min_devices
-from serving.simulator.setups import policy_names
+from serving.simulator.setups import make_setup, policy_names
 from serving.simulator.simulate import report, request_table, simulate
 from serving.simulator.slo import Slo
 from serving.simulator.tally import Ending
@@ -124,6 +124,30 @@ def test_a_cluster_of_hosts_serves_what_they_serve_alone():
     assert np.median(many.ttft_s[short]) == pytest.approx(np.median(one.ttft_s[short]), rel=0.2)
 
 
+def test_a_run_that_stops_is_judged_by_what_could_have_ended():
+    load = {"long_per_minute": 0.0, "short_per_minute": 60.0, "short_output_len": 200, "duration_s": 30.0}
+    settings = config(load, slo=Slo(ttft_s=2.0, tpot_s=0.1), until_s=30.0)
+    result = simulate(settings, "static-tp1")
+    assert (result.ending == Ending.OPEN).any()
+    assert result.kept_share == 1.0
+    assert result.report()["slo_share"] == 1.0
+    latest_s = 2.0 + 199 * 0.1
+    assert result.judged.tolist() == (result.requests.arrival_s <= 30.0 - latest_s).tolist()
+    missed = simulate(replace(settings, slo=Slo(ttft_s=1e-3, tpot_s=0.1)), "static-tp1")
+    assert missed.kept_share == 0.0
+    only_first = simulate(replace(settings, slo=Slo(ttft_s=2.0)), "static-tp1")
+    assert (only_first.ending[~only_first.judged] == Ending.OPEN).all()
+    assert only_first.kept_share == 1.0
+
+
+def test_a_step_computes_all_prompts_that_its_budget_has_room_for():
+    load = {"dataset_name": "random", "num_prompts": 64, "duration_s": None, "random_input_len": 32}
+    settings = config(load, num_devices=1, max_num_batched_tokens=2048)
+    table = request_table(settings)
+    first_s = simulate(settings, "static-tp1", table).ttft_s
+    assert np.ptp(first_s) == 0.0
+
+
 def test_rates_and_devices_are_found_at_the_edge():
     load = {"long_per_minute": 0.0, "short_per_minute": 600.0, "duration_s": 30.0}
     settings = config(load, slo=Slo(ttft_s=2.0, tpot_s=0.1, share=0.95))
@@ -132,6 +156,7 @@ def test_rates_and_devices_are_found_at_the_edge():
     failed = [t.value for t in answer.trials if not t.passed]
     assert answer.value == max(passed)
     assert max(passed) < min(failed)
+    assert not any(t.passed for t in answer.trials if t.kept_share < 0.95)
     fewest = find_min_devices(replace(settings, num_devices=16), "static-tp1")
     assert fewest.value is not None
     assert {t.value: t.passed for t in fewest.trials}[fewest.value]
@@ -188,3 +213,41 @@ def test_the_simulator_imports_no_jax():
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_rates_of_traces_are_found(tmp_path: Path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{n},8000,8\n" for n in range(40)))
+    load = {"dataset_name": "trace", "trace": trace, "num_prompts": 40, "duration_s": None}
+    slo = Slo(ttft_s=20.0, share=0.9)
+    answer = find_max_rate(config(load, slo=slo, num_devices=1), "static-tp1")
+    assert answer.value is not None
+    assert 0 < answer.value < 1, "half of the trace's rate and less is tried, with fewer requests"
+    small = config(load | {"trace_length_scale": 1e-4}, slo=slo, num_devices=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.bench.workload.MAX_REQUESTS", 200)
+        answer = find_max_rate(small, "static-tp1")
+    assert answer.at_limit, "no more requests than that"
+    assert [trial.passed for trial in answer.trials] == [True, True, True], "1, 2 and 4 times the rate"
+    for changes in ({"request_rate": float("inf")}, {"trace": _without_times(tmp_path)}):
+        with pytest.raises(SimulationError, match="all requests come at once"):
+            find_max_rate(config(load | changes, slo=slo, num_devices=1), "static-tp1")
+
+
+def _without_times(folder: Path) -> Path:
+    path = folder / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n" + "800,8\n" * 40)
+    return path
+
+
+def test_devices_that_no_instance_would_take_are_an_error():
+    whole = config(num_devices=8, devices_per_scheduler=8, activation_gb=40.0)
+    degrees = [limit.degree for limit in make_setup(whole, "static-tp4").host.limits]
+    assert min(degrees) > 1, "the model fits on no single device here"
+    four = replace(whole, num_devices=4, devices_per_scheduler=4, degrees=(4,), activation_gb=60.0)
+    with pytest.raises(SimulationError, match=r"'static-mixed' needs two instances: .* on 4 devices at TP4 alone"):
+        make_setup(four, "static-mixed")
+    fewest = find_min_devices(replace(whole, activation_gb=60.0, slo=Slo(ttft_s=60.0)), "static-mixed")
+    assert fewest.value == 8
+    with pytest.raises(SimulationError, match="6 devices are not a multiple of 4: an instance needs TP4"):
+        make_setup(config(num_devices=6, devices_per_scheduler=6), "static-tp4")
