@@ -1,6 +1,6 @@
 """Tables and figures of the papers beside what the simulator gives.
 
-    python benchmarks/papers.py [--seeds 5] [--duration 600] [--quick] [--json papers.json] [--plot region.png]
+    python benchmarks/papers.py [--seeds 5] [--duration 300] [--quick] [--json papers.json] [--plot region.png]
 
 Each row says how the twin's number comes about: *exact arithmetic* (sizes alone), *predicted* (the cost model with
 published device data; nothing was fitted to the paper), or *calibrated on this row* or on others of its table.
