@@ -18,6 +18,8 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
+    revision: str | None = None
+    """Branch, tag or commit of a model from the hub. Default: its main branch."""
     load_format: str = "auto"
     """Where weights come from. `auto`: the model's files. `random`: drawn from `seed`; the directory needs only
     config.json."""
@@ -43,7 +45,8 @@ class EngineConfig:
     page_size: int = 16
     """Tokens per KV page, a power of two."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens. Default: the model's context, or what the largest layout holds."""
+    """Longest prompt plus output in tokens, at most the model's context. Default: that, or what the largest layout
+    holds."""
     max_num_seqs: int = 32
     """Sequences that an instance decodes at once for each of its devices: 4 times as many at TP4."""
     max_num_batched_tokens: int = 512
@@ -103,8 +106,13 @@ class EngineConfig:
             raise ConfigError(f"load_threads={self.load_threads!r} must be an integer from 1 to 64")
         if not _is_power_of_two(self.page_size) or self.page_size > 256:
             raise ConfigError(f"page_size={self.page_size!r} must be a power of two from 1 to 256")
-        if not 0 < self.memory_utilization <= 1:
-            raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be in (0, 1]")
+        share = self.memory_utilization
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization={share!r} must be in (0, 1]")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed!r} must be an integer in [0, 2**64)")
+        if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
+            raise ConfigError(f"revision={self.revision!r} must be the name of a branch, a tag or a commit")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not _is_power_of_two(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")

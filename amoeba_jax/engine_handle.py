@@ -30,7 +30,7 @@ from amoeba_jax.progress import BYTES, COUNT, progress_bar
 from amoeba_jax.request_registry import RequestRegistry
 from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.tokenizer import Tokenizer, model_eos_ids
 from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
@@ -67,6 +67,10 @@ class EngineHandle:
                 transform_attention=self.config.transform_attention,
             )
             self.tokenizer = _load_tokenizer(self._directory)
+            ends = model_eos_ids(self._directory, source.hf_config)
+            ends |= self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
+            self.eos_token_ids = frozenset(token for token in ends if token < model_config.vocab_size)
+            """Ids that end a generation: the model's and the tokenizer's."""
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
@@ -80,7 +84,9 @@ class EngineHandle:
         self._outputs = OutputThread(partial(_end_sequence, self._dispatcher, engine), self._dispatcher.wake)
         self._dispatcher.hold = self._outputs
         self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
-        self._registry = RequestRegistry(engine, self._dispatcher, self._outputs, self.tokenizer, self.config.seed)
+        self._registry = RequestRegistry(
+            engine, self._dispatcher, self._outputs, self.tokenizer, self.eos_token_ids, self.config.seed
+        )
         if warmup:
             try:
                 self.warmup(list(warmup))

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -25,14 +26,21 @@ class RequestRegistry:
 
     Args:
         tokenizer: None for a model that takes token ids only.
+        eos_token_ids: that end a generation.
         seed: from which the seeds of requests derive that set none.
     """
 
     def __init__(
-        self, engine: Engine, dispatcher: Dispatcher, outputs: OutputThread, tokenizer: Tokenizer | None, seed: int
+        self,
+        engine: Engine,
+        dispatcher: Dispatcher,
+        outputs: OutputThread,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        seed: int,
     ):
         self._engine, self._dispatcher, self._outputs = engine, dispatcher, outputs
-        self._tokenizer, self._seed = tokenizer, seed
+        self._tokenizer, self._eos_token_ids, self._seed = tokenizer, eos_token_ids, seed
         self._vocab_size = engine.dims.config.vocab_size
         self._numbers = itertools.count()
         # Makes the numbers different from ids that callers may choose, and from those of other processes.
@@ -57,6 +65,7 @@ class RequestRegistry:
         every_token: bool = True,
         deadline: float | None = None,
         client: str = "",
+        arrival: float | None = None,
     ) -> Request:
         """A request whose prompt and settings are checked, to be registered, submitted and ended by the caller.
 
@@ -67,7 +76,9 @@ class RequestRegistry:
             every_token: whether `deliver` gets what each step brings, or everything at the end.
             deadline: time of `time.monotonic()` until which the request may wait for an instance.
             client: name whose share of slots and pages the request counts against.
+            arrival: time of `time.monotonic()` when it came; None: now.
         """
+        arrival = time.monotonic() if arrival is None else arrival
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = prompt if text is None else self.need_tokenizer("a text prompt").encode(text)
@@ -77,8 +88,7 @@ class RequestRegistry:
         bad_words = bad_word_ids(params.bad_words, self.need_tokenizer("bad_words")) if params.bad_words else ()
         if params.stop:
             self.need_tokenizer("stop")
-        eos = self._tokenizer.eos_token_ids if self._tokenizer else frozenset()
-        sampling = sampling_row(params, 0, self._vocab_size, eos, bad_words)
+        sampling = sampling_row(params, 0, self._vocab_size, self._eos_token_ids, bad_words)
         number, outputs = next(self._numbers), self._outputs
 
         def sink(update: Update) -> None:
@@ -98,11 +108,12 @@ class RequestRegistry:
                     sampling.with_seed(seed),
                     sink,
                     index=index,
-                    eos_token_ids=eos,
+                    eos_token_ids=self._eos_token_ids,
                     cache_salt=cache_salt,
                     leader=sequences[0] if sequences else None,
                     deadline=deadline,
                     client=client,
+                    arrival=arrival,
                 )
             )
         sequences[0].siblings = sequences[1:]

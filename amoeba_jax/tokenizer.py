@@ -30,6 +30,10 @@ _MOST_DECOMPOSED = 4
 _MOST_HELD = 16
 # Most tokens of text given out that it decodes again. A UTF-8 decoder is in step again after at most 3 bytes.
 _MOST_CONTEXT = 8
+# A token has a byte at least: those of a character that are missing a last one.
+_MOST_CUT = 3
+# Tokens at a prompt's end among which a stream looks for those that have text.
+_MOST_TAIL = 32
 
 
 class Tokenizer:
@@ -55,7 +59,7 @@ class Tokenizer:
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
         """The tokenizer of a Hugging Face model directory, from its `tokenizer.json`.
 
-        The ends of generation come from `generation_config.json`, else `config.json`, else the tokenizer.
+        The ends of generation are those of `generation_config.json`, else `config.json`, and the tokenizer's own.
         Raises `CheckpointError` if there is no `tokenizer.json` or it cannot be read.
         """
         directory = Path(directory)
@@ -67,13 +71,13 @@ class Tokenizer:
         try:
             # Not AutoTokenizer: that may rebuild the rules from a class name instead of tokenizer.json.
             fast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-            eos = [_eos(directory / file) for file in ("generation_config.json", "config.json")]
         except Exception as error:  # the Rust parser raises bare Exception
             raise CheckpointError(f"the tokenizer files in {directory} cannot be read: {error}") from error
-        known = next((ids for ids in eos if ids), None)
-        if known is None and fast.eos_token is not None:
-            known = [fast.convert_tokens_to_ids(str(fast.eos_token))]
-        return cls(fast, frozenset(known or ()))
+        config = directory / "config.json"
+        known = set(model_eos_ids(directory, _read_object(config) if config.is_file() else {}))
+        if fast.eos_token is not None and (own := fast.convert_tokens_to_ids(str(fast.eos_token))) is not None:
+            known.add(own)
+        return cls(fast, frozenset(known))
 
     @property
     def bos_token_id(self) -> int | None:
@@ -150,11 +154,17 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, also of a special token. Remembers the texts of up to 65,536 tokens."""
+        """Return what one token adds to a text before it, also a special token: with its space, where it has one.
+
+        Remembers the texts of up to 65,536 tokens.
+        """
         return self._token_text(token_id)
 
     def _decode_token(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self.decode([token_id], skip_special_tokens=False)
+        # SentencePiece strips the space at the beginning of a text.
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(text) :] if twice.startswith(text) else text
 
     def has_text(self, token_id: int) -> bool:
         """Whether the token is in the vocabulary and not empty: others add nothing to any text."""
@@ -194,17 +204,21 @@ class Tokenizer:
         # The template writes BOS itself where the model wants it.
         return self.encode(str(text), add_special_tokens=False)
 
-    def stream(self, skip_special_tokens: bool = True) -> "DetokenizeStream":
-        """A decoder for tokens that arrive one at a time."""
-        return DetokenizeStream(self, self._special_ids if skip_special_tokens else frozenset())
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> "DetokenizeStream":
+        """A decoder for tokens that arrive one at a time, after those of `prompt`, of which it reads the end."""
+        return DetokenizeStream(self, self._special_ids if skip_special_tokens else frozenset(), prompt)
 
 
 class DetokenizeStream:
     """Turns tokens into text as they come, and never half a character.
 
-    The increments, `flush()` included, add up to `Tokenizer.decode` of all tokens. One exception: the byte
-    fallback of SentencePiece replaces a whole run of byte tokens if any is invalid, but text given out stays, and an
-    invalid token is forgotten after 8 to 25 others.
+    The increments, `flush()` included, add up to `Tokenizer.decode` of the prompt's tokens and these, less that of the
+    prompt's alone: as in vLLM and the pipelines of `transformers`, the first word has its space, and a character that
+    the prompt's end cuts off comes whole. After special tokens that are skipped, the space is that of what is before
+    them; where that is nothing, as after BOS alone, there is none. No more than the last 32 tokens are looked at.
+
+    One exception: the byte fallback of SentencePiece replaces a whole run of byte tokens if any is invalid, but text
+    given out stays, and an invalid token is forgotten after 8 to 25 others.
 
     The last tokens are decoded with and without the new ones; the difference is the increment. The library's
     `DecodeStream` works alike, but keeps what it holds back at the end, and raises in that exception.
@@ -213,16 +227,36 @@ class DetokenizeStream:
     for the next token, but for no more than 16 tokens. Then all but its last character is given out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]):
+    def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int], prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skipped_ids = skipped_ids
-        self._context: list[int] = []  # the last tokens of what was given out: what follows may need a space
-        self._context_text = ""  # the part of their text that was given out
+        tail = [token_id for token_id in prompt[-_MOST_TAIL:] if self._has_text(token_id)]
+        num_tokens, num_cut = self._end_of_prompt(tail)
+        # The last tokens of what was given out: what follows may need a space.
+        self._context: list[int] = tail[len(tail) - num_tokens :]
+        self._context_text = self._decode(self._context)  # the part of their text that was given out
+        # A character that the prompt's end cuts off: its tokens, and the text before it, by characters and by tokens.
+        self._cut = self._context[num_tokens - num_cut :]
+        whole = self._decode(self._context[: num_tokens - num_cut])
+        self._whole_texts: tuple[str, ...] = (self._context_text.removesuffix(REPLACEMENT), whole)
         self._held: list[int] = []  # tokens since then
+
+    def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
+        """How many last tokens of a prompt begin with a whole character, and how many of them are a part of one."""
+        for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
+            # One of four beginnings in a row is that of a character.
+            for num_tokens in range(_MOST_CONTEXT - _MOST_CUT, _MOST_CONTEXT + 1):
+                start = max(len(tail) - num_tokens, 0)
+                if REPLACEMENT not in self._decode(tail[start : len(tail) - num_cut]):
+                    return len(tail) - start, num_cut
+        return min(_MOST_CONTEXT, len(tail)), 0
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._skipped_ids and self._tokenizer.has_text(token_id)
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes: often "", while a character's bytes are still coming."""
-        if token_id in self._skipped_ids or not self._tokenizer.has_text(token_id):
+        if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
         increment = self._pending()
@@ -252,14 +286,16 @@ class DetokenizeStream:
     def _pending(self) -> str:
         """The text that was not given out yet."""
         text = self._decode(self._context + self._held)
-        if text.startswith(self._context_text):
-            return text[len(self._context_text) :]
+        for given_out in (self._context_text, *self._whole_texts):
+            if text.startswith(given_out):
+                return text[len(given_out) :]
         return self._decode(self._held)  # the exception: text given out would be another one by now
 
     def _keep_context(self) -> None:
         """Take what is held for given out."""
-        self._context, self._held = self._held[-_MOST_CONTEXT:], []
+        self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
+        self._cut, self._whole_texts, self._held = [], (), []
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -278,9 +314,28 @@ def _decomposed_length(text: str) -> int:
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
 
-def _eos(path: Path) -> list[int]:
-    """`eos_token_id` of a JSON file as a list: empty where there is no file or no id."""
-    if not path.is_file():
-        return []
-    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozenset[int]:
+    """Ids that end a generation: of the directory's `generation_config.json`, else of a model's `config`.
+
+    Raises `CheckpointError` if the file cannot be read.
+    """
+    file = None if directory is None else directory / "generation_config.json"
+    generation = _read_object(file) if file is not None and file.is_file() else {}
+    return _eos_ids(generation) or _eos_ids(config)
+
+
+def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    """`eos_token_id`, one or several; -1 and the like, which some files have for none, are left out."""
+    named = config.get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(it for it in ids if isinstance(it, int) and not isinstance(it, bool) and it >= 0)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} cannot be read: it must hold a JSON object")
+    return content

@@ -5,7 +5,6 @@ TP1 page is the largest order (`max_tp` units), a page at degree `max_tp` is ord
 share one id space, and a paused TP1 request keeps its pages while a TP4 request runs.
 """
 
-import bisect
 import heapq
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ class _FreeBlocks:
 
 
 class BuddyAllocator:
-    """Allocates, shares, splits and frees blocks of units over the extents of one device.
+    """Allocates, shares and frees blocks of units over the extents of one device.
 
     Of the free blocks it takes the smallest that is large enough, so that whole pages stay whole, and among
     those the one with the lowest id. Extents added late (released weights) have the highest ids, so they
@@ -107,39 +106,13 @@ class BuddyAllocator:
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
     def add_extent(self, num_pages: int) -> int:
-        """Adds `num_pages` whole (TP1) pages and returns their first unit, a multiple of `max_tp`.
-
-        Takes the lowest range of ids that is long enough, so that an extent that was removed and comes back
-        gets its old ids (and the programs compiled for them).
-        """
+        """Adds `num_pages` whole (TP1) pages and returns their first unit: they follow those of the other extents."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
-        num_units = num_pages * self.max_tp
-        start = 0
-        for other_start, other_units in self._extents:
-            if other_start - start >= num_units:
-                break
-            start = other_start + other_units
-        bisect.insort(self._extents, (start, num_units))
+        start, num_units = self.total_units, num_pages * self.max_tp
+        self._extents.append((start, num_units))
         self._free[self.max_order].add_all(range(start, start + num_units, self.max_tp))
         return start
-
-    def remove_extent(self, start: int) -> None:
-        """Takes the extent that starts at unit `start` away. Raises `ValueError` while any of it is live."""
-        live = self.live_units(start)
-        if live:
-            raise ValueError(f"the extent at unit {start} has {live} live units: move or free them first")
-        num_units = dict(self._extents)[start]
-        self._extents.remove((start, num_units))
-        for unit in range(start, start + num_units, self.max_tp):
-            self._free[self.max_order].remove(unit)
-
-    def live_units(self, start: int) -> int:
-        """Live units in the extent that starts at unit `start`. O(units of the extent)."""
-        num_units = dict(self._extents).get(start)
-        if num_units is None:
-            raise ValueError(f"no extent starts at unit {start}; they start at {[s for s, _ in self._extents]}")
-        return sum(1 << self._orders[u] for u in range(start, start + num_units) if u in self._orders)
 
     def allocate(self, order: int) -> int:
         """Returns the first unit of a new block with one reference, or raises `OutOfPagesError`."""
@@ -206,23 +179,6 @@ class BuddyAllocator:
             unit = min(unit, buddy)
             order += 1
         self._free[order].add(unit)
-
-    def split(self, unit: int, order: int = 0) -> list[int]:
-        """Replaces the live block at `unit` by live blocks of `order`, with as many references each.
-
-        Moves no data: a TP1 page becomes its sub-pages, to be shared and freed one by one. Returns the first
-        unit of each.
-        """
-        self._check_order(order)
-        old_order = self.order_of(unit)
-        if order > old_order:
-            raise ValueError(f"block {unit} has order {old_order}: it cannot be split into order {order}")
-        references = self._references[unit]
-        units = list(range(unit, unit + (1 << old_order), 1 << order))
-        for piece in units:
-            self._orders[piece] = order
-            self._references[piece] = references
-        return units
 
     def become(self, other: "BuddyAllocator") -> None:
         """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.

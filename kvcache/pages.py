@@ -154,14 +154,6 @@ class SequencePages:
         self._num_pages = end
         return num_new
 
-    def fork(self) -> "SequencePages":
-        """A sequence that shares all pages of this one.
-
-        Neither may write to a shared page, so fork at a page boundary or `copy_on_write` the last page.
-        """
-        self.pool.share(self.table)
-        return SequencePages(self.pool, self.table)
-
     def is_shared(self, index: int) -> bool:
         """Whether page `index` has other references too, on any rank. Raises `IndexError` beyond the table."""
         return bool(self.pool.references(self.table[:, index, None])[0] > 1)

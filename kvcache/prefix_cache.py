@@ -80,7 +80,7 @@ class PrefixCache:
 
     A cached page has one reference of the cache, besides those of the sequences that use it. Where it has no other it
     is evictable: it counts as available, and `reserve` takes it when nothing is free. So all sequences of the pool
-    must get, copy and give back their pages here (`SequencePages.fork` is fine: it needs no new page).
+    must get, copy and give back their pages here (`PagePool.share` is fine: it needs no new page).
 
     Pages are told apart by their id on rank 0; a page is its whole column of a table, on all ranks.
 

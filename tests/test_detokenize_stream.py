@@ -122,6 +122,23 @@ def test_increments_of_hostile_bytes_add_up(byte_level, ids):
 
 
 @FUZZ
+@given(prompt=st.lists(st.sampled_from(HOSTILE), max_size=40), ids=st.lists(st.sampled_from(HOSTILE), max_size=60))
+def test_increments_after_hostile_bytes_add_up(byte_level, prompt, ids):
+    """A character that the prompt has begun is the output's."""
+    before = byte_level.decoded
+    stream = byte_level.stream(prompt=prompt)
+    assert byte_level.decoded - before <= 150
+    shown = ""
+    for token_id in ids:
+        before = byte_level.decoded
+        shown += stream.push(token_id)
+        assert byte_level.decoded - before <= MOST_DECODED
+    shown += stream.flush()
+    text, given_out = byte_level.decode(prompt + ids), byte_level.decode(prompt)
+    assert shown == text[len(given_out) - (not text.startswith(given_out)) :]
+
+
+@FUZZ
 @given(ids=st.lists(st.integers(len(PIECES), EMPTY), min_size=40, max_size=150))
 def test_increments_of_any_bytes_add_up(byte_level, ids):
     assert "".join(increments(byte_level, ids)) == byte_level.decode(ids)

@@ -291,6 +291,16 @@ def test_which_stop_string_ends_the_text(byte_level, text, stop, shown, stopped)
     assert "".join(run(included, byte_level.encode(text))) == shown + (stopped or "")
 
 
+def test_stop_string_may_begin_with_the_space_of_the_first_word(real):
+    for tokenizer in real.values():
+        prompt, ids = tokenizer.encode("The sea is"), tokenizer.encode("The sea is blue and")
+        assert ids[: len(prompt)] == prompt
+        for include in (False, True):
+            stream = TextStream(tokenizer.stream(prompt=prompt), (" blue",), include)
+            assert [stream.push(token_id) for token_id in ids[len(prompt) :]] == [" blue" * include, ""]
+            assert stream.stopped == " blue"
+
+
 def test_beginning_of_a_stop_string_waits_until_it_is_decided(byte_level):
     stream = TextStream(byte_level.stream(), ("<b>",))
     assert [stream.push(token_id) for token_id in byte_level.encode("a<b b<")] == ["a", "", "", "<b ", "b", ""]

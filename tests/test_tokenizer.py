@@ -119,11 +119,14 @@ def test_texts_that_are_no_unicode_are_refused(text, loaded):
         ({"generation_config": {"eos_token_id": [1, 2]}, "config": {"eos_token_id": 5}}, {1, 2}),
         ({"generation_config": {"eos_token_id": 7}}, {7}),
         ({"generation_config": {}, "config": {"eos_token_id": 5}}, {5}),
+        ({"generation_config": {"eos_token_id": [-1]}, "config": {"eos_token_id": 5}}, {5}),
         ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": "</s>"}}, {2}),
+        ({"generation_config": {"eos_token_id": 7}, "tokenizer_config": {"eos_token": "</s>"}}, {2, 7}),
+        ({"config": {"eos_token_id": 7}, "tokenizer_config": {"eos_token": "</s>"}}, {2, 7}),
         ({}, set()),
     ],
 )
-def test_ends_of_generation_come_from_the_first_that_names_them(files, expected, directories, tmp_path):
+def test_ends_of_generation_are_the_models_and_the_tokenizers(files, expected, directories, tmp_path):
     directory = copy_with(directories["stories260K"], tmp_path, **files)
     assert Tokenizer.from_directory(directory).eos_token_ids == expected
 
@@ -140,8 +143,8 @@ def test_damaged_tokenizer_is_named(content, tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
-def increments(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
-    stream = tokenizer.stream(skip_special_tokens=skip)
+def increments(tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: tuple[int, ...] = ()) -> list[str]:
+    stream = tokenizer.stream(skip_special_tokens=skip, prompt=prompt)
     return [*(stream.push(token_id) for token_id in ids), stream.flush()]
 
 
@@ -176,6 +179,51 @@ def test_sentencepiece_increments_add_up_unless_bytes_are_invalid(loaded, data, 
     text = tokenizer.decode(ids, skip_special_tokens=skip)
     if "\ufffd" not in text:
         assert streamed == text
+
+
+def given_out(tokenizer: Tokenizer, ids: list[int], end: int, skip: bool = True) -> str:
+    """The text of `ids[:end]` without a character that is cut off there."""
+    texts = [tokenizer.decode(ids[:place], skip) for place in range(end + 1)]
+    whole = tokenizer.decode(ids, skip)
+    return max((text for text in (*texts, texts[-1].rstrip("\ufffd")) if whole.startswith(text)), key=len)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)), skip=st.booleans())
+def test_prompt_and_increments_add_up_to_the_text(name, loaded, data, text, skip):
+    """Also where the prompt ends in the middle of a word or of a character."""
+    tokenizer = loaded[name]
+    ids = tokenizer.encode(text.replace("\ufffd", ""))
+    end = data.draw(st.integers(0, len(ids)))
+    added = "".join(increments(tokenizer, ids[end:], skip, tuple(ids[:end])))
+    assert given_out(tokenizer, ids, end, skip) + added == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", ["stories15M", "stories260K"])
+def test_first_word_after_a_prompt_keeps_its_space(name, skip, loaded):
+    tokenizer = loaded[name]
+    bos, *blue = tokenizer.encode("blue")
+    for prompt in ("The sea is", "日本語日本語", "x"):
+        ids = tokenizer.encode(prompt)
+        assert "".join(increments(tokenizer, blue, skip, tuple(ids))) == " blue"
+        # Tokens that are left out of the text, or have none, hide no word; in the text, a word after one has a space.
+        assert "".join(increments(tokenizer, blue, skip, (*ids, bos, bos, tokenizer.vocab_size))) == " blue"
+    assert "".join(increments(tokenizer, blue, skip, (bos,))) == ("blue" if skip else " blue")
+    assert "".join(increments(tokenizer, blue, skip)) == "blue"
+    assert "".join(increments(tokenizer, [], skip, tuple(ids))) == ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_character_that_the_prompt_cuts_off_comes_whole(name, loaded):
+    tokenizer = loaded[name]
+    ids = tokenizer.encode("a 日 🦠🦠 b", add_special_tokens=False)
+    ends = [end for end in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:end])]
+    assert len(ends) >= 2
+    for end in ends:
+        added = "".join(increments(tokenizer, ids[end:], prompt=tuple(ids[:end])))
+        assert given_out(tokenizer, ids, end) + added == "a 日 🦠🦠 b"
 
 
 def test_characters_split_over_tokens_come_whole(loaded):

@@ -200,12 +200,15 @@ def test_token_may_begin_a_character_that_the_text_has_decomposed():
     assert len(text) <= 20 * tokenizer.longest_token_chars <= 20 * 5
 
 
-def test_text_of_a_token_is_its_decoded_text(loaded):
-    for tokenizer in loaded.values():
-        for token in [*range(300), tokenizer.vocab_size - 1, tokenizer.vocab_size + 7]:
+def test_text_of_a_token_is_what_it_adds_to_a_text(loaded):
+    for name, tokenizer in loaded.items():
+        before = tokenizer.encode("x", add_special_tokens=False)
+        for token in [*range(1000), tokenizer.vocab_size - 1, tokenizer.vocab_size + 7]:
             for _ in range(2):
-                assert tokenizer.token_text(token) == tokenizer.decode([token], skip_special_tokens=False)
+                text = tokenizer.decode([*before, token], skip_special_tokens=False)
+                assert text == "x" + tokenizer.token_text(token), name
     assert loaded["Qwen3"].token_text(151_645) == "<|im_end|>"
+    assert [loaded["stories15M"].token_text(token) for token in (2, 278, 29874)] == ["</s>", " the", "a"]
 
 
 def test_text_of_a_token_is_decoded_once_and_not_kept_for_ever(letters):
@@ -217,8 +220,9 @@ def test_text_of_a_token_is_decoded_once_and_not_kept_for_ever(letters):
             return super().decode(ids, skip_special_tokens)
 
     tokenizer = Counting(letters._fast, frozenset())
-    assert [tokenizer.token_text(token) for token in (0, 1, 4, 0, 1, 4)] == ["a", "b", "<end>"] * 2
-    assert tokenizer.decodes == 3
+    # Without a decoder, tokens are words.
+    assert [tokenizer.token_text(token) for token in (0, 1, 4, 0, 1, 4)] == [" a", " b", " <end>"] * 2
+    assert tokenizer.decodes == 2 * 3
     # Ids beyond the vocabulary, which a model's padded logits can have, replace others.
     for token in range(1000):
         tokenizer.token_text(token)

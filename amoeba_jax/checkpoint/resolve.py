@@ -18,6 +18,8 @@ ORBAX_MARKER = "amoeba.json"
 """The file that marks a directory as a checkpoint that amoeba saved."""
 
 HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.txt"]
+# The same weights again, in the form of their makers.
+_OTHER_FORMS = ["consolidated*", "original/*"]
 
 FORMS = (
     f"Accepted: {DEFAULT_MODEL!r} (built in), a directory in Hugging Face form, a .gguf file, "
@@ -78,7 +80,13 @@ def open_resolved(resolved: ResolvedModel) -> Checkpoint:
 def _download(repository: str, revision: str | None) -> Path:
     """The hub's files of `repository`, from the hub's own cache where they are there already."""
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES, etag_timeout=5)
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=_OTHER_FORMS,
+            etag_timeout=5,
+        )
     except Exception as error:  # besides its own errors, the hub client lets those of its transport through
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         at = f" at revision {revision!r}" if revision else ""

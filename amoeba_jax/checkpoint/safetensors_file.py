@@ -99,6 +99,20 @@ class SafetensorsCheckpoint:
         return self._entries[name]
 
 
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype of all matrices of a directory's safetensors files: None where there are none, or several dtypes.
+
+    Vectors may have others: norms and tables of angles are often kept in float32.
+    """
+    found: set[str] = set()
+    try:
+        for shard in _wanted_shards(directory):
+            found |= {entry.dtype for entry in _read_header(directory / shard).values() if len(entry.shape) > 1}
+    except CheckpointError:  # raised where the weights are read, if they are
+        return None
+    return DTYPES[found.pop()].name if len(found) == 1 and found <= DTYPES.keys() else None
+
+
 def _wanted_shards(directory: Path) -> dict[str, set[str]]:
     """Shard file names, each with the tensors that the index places in it (none known for a single file)."""
     if (directory / INDEX).is_file():

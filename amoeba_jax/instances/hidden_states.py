@@ -21,11 +21,6 @@ class HiddenStates:
         self._buffers: list[jax.Array | None] = list(buffers)
         self._whole: jax.Array | None = None  # all of them as one array, in steady state
 
-    @classmethod
-    def zeros(cls, group: SubMesh, shape: tuple[int, int], dtype: jnp.dtype) -> "HiddenStates":
-        """New buffers."""
-        return cls(group, [jnp.zeros(shape, dtype, device=device) for device in group.devices])
-
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
         """The buffers of some ranks as one array: `[D, hidden_tokens]`, or `[tp * D, hidden_tokens]` if not
         `replicated`."""

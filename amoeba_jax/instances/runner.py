@@ -113,15 +113,6 @@ class Runner:
         self.placement = placement
         self._work.clear()
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all layers of all lanes are at one home."""
-        return len(self.placement.stages) == 1 and len(self.placement.stages[0].distinct_homes) == 1
-
-    def site_of(self, layer: int, lane: int) -> Site:
-        """Where a layer of a lane is."""
-        return self.sites[self.placement.stage_of(layer).homes[lane]]
-
     # What a step needs
 
     def specs(self, shape: BatchShape, logits_of: LogitsOf, lane: int | None) -> list[ProgramSpec]:

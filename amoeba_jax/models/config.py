@@ -64,6 +64,12 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     dtype: str
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the positions are good for: linear scaling stretches them beyond `max_position`."""
+        stretch = self.rope.factor if self.rope.rope_type == "linear" else 1.0
+        return int(self.max_position * max(stretch, 1.0))
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
         """Read a config.json. Raises `CheckpointError` for what is not supported, naming the field and value."""

@@ -6,6 +6,7 @@ from functools import cached_property
 import jax
 
 from amoeba_jax.config import EngineConfig
+from amoeba_jax.errors import ConfigError
 from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
@@ -33,6 +34,8 @@ class EnginePlan:
         hidden_tokens: tokens that a group's buffer of hidden states has room for.
         num_slots: sequences whose last tokens an instance remembers.
         max_model_len: longest prompt plus output.
+
+    Raises `ConfigError` for a `max_model_len` above the context that the model was trained for.
     """
 
     def __init__(
@@ -43,6 +46,11 @@ class EnginePlan:
         weights: WeightLayout,
         memory: MemoryPlan | None = None,
     ):
+        if config.max_model_len is not None and config.max_model_len > dims.config.longest_context:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} is above the model's context of {dims.config.longest_context} "
+                f"tokens (max_position_embeddings={dims.config.max_position} of its config.json)"
+            )
         self.config, self.dims, self.weights = config, dims, weights
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
         self.memory = memory or plan_memory(dims, config, weights.num_bytes, devices[0])

@@ -150,7 +150,8 @@ def sampling_row(
         bad_words: token ids, from `bad_word_ids`.
 
     Raises:
-        RequestError: for more than `MAX_BAD_WORD_PAIRS` bad words of several tokens.
+        RequestError: for more than `MAX_BAD_WORD_PAIRS` bad words of several tokens, and for settings that together
+            leave no token.
     """
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     # A word of more tokens than the output can have never comes either.
@@ -179,19 +180,37 @@ def sampling_row(
     integers = np.array([options, _bits(seed), top_k], np.int32)
     floats = np.array([params.temperature, top_p, min_p, *penalties], np.float32)
     stops = {*params.stop_token_ids, *eos_token_ids}
+    held_back = tuple(sorted(token for token in stops if 0 <= token < vocab_size))
+    _check_masks(params, vocab_size, banned, held_back)
     return SamplingRow(
         params=params,
         vocab_size=vocab_size,
         kind=kind,
         uses_state=uses_state,
         stop_ids=frozenset(params.stop_token_ids),
-        held_back=tuple(sorted(token for token in stops if 0 <= token < vocab_size)),
+        held_back=held_back,
         banned=banned,
         bad_words=longer,
         two_tokens=_as_pairs([word for word in longer if len(word) == 2]),
         endings=endings,
         settings=np.concatenate([integers, floats.view(np.int32)]),
     )
+
+
+def _check_masks(params: SamplingParams, vocab_size: int, banned: tuple[int, ...], held_back: tuple[int, ...]) -> None:
+    """Raise `RequestError` where no token is left. A bad word of several tokens may still ban the last one later."""
+    if params.allowed_token_ids is None and len(banned) + len(held_back) < vocab_size:
+        return
+    allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
+    named = "" if params.allowed_token_ids is None else f"allowed_token_ids={shorten(params.allowed_token_ids)} and "
+    left = allowed.difference(banned)
+    if not left:
+        raise RequestError(f"{named}bad_words leave no token to generate")
+    if params.min_tokens > 0 and left.issubset(held_back):
+        raise RequestError(
+            f"{named}min_tokens={params.min_tokens} leave no token to generate: stop tokens and end-of-sequence tokens "
+            f"cannot come before min_tokens others{', nor can bad_words' if banned else ''}"
+        )
 
 
 def _bits(seed: int) -> np.int32:

@@ -77,7 +77,8 @@ def sample_full(
     """Tokens of rows of any kind, and log-probabilities: `(last_tokens and flags with them, result)`.
 
     Donates `flags`. A result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities are those of
-    `logits` as given. A row whose settings leave no token at all is drawn as if they masked none.
+    `logits` as given. A row whose settings leave no token, as a bad word of several tokens can where few are allowed,
+    is drawn as if they masked none.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)

@@ -1,7 +1,8 @@
 """Paged attention over header-centric extents: one signature, several implementations."""
 
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,8 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 from pallas_kernels.paged_attention.mosaic_gpu.support import unsupported
 from pallas_kernels.paged_attention.tuning import gpu_device
 from pallas_kernels.paged_attention.xla import xla_paged_attention
+
+logger = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
@@ -65,7 +68,7 @@ def paged_attention(
         stride_order: the permutation with which an extent, transposed, is `[pages, K, 2, S, h]`; `PageLayout` has the
             three that are supported.
         implementation: `auto` takes `mosaic_gpu` on a Hopper GPU for the calls that it supports, and `xla` for all
-            others; the rest force one.
+            others, which on a GPU is logged with the reason; the rest force one.
         debug: check the contents of the tables too, on the host: slow.
 
     Raises:
@@ -85,7 +88,11 @@ def paged_attention(
         raise ValueError(f"implementation='mosaic_gpu' cannot compute this: {reason}")
     if implementation != "auto":
         return _IMPLEMENTATIONS[implementation](queries, extents, tables, query_positions, options)
-    if not _on_hopper() or unsupported(queries, extents, options):
+    device = gpu_device()
+    reason = _not_hopper(device) or unsupported(queries, extents, options)
+    if reason is not None:
+        if device is not None:
+            _log_once(reason)
         return xla_paged_attention(queries, extents, tables, query_positions, options)
     # The program may still be for the host: a CPU mesh on a machine with a GPU.
     return lax.platform_dependent(
@@ -98,5 +105,14 @@ def paged_attention(
     )
 
 
-def _on_hopper() -> bool:
-    return getattr(gpu_device(), "compute_capability", "").startswith("9.")
+def _not_hopper(device: Any) -> str | None:
+    """Why the kernel does not run on a device; None on a Hopper GPU."""
+    capability = getattr(device, "compute_capability", "")
+    if capability.startswith("9."):
+        return None
+    return f"it runs on Hopper (compute capability 9), and {getattr(device, 'device_kind', 'this')} has {capability}"
+
+
+@cache
+def _log_once(reason: str) -> None:
+    logger.info("paged attention is computed by XLA on this GPU, without the kernel: %s", reason)

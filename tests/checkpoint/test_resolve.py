@@ -2,14 +2,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
-from amoeba_jax.checkpoint import ResolvedModel, SafetensorsCheckpoint, open_checkpoint, resolve_model
+from amoeba_jax.checkpoint import ResolvedModel, SafetensorsCheckpoint, open_checkpoint, resolve, resolve_model
+from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import CheckpointError, ModelNotFoundError
+from amoeba_jax.model_source import ModelSource
 
 
 def make_directory(path: Path) -> Path:
@@ -75,6 +79,27 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"model\.bin is neither a directory nor a \.gguf file"):
         resolve_model(str(tmp_path / "model.bin"))
+
+
+def test_hub_gives_the_revision_once_in_one_form(tmp_path, monkeypatch):
+    snapshot, asked = make_directory(tmp_path / "snapshot"), {}
+
+    def snapshot_download(repository: str, **settings: Any) -> str:
+        asked.update(settings, repository=repository)
+        return str(snapshot)
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    source = ModelSource(EngineConfig(model="org/name", revision="v1.1"))
+    source.close()
+    assert (source.name, source.directory) == ("name", snapshot)
+    assert (asked["repository"], asked["revision"]) == ("org/name", "v1.1")
+    files = ["model-00001-of-00002.safetensors", "consolidated.safetensors", "original/params.json", "config.json"]
+    wanted = filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(wanted) == [files[0], files[3]]
+    ModelSource(EngineConfig(model="org/name")).close()
+    assert asked["revision"] is None
 
 
 RESOLVE = """

@@ -9,9 +9,13 @@ import psutil
 import pytest
 from safetensors import deserialize
 from safetensors.numpy import save_file
+from tiny_models import tiny_config
 
 from amoeba_jax.checkpoint import SafetensorsCheckpoint
+from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.model_source import ModelSource
+from amoeba_jax.models.config import ModelConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,6 +70,31 @@ def test_shards_read_like_one_file(tmp_path):
     assert checkpoint.names() == tensors.keys()
     for name, expected in tensors.items():
         np.testing.assert_array_equal(checkpoint.read(name), expected)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "random"])
+@pytest.mark.parametrize(
+    ("stored", "named", "dtype"),
+    [
+        (["bfloat16", "bfloat16"], {}, "bfloat16"),
+        (["float16", "float16"], {"dtype": None}, "float16"),
+        (["float32", "float32"], {}, "float32"),
+        (["bfloat16", "float32"], {}, "float32"),
+        (["bfloat16", "int8"], {}, "float32"),
+        (["bfloat16", "bfloat16"], {"torch_dtype": "float32"}, "float32"),
+        (["float16", "float16"], {"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_dtype_that_the_config_does_not_name_is_that_of_all_matrices(tmp_path, stored, named, dtype, load_format):
+    config = {key: value for key, value in tiny_config("llama2").items() if key != "torch_dtype"} | named
+    tensors = {f"matrix {i}": np.zeros((2, 3), ml_dtypes.bfloat16).astype(name) for i, name in enumerate(stored)}
+    directory = make_directory(tmp_path / "m", tensors | {"norm": np.ones(3, np.float32)})
+    (directory / "config.json").write_text(json.dumps(config))
+    if load_format == "auto":
+        shard(directory, tensors)
+    source = ModelSource(EngineConfig(model=str(directory), load_format=load_format))
+    source.close()
+    assert ModelConfig.from_hf(source.hf_config).dtype == dtype
 
 
 @pytest.mark.parametrize("model", ["stories260K", "stories15M"])

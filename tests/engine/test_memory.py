@@ -162,7 +162,7 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
 
 def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: str):
     settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
-    settings["segment_layers"] = 1
+    settings |= {"segment_layers": 1, "max_num_batched_tokens": 16}
     outputs = []
     for transform_attention in (False, True):
         with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:

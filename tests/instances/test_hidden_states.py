@@ -43,7 +43,7 @@ def test_parts_are_taken_and_put_back_by_rank(pool: SubMeshPool):
 
 def test_whole_array_stays_whole_and_can_be_taken_apart(pool: SubMeshPool):
     group = pool.group(0, 2)
-    hidden = HiddenStates.zeros(group, SHAPE, jnp.dtype(jnp.float32))
+    hidden = numbered(group)
     states = jax.device_put(np.full(SHAPE, 7, np.float32), group.replicated)
     hidden.take(group)
     hidden.put(group, states)

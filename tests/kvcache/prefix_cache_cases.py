@@ -21,6 +21,12 @@ def make_cache(num_pages: int, tp: int = 1, enabled: bool = True) -> PrefixCache
     return cache
 
 
+def forked(pages: SequencePages) -> SequencePages:
+    """A sequence that shares all pages of another."""
+    pages.pool.share(pages.table)
+    return SequencePages(pages.pool, pages.table)
+
+
 def keys_of(tokens: tuple[int, ...] | range, salt: str = "") -> list[bytes]:
     keys = PageKeys(SIZE, salt)
     keys.extend(tokens)

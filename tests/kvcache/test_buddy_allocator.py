@@ -45,25 +45,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.extents) < 4)
     @rule(num_pages=st.integers(1, 4))
     def add_extent(self, num_pages):
+        end = self.allocator.total_units
         start = self.allocator.add_extent(num_pages)
-        units = range(start, start + num_pages * MAX_TP)
-        assert start % MAX_TP == 0
-        for other in self.extents.values():
-            assert units.stop <= other.start or other.stop <= units.start
-        self.extents[start] = units
-
-    @precondition(lambda self: self.extents)
-    @rule(data=st.data())
-    def remove_extent(self, data):
-        start = data.draw(st.sampled_from(sorted(self.extents)))
-        live = len(set(self.extents[start]).intersection(self.occupied()))
-        assert self.allocator.live_units(start) == live
-        if live:
-            with pytest.raises(ValueError, match=f"unit {start} has {live} live units"):
-                self.allocator.remove_extent(start)
-        else:
-            self.allocator.remove_extent(start)
-            del self.extents[start]
+        assert start == end == sum(map(len, self.extents.values()))
+        self.extents[start] = range(start, start + num_pages * MAX_TP)
 
     @rule(target=held, order=st.integers(0, MAX_ORDER), n=st.integers(1, 5))
     def allocate_many(self, order, n):
@@ -121,18 +106,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"unit {unit}:"):
                 self.allocator.free(unit)
 
-    @rule(target=held, unit=held, order=st.integers(0, MAX_ORDER))
-    def split(self, unit, order):
-        old_order, references = self.live[unit]
-        if order > old_order:
-            with pytest.raises(ValueError, match=f"block {unit} has order {old_order}"):
-                self.allocator.split(unit, order)
-            return multiple()
-        units = self.allocator.split(unit, order)
-        assert units == list(range(unit, unit + 2**old_order, 2**order))
-        self.live.update(dict.fromkeys(units, (order, references)))
-        return multiple(*(piece for piece in units[1:] for _ in range(references)))
-
     @invariant()
     def agrees_with_model(self):
         live = [Block(unit, order, references) for unit, (order, references) in sorted(self.live.items())]
@@ -168,9 +141,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             for _ in range(references):
                 self.allocator.free(unit)
         assert self.allocator.num_free(MAX_ORDER) * MAX_TP == self.allocator.total_units
-        for start in self.extents:
-            self.allocator.remove_extent(start)
-        assert self.allocator.total_units == self.allocator.free_units == 0
+        assert self.allocator.total_units == self.allocator.free_units
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
@@ -201,34 +172,10 @@ def test_pages_leave_late_extents_first():
         allocator.free(page)
     assert allocator.allocate(2) == 0
     allocator.free(pages[2])
-    allocator.remove_extent(late)
-    assert allocator.extents == ((0, 8),)
+    assert all(block.unit < late for block in allocator.live_blocks())
 
 
-def test_extent_that_returns_gets_its_old_ids():
-    allocator = BuddyAllocator(4)
-    starts = [allocator.add_extent(n) for n in (3, 1, 2)]
-    assert starts == [0, 12, 16]
-    allocator.remove_extent(12)
-    assert allocator.add_extent(2) == 24
-    assert allocator.add_extent(1) == 12
-    assert allocator.allocate_many(2, 8) == [0, 4, 8, 12, 16, 20, 24, 28]
-
-
-def test_split_page_is_freed_piece_by_piece():
-    allocator = BuddyAllocator(4)
-    allocator.add_extent(1)
-    page = allocator.allocate(2)
-    allocator.share(page)
-    assert allocator.split(page, 1) == [0, 2]
-    assert allocator.split(2) == [2, 3]
-    assert allocator.live_blocks() == [Block(0, 1, 2), Block(2, 0, 2), Block(3, 0, 2)]
-    for unit in (0, 0, 2):
-        allocator.free(unit)
-    assert (allocator.num_free(1), allocator.free_units, allocator.references(2)) == (1, 2, 1)
-
-
-@pytest.mark.parametrize("method", ["free", "share", "split", "references", "order_of"])
+@pytest.mark.parametrize("method", ["free", "share", "references", "order_of"])
 @pytest.mark.parametrize("unit", [1, 4, 99])
 def test_unknown_unit_is_named(method, unit):
     allocator = BuddyAllocator(4)
@@ -257,8 +204,6 @@ def test_bad_arguments_are_refused():
         allocator.allocate(3)
     with pytest.raises(ValueError, match="n is -1"):
         allocator.allocate_many(0, -1)
-    with pytest.raises(ValueError, match="no extent starts at unit 0"):
-        allocator.remove_extent(0)
     with pytest.raises(ValueError, match="order is 3"):
         allocator.claim(0, 3)
     allocator.add_extent(1)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from prefix_cache_cases import forked
 
 from kvcache.allocator import BuddyAllocator
 from kvcache.extents import extent_starts
@@ -136,7 +137,7 @@ def test_forked_sequence_writes_to_its_copy():
     pool = PagePool(geometry, allocators, 2)
     parent = SequencePages(pool)
     parent.reserve(8)
-    child = parent.fork()
+    child = forked(parent)
     copied = child.copy_on_write(1)
     assert copied is not None
     source, target = copied

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_cache_cases import forked
 
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.geometry import PageGeometry
@@ -202,7 +203,7 @@ def test_fork_shares_pages_and_grows_on_its_own():
     pool = PagePool(GEOMETRY, make_allocators((2,), (2,)), 2)
     parent = SequencePages(pool)
     parent.reserve(32)
-    child = parent.fork()
+    child = forked(parent)
     np.testing.assert_array_equal(child.table, parent.table)
     child.reserve(48)
     assert (parent.num_pages, child.num_pages, pool.num_free_pages) == (2, 3, 1)
@@ -232,7 +233,7 @@ def test_copy_on_write_ends_the_sharing_of_one_page(tp):
     pool = PagePool(GEOMETRY, allocators, tp)
     parent = SequencePages(pool)
     parent.reserve(48)
-    child = parent.fork()
+    child = forked(parent)
     before = parent.table.copy()
     assert child.is_shared(1)
     copied = child.copy_on_write(1)
@@ -256,7 +257,7 @@ def test_copy_on_write_reaches_pages_by_their_index_only():
     sequence = SequencePages(pool)
     for tokens in (16, 32, 48):
         sequence.reserve(tokens)
-    other = sequence.fork()
+    other = forked(sequence)
     with pytest.raises(IndexError):
         sequence.copy_on_write(3)
     assert sequence.copy_on_write(-1) is not None
@@ -269,7 +270,7 @@ def test_copy_on_write_without_a_free_page_changes_nothing():
     pool = PagePool(GEOMETRY, allocators, 2)
     parent = SequencePages(pool)
     parent.reserve(32)
-    child = parent.fork()
+    child = forked(parent)
     before = state(allocators)
     with pytest.raises(OutOfPagesError):
         child.copy_on_write(0)

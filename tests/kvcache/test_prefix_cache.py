@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_cache_cases import SIZE, admit, keys_of, make_cache, state
+from prefix_cache_cases import SIZE, admit, forked, keys_of, make_cache, state
 
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import SequencePages
@@ -170,7 +170,7 @@ def test_disabled_cache_passes_through():
     pages = admit(cache, range(6))
     assert cache.num_cached(keys_of(range(6))) == cache.num_cached_pages == 0
     assert cache.match(keys_of(range(6))).num_pages == 0
-    child = pages.fork()
+    child = forked(pages)
     assert cache.make_private(child, 2) is not None
     with pytest.raises(OutOfPagesError, match="0 are free and 0 of 0 cached"):
         cache.reserve(child, 8)

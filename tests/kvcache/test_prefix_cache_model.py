@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prefix_cache_cases import GEOMETRY, SIZE, keys_of, make_cache, state
+from prefix_cache_cases import GEOMETRY, SIZE, forked, keys_of, make_cache, state
 
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import SequencePages
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         request = self.draw(data)
-        self.requests.append(Request(request.pages.fork(), request.salt, request.tokens))
+        self.requests.append(Request(forked(request.pages), request.salt, request.tokens))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -144,6 +144,11 @@ def test_inverse_frequencies_are_those_of_transformers(name):
     np.testing.assert_allclose(rope.inverse_frequencies(head_dim), expected.numpy(), rtol=2e-6)
 
 
+def test_linear_scaling_stretches_the_context():
+    longest = {name: ModelConfig.from_hf(tiny_config(name)).longest_context for name in TINY_CONFIGS}
+    assert longest == {name: 512 if name == "llama-bias-linear-rope" else 256 for name in TINY_CONFIGS}
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_inverse_frequencies_one_by_one(name):
     """Each pair's frequency in plain Python, after `apply_scaling` in Meta's llama-models."""

@@ -183,6 +183,31 @@ def test_kernel_is_chosen_on_hopper_for_what_it_supports(monkeypatch, capability
     assert is_kernel(text) == kernel
 
 
+@pytest.mark.parametrize(
+    ("capability", "shape", "reason"),
+    [
+        ("9.0", BASE, None),
+        ("9.0", replace(BASE, page_size=4), "page size 4 is none of"),
+        ("8.0", BASE, "Hopper (compute capability 9), and A100 has 8.0"),
+        (None, BASE, None),
+    ],
+)
+def test_log_says_once_why_a_gpu_goes_without_the_kernel(monkeypatch, caplog, capability, shape, reason):
+    from pallas_kernels.paged_attention import api
+
+    device = None if capability is None else Hopper()
+    monkeypatch.setattr(Hopper, "compute_capability", capability)
+    monkeypatch.setattr(Hopper, "device_kind", "A100")
+    monkeypatch.setattr(api, "gpu_device", lambda: device)
+    api._log_once.cache_clear()
+    queries, extents, tables, positions, _, _ = abstract_call(shape)
+    with caplog.at_level("INFO", logger=api.__name__):
+        for scale in (0.1, 0.2):
+            jax.eval_shape(partial(api.paged_attention, scale=scale), queries, extents, tables, positions)
+    assert len(caplog.messages) == (reason is not None)
+    assert all(reason in message for message in caplog.messages)
+
+
 def test_without_a_gpu_the_kernel_is_never_chosen():
     queries, extents, tables, positions, _, _ = abstract_call(BASE)
     from pallas_kernels.paged_attention import paged_attention

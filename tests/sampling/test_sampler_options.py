@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling_cases import (
+    EOS,
     ROWS,
     VOCABULARY,
     Case,
@@ -45,6 +46,14 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+def is_served(case: Case) -> bool:
+    """Whether its settings leave a token. Others are refused."""
+    params = case.params
+    masked = {word[0] for word in case.words if len(word) == 1}
+    masked |= {*EOS, *params.stop_token_ids} if params.min_tokens else set()
+    return not masked.issuperset(params.allowed_token_ids or range(VOCABULARY))
+
+
 sequences = st.builds(
     Case,
     params=sampling_params(),
@@ -52,7 +61,7 @@ sequences = st.builds(
     output=st.lists(few_tokens, max_size=8),
     words=st.lists(st.lists(few_tokens, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
     seed=st.integers(0, 2**32 - 1),
-)
+).filter(is_served)
 
 
 @settings(max_examples=300, deadline=None)
@@ -123,11 +132,11 @@ def test_stop_tokens_wait_for_min_tokens():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_options_that_leave_no_token_are_put_aside(temperature: float):
-    """Here all that is allowed is a bad word or must wait."""
+    """Here all that is allowed is a bad word, or would complete one."""
     logits = random_logits(ROWS)
-    params = SamplingParams(temperature=temperature, allowed_token_ids=[2, 3], min_tokens=4)
-    token = sample_full(logits, [Case(params, words=((3,),), seed=5)])
-    assert token == sample_full(logits, [Case(SamplingParams(temperature=temperature), seed=5)])
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[2, 3])
+    token = sample_full(logits, [Case(params, output=[1], words=((3,), (1, 2)), seed=5)])
+    assert token == sample_full(logits, [Case(SamplingParams(temperature=temperature), output=[1], seed=5)])
 
 
 def test_tiny_repetition_penalty_keeps_the_most_probable_apart():

@@ -155,6 +155,27 @@ def test_more_bad_words_than_a_row_has_room_for_are_refused():
         sampling_row(SamplingParams(), 0, 20, (), words[: MAX_BAD_WORD_PAIRS + 1])
 
 
+@pytest.mark.parametrize(
+    ("params", "words", "message"),
+    [
+        ({"allowed_token_ids": [3]}, ((3,),), r"allowed_token_ids=\(3\) and bad_words leave no token"),
+        ({"allowed_token_ids": [3, 4, 3]}, ((4,), (3,), (3, 1)), "and bad_words leave no token"),
+        ({}, tuple((token,) for token in range(8)), r"^bad_words leave no token"),
+        ({"allowed_token_ids": [7], "min_tokens": 5}, (), r"allowed_token_ids=\(7\) and min_tokens=5 leave no token"),
+        ({"allowed_token_ids": [7], "min_tokens": 5, "ignore_eos": True}, (), "min_tokens=5 leave no token"),
+        ({"allowed_token_ids": [7, 2, 3], "min_tokens": 1, "stop_token_ids": [2]}, ((3,),), "nor can bad_words"),
+        ({"min_tokens": 1, "stop_token_ids": range(7)}, (), "^min_tokens=1 leave no token"),
+    ],
+)
+def test_settings_that_leave_no_token_are_refused(params: dict, words: tuple, message: str):
+    with pytest.raises(RequestError, match=message):
+        sampling_row(SamplingParams(**params), 0, 8, (7,), words)
+    # One more token, or a word that is longer, leaves one.
+    one_more = params | {"allowed_token_ids": [*params.get("allowed_token_ids", ()), 6], "stop_token_ids": [2]}
+    assert sampling_row(SamplingParams(**one_more), 0, 8, (7,), tuple(word for word in words if word != (6,)))
+    assert sampling_row(SamplingParams(**params | {"min_tokens": 0}), 0, 8, (7,), tuple((*word, 1) for word in words))
+
+
 class LetterTokenizer(Tokenizer):
     """A token for each letter, which a space before it makes another one. Knows no digits."""
 

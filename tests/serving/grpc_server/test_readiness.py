@@ -1,8 +1,10 @@
 """What clients see of a server that compiles programs while it serves."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -12,6 +14,9 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client
 from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.stats import EngineStats
+from amoeba_jax.views import DegreePrograms
+from serving.commands.serve import _warm_up_beside
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -26,7 +31,8 @@ def test_degrees_become_ready_while_the_server_serves(
     start: Callable[..., Live], served_model: Path, compile_cache: str
 ):
     settings = {"num_devices": 2, "tensor_parallel_size": 1, "device_memory": "64MiB", "max_num_seqs": 2}
-    with LLM(served_model, compile_cache=compile_cache, progress=False, **settings) as llm:
+    settings |= {"max_num_batched_tokens": 16, "compile_cache": compile_cache, "progress": False}
+    with LLM(served_model, **settings) as llm:
         llm.warmup([1])
         opened, background = threading.Event(), engine_of(llm).cluster.executables.background
         compile = background._compile
@@ -60,3 +66,27 @@ def test_degrees_become_ready_while_the_server_serves(
         finally:
             opened.set()
         live.check_idle()
+
+
+def test_a_warmup_beside_that_fails_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture):
+    """TP1 is ready when the engine does not say any more how far it is."""
+
+    class Failing:
+        asked = 0
+
+        def warmup(self, degrees: list[int], background: bool) -> int:
+            return 3
+
+        @property
+        def stats(self) -> EngineStats:
+            self.asked += 1
+            if self.asked > 1:
+                raise MemoryError("no room for a program")
+            return EngineStats(degrees=(DegreePrograms(1, 2, 2), DegreePrograms(2, 3, 1)))
+
+    asyncio.run(_warm_up_beside(cast(LLM, Failing()), [1, 2]))
+    (record,) = [record for record in caplog.records if record.name == "serving.commands.serve"]
+    assert record.levelname == "ERROR"
+    assert "programs of TP2 are not" in record.getMessage()
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], MemoryError)
