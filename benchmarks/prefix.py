@@ -2,13 +2,15 @@
 
     python benchmarks/prefix.py [--prefix 1000] [--requests 64] [--json prefix.json]
 
-One request has been answered before the others arrive, all at once, as in a service whose system prompt is in use.
+One request has been answered before the others arrive, all at once, as in a service whose system prompt is in use. All
+programs are there before, and each repeat has another prefix.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,14 +25,15 @@ from amoeba_jax import LLM, SamplingParams
 NEW_TOKENS = 16
 
 
-def measure(llm: LLM, prompts: list[list[int]], seed: int) -> dict[str, float]:
-    """Answer the requests once. Every call has another prefix, so that nothing is cached from the call before."""
-    vocab_size = llm.dims.config.vocab_size
-    prefix = np.random.default_rng(seed).integers(0, vocab_size, len(prompts[0])).tolist()
+def measure(llm: LLM, prefix_len: int, own: list[list[int]], seed: int) -> dict[str, float]:
+    """Answer a request for each of `own` but the first, which comes before. Every seed has another prefix, so that
+    nothing is cached from the call before."""
+    prefix = np.random.default_rng(seed).integers(0, llm.dims.config.vocab_size, prefix_len).tolist()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    llm.generate([prefix + prompts[-1]], params)
+    first, *prompts = (prefix + prompt for prompt in own)
+    llm.generate([first], params)
     before, start = llm.stats, time.perf_counter()
-    outputs = llm.generate([prefix + prompt for prompt in prompts[1:]], params)
+    outputs = llm.generate(prompts, params)
     elapsed, after = time.perf_counter() - start, llm.stats
     waits = [output.metrics.ttft_s for output in outputs]
     return {
@@ -53,9 +56,8 @@ def main() -> None:
     random = np.random.default_rng(0)
     config = MODELS["Llama-125M"]
     own = random.integers(0, config["vocab_size"], (options.requests + 1, options.own)).tolist()
-    prompts = [[0] * options.prefix, *own]
     results: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as engines:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
         settings: dict[str, Any] = {
             "load_format": "random",
@@ -63,11 +65,15 @@ def main() -> None:
             "device_memory": "4GiB",
             "max_model_len": 2048,
             "progress": False,
+            "warmup": [1],
         }
-        for repeat in range(options.repeats + 1):  # the first compiles
-            for name, prefix_caching in (("off", False), ("on", True)):
-                with LLM(scratch, prefix_caching=prefix_caching, **settings) as llm:
-                    result = measure(llm, prompts, 2 * repeat)
+        llms = {
+            name: engines.enter_context(LLM(scratch, prefix_caching=caching, **settings))
+            for name, caching in (("off", False), ("on", True))
+        }
+        for repeat in range(options.repeats + 1):  # the first touches the memory of the KV cache
+            for name, llm in llms.items():
+                result = measure(llm, options.prefix, own, repeat)
                 if repeat:
                     results[name].append(result)
     table = Table(title=f"{options.requests} requests, {options.prefix} tokens shared, {options.own} of their own")

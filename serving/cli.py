@@ -35,6 +35,10 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 Target = Annotated[str, typer.Option("--target", "-t", help="Host and port of the server.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default="from the environment")]
 TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the certificates to trust; turns TLS on.")]
+TLSCertificate = Annotated[
+    Path | None, typer.Option(help="PEM file with a certificate of this client, for a server that wants one.")
+]
+TLSKey = Annotated[Path | None, typer.Option(help="PEM file with the key of that certificate.")]
 
 _SPELLINGS = {
     "model": ("--model", "-m"),
@@ -190,6 +194,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     token_file: TokenFile = None,
     tls_ca: TLSAuthority = None,
+    tls_certificate: TLSCertificate = None,
+    tls_key: TLSKey = None,
 ) -> None:
     """Talk with the model of a running server."""
     with clean_exit():
@@ -197,7 +203,7 @@ def chat(
 
         params = SamplingParams(**values)
         token = os.environ.get("AMOEBA_API_TOKEN")
-        with open_client(target, token_file, token, tls_ca) as client:
+        with open_client(target, token_file, token, tls_ca, tls_certificate, tls_key) as client:
             run_chat(client, params, system)
 
 
@@ -226,13 +232,15 @@ def transform(
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TLSAuthority = None,
+    tls_certificate: TLSCertificate = None,
+    tls_key: TLSKey = None,
 ) -> None:
     """Ask a running server to merge or split its instances. Needs the admin token where there are tokens."""
     with clean_exit():
         from serving.commands.chat import open_client, run_transform
 
         token = os.environ.get("AMOEBA_ADMIN_TOKEN")
-        with open_client(target, token_file, token, tls_ca) as client:
+        with open_client(target, token_file, token, tls_ca, tls_certificate, tls_key) as client:
             run_transform(
                 client,
                 tensor_parallel_size,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 
+from amoeba_jax.errors import ConfigError
+
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 CHANNEL_OPTIONS = (
@@ -85,8 +87,13 @@ class Credentials:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for a connection that is not encrypted. Raises `OSError`."""
+        """None for a connection that is not encrypted. Raises `OSError`, and `ConfigError` for a certificate of the
+        client's own without its key, or without `ca`."""
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("a client's certificate and its key go together: give both")
         if self.ca is None:
+            if self.certificate is not None:
+                raise ConfigError("a client's certificate needs TLS: give the certificates to trust too")
             return None
         ca, key, certificate = (
             Path(path).read_bytes() if path else None for path in (self.ca, self.key, self.certificate)

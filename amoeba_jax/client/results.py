@@ -43,6 +43,9 @@ class Chunk:
     stop_reason: int | str | None
     usage: Usage | None
     """With the request's last chunk."""
+    prompt_logprobs: tuple[Position | None, ...] = ()
+    """For the positions of the prompt that follow those of the chunks before. The first position has None. They come
+    before the first token, with chunks of sample 0 that have nothing else."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Generation:
     stop_reason: int | str | None
     usage: Usage
     """Tokens and times of the whole request."""
+    prompt_logprobs: tuple[Position | None, ...] | None = None
+    """For each token of the prompt, the same with each of the request's samples. The first is None: nothing comes
+    before it. None altogether unless the request asked for it."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +126,15 @@ class Transformation:
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """The samples that a message adds to; the usage goes with the last."""
+    """The samples that a message adds to; the usage goes with the last. Log-probabilities of the prompt have a chunk
+    of their own, before these."""
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
-    return [
+    chunks = []
+    if response.prompt_logprobs:
+        positions = tuple(_position(entry) if entry.tokens else None for entry in response.prompt_logprobs)
+        chunks.append(Chunk(response.request_id, 0, "", (), (), None, None, None, positions))
+    return chunks + [
         Chunk(
             response.request_id,
             completion.index,
@@ -157,9 +168,11 @@ def collect(chunks: Iterable[Chunk]) -> list[Generation]:
     """A request's samples, by index, from all its chunks."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
+    prompt_logprobs: list[Position | None] = []
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
         usage = chunk.usage or usage
+        prompt_logprobs += chunk.prompt_logprobs
     generations = []
     for index, parts in sorted(by_index.items()):
         last = parts[-1]
@@ -175,6 +188,7 @@ def collect(chunks: Iterable[Chunk]) -> list[Generation]:
                 last.finish_reason,
                 last.stop_reason,
                 usage,
+                tuple(prompt_logprobs) or None,
             )
         )
     return generations

@@ -68,6 +68,7 @@ class Dispatcher:
         with self._lock:
             if self._closed is None:
                 self._closed = EngineClosedError("close() was called")
+                self._engine.closing = True  # the call that runs now may be a long one
                 self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

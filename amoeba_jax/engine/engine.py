@@ -45,6 +45,7 @@ class Engine:
         on_result: called from other threads whenever `collect` has something to take; must not block.
         scheduler_hook: decides where sequences go, and when instances change; None: the engine places them itself, and
             instances change only when told to.
+        closing: `close` comes next, from any thread: a warm-up ends before its next program.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Engine:
         )
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
-        self._shared_at = 0
-        self._next_launch_at = math.inf
+        self.closing = False
+        self._shared_at, self._next_launch_at = 0, math.inf
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 

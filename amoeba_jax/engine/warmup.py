@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.errors import EngineClosedError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.batch import StepBatch
 from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
@@ -63,8 +64,15 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
 
     `on_program` is called when a program is there, and again when it has run. Where these are all degrees, the
     registry is `complete` afterwards. Raises `RequestError` while requests are waiting or running,
-    `MemoryBudgetError` if the programs' temporaries do not fit the device's budget.
+    `MemoryBudgetError` if the programs' temporaries do not fit the device's budget, `EngineClosedError` where the
+    engine is to be closed meanwhile.
     """
+
+    def passed() -> None:
+        on_program()
+        if engine.closing:
+            raise EngineClosedError("the engine is closed: close() was called during a warm-up")
+
     executables = engine.cluster.executables
     engine.check_idle("programs cannot be warmed up")
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
@@ -77,26 +85,27 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     for executable in executables.prepare(specs):
         engine.cluster.reserve_temporaries(executable)
         cached += executable.info.cached and executable.spec.key not in known
-        on_program()
+        passed()
         # What the present instances can run need not wait for the other programs.
         if executable.spec.key not in kept and _run_here(engine, executable.spec):
             waiting.pop(executable.spec.key, None)
-            on_program()
+            passed()
     compiled = time.perf_counter()
     try:
         # The present layout first: it need not be made.
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
-            _run_all(engine, waiting, on_program)
+            _run_all(engine, waiting, passed)
         for tp in sorted(set(degrees))[1:] if kept else ():
             engine.set_layout(min(degrees))
             engine.set_layout(tp, release_weights=False)
-            _run_all(engine, kept, on_program, released=min(degrees))
+            _run_all(engine, kept, passed, released=min(degrees))
     finally:
-        engine.set_layout(min(tp for tp, _ in present))
-        for tp, devices in present:
-            engine.transform(TransformOptions(tp, devices))
-        engine.end_transformations()
+        if not engine.closing:
+            engine.set_layout(min(tp for tp, _ in present))
+            for tp, devices in present:
+                engine.transform(TransformOptions(tp, devices))
+            engine.end_transformations()
     if set(degrees) == set(engine.cluster.sub_meshes.degrees()):
         executables.set_complete()
     return Warmup(executables.num_made - before, cached, compiled - start, time.perf_counter() - compiled)

@@ -29,6 +29,10 @@ class ConnectionConfig:
     """Token of a client."""
     tls_ca: Path | None = None
     """PEM file with the certificates to trust; turns TLS on."""
+    tls_certificate: Path | None = None
+    """PEM file with a certificate of this client, for a server that wants one."""
+    tls_key: Path | None = None
+    """PEM file with the key of that certificate."""
     admin_target: str | None = None
     """Host and port of AdminService. Default: the same as `target`."""
     admin_token: str | None = None
@@ -51,9 +55,16 @@ class ConnectionConfig:
         target = (self.admin_target if admin else None) or self.target
         token = (self.admin_token if admin else None) or self.token
         try:
-            return AsyncClient(target, token=token, ca=self.tls_ca, retries=Retries(attempts=1))
+            return AsyncClient(
+                target,
+                token=token,
+                ca=self.tls_ca,
+                certificate=self.tls_certificate,
+                key=self.tls_key,
+                retries=Retries(attempts=1),
+            )
         except OSError as error:
-            raise ConfigError(f"the certificate file {self.tls_ca} cannot be read: {error}") from error
+            raise ConfigError(f"the certificate file {error.filename} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

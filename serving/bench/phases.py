@@ -13,22 +13,26 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 
 
 def by_phase(
-    records: Sequence[Record], duration_s: float, phase_s: float, config: MetricsConfig
+    records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """vLLM's figures of the requests that came in low and in high phases; rates are over the seconds of these phases
-    alone. Empty where the load has no phases."""
+    """vLLM's figures of the requests that came in low and in high phases. Empty where the load has no phases.
+
+    Rates are over the seconds of these phases alone. The last one ends when no more requests were to come: after
+    `load_s` (None: with the last arrival), however long those that ran took then.
+    """
     last_s = max((record.request.arrival_s for record in records), default=0.0)
+    end_s = min(duration_s, last_s if load_s is None else load_s)
     found = {}
     for index, phase in enumerate((LOW, HIGH)):
         mine = [record for record in records if record.request.phase == phase]
         if not mine:
             continue
         starts = [n * phase_s for n in range(int(last_s // phase_s) + 1) if n % 2 == index]
-        seconds = sum(min(phase_s, duration_s - start) for start in starts if start < duration_s)
+        seconds = sum(min(phase_s, end_s - start) for start in starts if start < end_s)
         figures = compute_metrics(mine, duration_s, config)
         for rate in _RATES:
             if figures[rate] is not None:
-                figures[rate] *= duration_s / seconds
+                figures[rate] = figures[rate] * duration_s / seconds if seconds else None
         found[phase] = figures | {"seconds": seconds}
     return found
 

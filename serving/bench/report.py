@@ -43,7 +43,7 @@ def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bo
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
     report |= _ours(run, config)
-    report["phases"] = by_phase(run.records, run.duration_s, run.workload.phase_s, config)
+    report["phases"] = by_phase(run.records, run.duration_s, run.workload.phase_s, run.workload.duration_s, config)
     report["priorities"] = by_priority(run.records, run.duration_s, config)
     if detailed:
         report |= _details(run.records)

@@ -94,9 +94,15 @@ async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
 async def _warm_up(
     client: AsyncClient, model: ModelInfo, config: LoadConfig, first: PlannedRequest, number: int, stop: asyncio.Event
 ) -> None:
-    """Send the first request that many times, without counting it."""
-    config = replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-")
-    await Load(client, model, config).run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
+    """Send the first request that many times, without counting it. Says so where some fail."""
+    load = Load(client, model, replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-"))
+    await load.run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
+    failed = [record for record in load.records if record.outcome is Outcome.FAILED]
+    if failed:
+        _say(
+            f"warning: {len(failed)} of {number} warm-up requests failed, the first with {failed[0].status}: "
+            f"{failed[0].error}"
+        )
 
 
 @contextlib.contextmanager

@@ -15,13 +15,21 @@ from serving.errors import EXIT_FAILURE
 from serving.token_file import read_token
 
 
-def open_client(target: str, token_file: Path | None, token: str | None, tls_ca: Path | None) -> Client:
-    """A connection with the token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+def open_client(
+    target: str,
+    token_file: Path | None,
+    token: str | None,
+    tls_ca: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+) -> Client:
+    """A connection with the token in a file, or else the one given. Raises `ConfigError` for an unreadable file, and
+    for files for TLS of which one is missing."""
     token = read_token(token_file, token)
     try:
-        return Client(target, token=token, ca=tls_ca)
+        return Client(target, token=token, ca=tls_ca, certificate=tls_certificate, key=tls_key)
     except OSError as error:
-        raise ConfigError(f"the certificate file {tls_ca} cannot be read: {error}") from error
+        raise ConfigError(f"the certificate file {error.filename} cannot be read: {error}") from error
 
 
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:

@@ -24,13 +24,14 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
     with LLM(**settings, progress=sys.stderr.isatty()) as llm:
         loaded_s = time.perf_counter() - start
         use_chat = uses_chat(llm.tokenizer) if chat is None else chat
-        outputs, times = [], []
+        last, times = None, []
         for output in llm.stream(chat_prompt(llm.tokenizer, text) if use_chat else text, params):
             print(output.new_text, end="", flush=True)
-            outputs.append(output)
+            last = output
             times.append(time.perf_counter())
         print(flush=True)
-        print(_figures(outputs[-1], loaded_s, np.diff(times)), file=sys.stderr)
+        assert last is not None, "a stream ends with a finished output"
+        print(_figures(last, loaded_s, np.diff(times)), file=sys.stderr)
 
 
 def uses_chat(tokenizer: Tokenizer | None) -> bool:

@@ -17,6 +17,7 @@ from prometheus_client import start_http_server
 from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
 from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import Server
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from amoeba_jax import LLM
     from serving.grpc_server.tracing import Tracing
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 EXIT_ENGINE_FAILED = 70
 _READINESS_INTERVAL_S = 0.5
@@ -67,8 +69,9 @@ async def _serve(
         llm = loading.result()
         scheduling = Scheduling(llm, scheduling_config, server.metrics)
         await server.attach(llm, scheduling=scheduling)
-        _say(f"ready: {llm.name} on {server_config.host}:{server.port}, policy {scheduling.policy_name}")
-        warming = asyncio.ensure_future(_warm_up_beside(llm, _degrees(engine_config) if warm_up == "start" else []))
+        is_ready = _say_loaded(server, llm.name, scheduling.policy_name)
+        degrees = _degrees(engine_config) if warm_up == "start" and is_ready else []
+        warming = asyncio.ensure_future(_warm_up_beside(llm, degrees))
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
         warming.cancel()
         if not server.dead.done():
@@ -95,6 +98,16 @@ async def _serve(
             await asyncio.to_thread(llm.close)
 
 
+def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
+    """Say what has become of a server whose model is loaded. Return whether it serves."""
+    where = f"{name} on {server.config.host}:{server.port}"
+    if (state := server.request_handler.state) is State.READY:
+        _say(f"ready: {where}, policy {policy_name}")
+    elif state is State.DRAINING:
+        _say(f"loaded, and not ready: {where} was drained while it was loading, and takes no requests: stop it")
+    return state is State.READY
+
+
 def _tracing(config: ServerConfig) -> "Tracing | None":
     """Spans for a collector, if there is one. Raises `ConfigError` where the packages are missing."""
     if config.otlp_traces_endpoint is None:
@@ -118,11 +131,12 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Have the programs of these degrees compiled while the server serves, and say which have become ready."""
-    if not degrees or not await asyncio.to_thread(lambda: llm.warmup(degrees, background=True)):
-        return
+    """Have the programs of these degrees compiled while the server serves, and say which have become ready. Where that
+    fails, it is logged: the server goes on, and compiles what is missing when it is needed."""
     ready: set[int] = set()
-    with contextlib.suppress(EngineClosedError):  # others say so
+    try:
+        if not degrees or not await asyncio.to_thread(lambda: llm.warmup(degrees, background=True)):
+            return
         while len(ready) < len(degrees):
             for it in (await asyncio.to_thread(lambda: llm.stats)).degrees:
                 if it.ready and it.degree not in ready:
@@ -130,6 +144,11 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
                     _say(f"TP{it.degree} is ready: {it.num_programs} programs")
             await asyncio.sleep(_READINESS_INTERVAL_S)
         gc.freeze()
+    except EngineClosedError:
+        pass  # others say so
+    except Exception:
+        missing = ", ".join(f"TP{degree}" for degree in degrees if degree not in ready)
+        logger.exception("the programs of %s are not compiled beside serving", missing)
 
 
 def _load(config: EngineConfig, warm_up: str | None):

@@ -115,7 +115,7 @@ def _plan(
 
 def _dims(config: EngineConfig, platform: str, *, quiet: bool) -> ModelDims:
     """The model's sizes, from its config alone where it is a directory."""
-    kind = resolve_model(config.model).kind
+    kind = resolve_model(config.model, revision=config.revision).kind
     source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
     source.close()
     model = ModelConfig.from_hf(source.hf_config)

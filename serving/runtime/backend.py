@@ -29,10 +29,12 @@ class Backend(Protocol):
         cache_salt: str | None = None,
         deadline: float | None = None,
         client: str = "",
+        arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Any, RequestDelta], None]:
         """What is new of a request, as it comes. Closing the generator ends the request and frees its pages.
 
-        While several clients have requests, each has an equal share of slots and of the KV cache.
+        While several clients have requests, each has an equal share of slots and of the KV cache. Times are counted
+        from `arrival`, a time of `time.monotonic()`; None: from now.
 
         Raises `DeadlineError` if it has not started by `deadline`, a time of `time.monotonic()`.
         """

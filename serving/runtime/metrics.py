@@ -17,7 +17,7 @@ from serving.scheduler import SchedulerCounters
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ServerMetrics:
@@ -49,7 +49,7 @@ class ServerMetrics:
             self.requests.labels(reason)
         self.ttft = Histogram("amoeba:time_to_first_token_seconds", "From arrival.", buckets=_TTFT_S, registry=registry)
         self.itl = Histogram(
-            "amoeba:inter_token_latency_seconds", "Between two tokens.", buckets=_TOKEN_S, registry=registry
+            "amoeba:inter_token_latency_seconds", "Between two tokens of a sample.", buckets=_TOKEN_S, registry=registry
         )
         self.tpot = Histogram(
             "amoeba:request_time_per_output_token_seconds",
@@ -120,7 +120,7 @@ class RequestRecord:
         self.latest: RequestDelta | None = None
         self.num_tokens = 0
         self.finish_reasons: list[str] = []
-        self._last_token_at: float | None = None
+        self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
         """Something new has come from the engine."""
@@ -134,20 +134,23 @@ class RequestRecord:
                 metrics.queue.observe(delta.metrics.queue_s)
             if delta.metrics.ttft_s is not None:
                 metrics.ttft.observe(delta.metrics.ttft_s)
+        for completion in delta.completions:
+            if completion.token_ids:
+                if (before := self._last_token_at.get(completion.index)) is not None:
+                    metrics.itl.observe(now - before)
+                self._last_token_at[completion.index] = now
         if added := delta.num_tokens:
-            if self._last_token_at is not None:
-                metrics.itl.observe(now - self._last_token_at)
             metrics.generation_tokens.inc(added)
             self.num_tokens += added
-            self._last_token_at = now
         self.finish_reasons += [c.finish_reason for c in delta.completions if c.finish_reason is not None]
         self.latest = delta
 
-    def end(self, failed: bool) -> None:
-        """The request has ended, well or not; or it `failed`: the engine could not go on with it."""
+    def end(self, reason: str | None) -> None:
+        """The request has ended; `reason` is one of `FINISH_REASONS` where it ended with an error. What the engine has
+        finished counts by its own reasons."""
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
-            metrics.requests.labels("error" if latest is None or failed else "abort").inc()
+            metrics.requests.labels(reason or "error").inc()
             return
         metrics.requests.labels(next(r for r in ("abort", "length", "stop") if r in self.finish_reasons)).inc()
         if latest.metrics.e2e_s is not None:

@@ -2,7 +2,9 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,10 @@ from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_mod
 from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.errors import MemoryBudgetError, NotCompiledError, RequestError
+from amoeba_jax.engine import warmup
+from amoeba_jax.engine.engine import Engine
+from amoeba_jax.errors import EngineClosedError, MemoryBudgetError, NotCompiledError, RequestError
+from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.background import BackgroundCompiler
 from amoeba_jax.programs.compiling import compile_program, compile_programs
 from amoeba_jax.programs.enumeration import enumerate_programs
@@ -325,6 +330,34 @@ def test_programs_are_compiled_while_weights_are_loaded(
         assert llm.warmup([1]) == 0
         assert llm.generate([5, 6, 7], LONG)[0].error is None
         assert llm.stats.late_programs == 0
+
+
+def test_closing_waits_for_one_program_of_a_warmup(
+    directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on, ran = threading.Event(), threading.Event(), []
+    run_once = warmup.run_once
+
+    def held(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
+        ran.append(spec)
+        begun.set()
+        assert go_on.wait(60)
+        run_once(engine, instance, spec)
+
+    monkeypatch.setattr(warmup, "run_once", held)
+    llm = make(directory, compile_cache, num_devices=1)
+    with ThreadPoolExecutor(2) as threads:
+        warming = threads.submit(llm.warmup)
+        assert begun.wait(60)
+        closing = threads.submit(llm.close)
+        while not engine_of(llm).closing:
+            time.sleep(0.001)
+        assert not closing.done(), "the program is being run"
+        go_on.set()
+        closing.result(60)
+        with pytest.raises(EngineClosedError, match="close"):
+            warming.result(60)
+    assert len(ran) == 1
 
 
 def test_weights_that_cannot_be_loaded_end_the_compiling(

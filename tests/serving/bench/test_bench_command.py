@@ -125,6 +125,14 @@ def test_a_run_finds_nothing_of_the_one_before_it_in_the_prefix_cache(live: Live
     assert live.llm.stats.cached_tokens == before.cached_tokens
 
 
+def test_warmups_that_fail_are_told(live: Live, monkeypatch: pytest.MonkeyPatch):
+    refuse(live, monkeypatch, "warmup-1")
+    result = bench("--target", live.target, *SMALL, "--num-prompts", "1", "--num-warmups", "2")
+    assert result.exit_code == 0, result.output
+    assert "warning: 1 of 2 warm-up requests failed, the first with RESOURCE_EXHAUSTED: no room" in result.stderr
+    assert "failed" not in bench("--target", live.target, *SMALL, "--num-prompts", "1", "--num-warmups", "1").stderr
+
+
 def test_no_completed_request_exits_with_1(live: Live, monkeypatch: pytest.MonkeyPatch):
     refuse(live, monkeypatch, "")
     result = bench("--target", live.target, *SMALL, "--num-prompts", "2")
@@ -211,6 +219,7 @@ def test_ctrl_c_reports_what_was_done(live: Live, tmp_path: Path, monkeypatch: p
         (["--ready-check-timeout-sec", "-1"], "ready_timeout_s=-1 must be finite"),
         (["--token-file", "/nonexistent/token"], "the token file /nonexistent/token cannot be read"),
         (["--tls-ca", "/nonexistent/ca"], "the certificate file /nonexistent/ca cannot be read"),
+        (["--tls-certificate", "/nonexistent/a", "--tls-key", "/nonexistent/b"], "a client's certificate needs TLS"),
         (["--result-dir", "/nonexistent"], "result_dir=/nonexistent is no directory"),
         (["--result-filename", "/nonexistent/a.json"], "/nonexistent/a.json cannot be written"),
         (["--request-id-prefix", "x" * 81], "request_id_prefix has 81 characters: the most is 80"),

@@ -88,13 +88,31 @@ def record(arrival_s: float, times: list[float], phase: str = "", priority: int 
 def test_figures_of_a_phase_are_over_its_own_seconds():
     """Low phases are 0-10 s and 20-25 s of the run, which ends at 25 s; the high one is 10-20 s."""
     records = [record(1, [2.0, 3.0], "low"), record(21, [22.0], "low"), record(12, [13.0] * 30, "high")]
-    phases = by_phase(records, 25.0, 10.0, CONFIG)
+    phases = by_phase(records, 25.0, 10.0, 25.0, CONFIG)
     assert list(phases) == ["low", "high"]
     assert (phases["low"]["seconds"], phases["high"]["seconds"]) == (15.0, 10.0)
     assert phases["low"]["output_throughput"] == pytest.approx(3 / 15)
     assert phases["high"]["output_throughput"] == pytest.approx(30 / 10)
     assert phases["low"]["p90_ttft_ms"] == pytest.approx(1000)
-    assert by_phase([record(1, [2.0])], 25.0, 10.0, CONFIG) == {}
+    assert by_phase([record(1, [2.0])], 25.0, 10.0, 25.0, CONFIG) == {}
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "load_s", "seconds"),
+    [
+        (29.5, 25.0, 15.0),  # requests came for 25 s, and the last ended 4.5 s later
+        (29.5, None, 14.0),  # they had a number, and the last came at 24 s
+        (24.5, 60.0, 14.5),  # interrupted
+    ],
+)
+def test_the_last_phase_ends_with_the_load(duration_s: float, load_s: float | None, seconds: float):
+    records = [record(1, [2.0], "low"), record(12, [13.0], "high"), record(24, [24.5, duration_s], "low")]
+    phases = by_phase(records, duration_s, 10.0, load_s, CONFIG)
+    assert (phases["low"]["seconds"], phases["high"]["seconds"]) == (seconds, 10.0)
+    assert phases["low"]["output_throughput"] == pytest.approx(3 / seconds)
+    assert phases["high"]["request_throughput"] == pytest.approx(1 / 10)
+    (only,) = by_phase([record(0, [1.0], "low")], 1.0, 10.0, None, CONFIG).values()
+    assert only["request_throughput"] is None, "all came at once"
 
 
 def test_figures_of_each_priority():
@@ -111,6 +129,7 @@ def test_queue_time_of_the_server_and_the_best_window():
     figures = compute_metrics(records, 10.0, config)
     assert figures["p50_server_queue_time_ms"] == 3000
     assert figures["peak_output_throughput"] == 3 / PEAK_WINDOW_S
+    assert compute_metrics([record(0, [0.5, 1.5])], 2.0, config)["peak_output_throughput"] == 2 / 2.0
 
 
 def test_transitions_are_from_the_look_before_a_change_until_it_has_settled():

@@ -4,13 +4,17 @@ import json
 import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from amoeba_jax import LLM, SamplingParams
+from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams
+from amoeba_jax.outputs import CompletionOutput, RequestMetrics
 from serving.cli import app
+from serving.commands.generate import stream_to_stdout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -78,6 +82,39 @@ def test_real_model_tells_the_recorded_story(shared_data: Path):
     result = run("-m", model, "-p", case["prompt_text"], "--max-tokens", "40", *SMALL)
     assert result.exit_code == 0
     assert result.stdout.strip() == story.strip()
+
+
+def test_outputs_that_grow_are_not_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Each holds everything so far: all of them together grow with the square of the answer."""
+    alive: list[int] = []
+
+    class Model:
+        tokenizer = None
+
+        def __init__(self, **_: object):
+            self.given: list[weakref.ref[RequestOutput]] = []
+
+        def __enter__(self) -> "Model":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+            for count in range(1, 51):
+                completion = CompletionOutput("x" * count, (7,) * count, "length")
+                output = RequestOutput("r", prompt, (1, 2), (completion,), RequestMetrics(0.0), new_text="x")
+                self.given.append(weakref.ref(output))
+                yield output
+                del output
+                alive.append(sum(reference() is not None for reference in self.given))
+
+    monkeypatch.setattr("serving.commands.generate.LLM", Model)
+    stream_to_stdout(EngineConfig(), "hello", SamplingParams(), None)
+    assert max(alive) <= 2
+    out, err = capsys.readouterr()
+    assert out == "x" * 50 + "\n"
+    assert "50 generated (length)" in err
 
 
 @pytest.mark.parametrize(
