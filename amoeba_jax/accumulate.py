@@ -87,4 +87,6 @@ def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") ->
         if isinstance(delivery, BaseException):
             raise delivery
         finished = delivery.finished
-        yield accumulator.add(delivery)
+        output = accumulator.add(delivery)
+        if delivery.completions:
+            yield output

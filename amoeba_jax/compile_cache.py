@@ -6,6 +6,7 @@ since JAX would neither use nor replace it; a file without a time of use gets on
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -33,7 +34,8 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
-    """Point JAX's persistent compilation cache at a private directory, unless the user has set one.
+    """Point JAX's persistent compilation cache at a private directory, unless the user has set one: that is JAX's, and
+    this project has programs there only if it `may_hold_programs`.
 
     A directory that cannot be written is read alone, with a warning. The whole process uses the last one that was
     asked for. Returns the directory, or None where there is none.
@@ -48,6 +50,7 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
         return None
     users_own = jax.config.values["jax_compilation_cache_dir"]
     if directory is None and users_own:
+        may_hold_programs(users_own)
         return Path(users_own)
     path = Path(directory).expanduser() if directory else cache_root() / "executables"
     try:
@@ -86,11 +89,43 @@ def reading_only() -> Iterator[None]:
 
 
 def _check_owner(path: Path) -> None:
-    status = path.stat()
+    if (problem := _problem(path.stat())) is not None:
+        raise ConfigError(f"compile_cache={str(path)!r} {problem}")
+
+
+def _problem(status: os.stat_result) -> str | None:
+    """Who else could have written to a directory, and what to do about it."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"compile_cache={str(path)!r} is writable by other users: chmod 700 it or choose another")
+        return "is writable by other users: chmod 700 it or choose another"
     if status.st_uid not in (os.getuid(), 0):
-        raise ConfigError(f"compile_cache={str(path)!r} belongs to another user: choose a directory of your own")
+        return "belongs to another user: choose a directory of your own"
+    return None
+
+
+def may_hold_programs(directory: str) -> bool:
+    """Whether programs may be loaded from a directory, which runs their code: not where others can write to it, which
+    is logged."""
+    if "://" in directory:
+        return True  # JAX takes buckets too: who may write there is for their owner to say
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return False  # there is none yet
+    if (problem := _problem(status)) is None:
+        return True
+    _say_once(directory, stat.S_IMODE(status.st_mode), problem)
+    return False
+
+
+@functools.cache
+def _say_once(directory: str, mode: int, problem: str) -> None:
+    logger.warning(
+        "JAX's compile cache %s (mode %o) %s. Loading a program runs its code: until then programs of this project are "
+        "neither loaded from there nor kept there",
+        directory,
+        mode,
+        problem,
+    )
 
 
 def tidy(path: Path) -> list[str]:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import queue
+import time
 import weakref
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,17 @@ class LLM(EngineHandle):
         `KeyboardInterrupt` ends the requests and leaves the engine usable.
         """
         prompt_list, alone = as_prompts(prompts)
+        return self._generate(prompt_list, alone, params, request_ids, cache_salt)
+
+    def _generate(
+        self,
+        prompt_list: Sequence[Prompt | RequestError],
+        alone: bool,
+        params: SamplingParams | list[SamplingParams] | None,
+        request_ids: list[str] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for a list of prompts, some of which may have failed already. Raises for one that is `alone`."""
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
         deliveries: list[tuple[Request, queue.SimpleQueue[Delivery]] | RequestOutput] = []
@@ -67,6 +79,8 @@ class LLM(EngineHandle):
             for prompt, prompt_params, request_id in zip(prompt_list, settings, ids, strict=True):
                 arrived: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
                 try:
+                    if isinstance(prompt, RequestError):
+                        raise prompt
                     request = self._registry.make(
                         prompt, prompt_params, arrived.put, request_id, cache_salt, every_token=False
                     )
@@ -137,7 +151,9 @@ class LLM(EngineHandle):
             accumulator: OutputAccumulator | None = None
             async for request, delta in deltas:
                 accumulator = accumulator or OutputAccumulator(request)
-                yield accumulator.add(delta)
+                output = accumulator.add(delta)
+                if delta.completions:
+                    yield output
 
     async def astream_deltas(
         self,
@@ -148,18 +164,28 @@ class LLM(EngineHandle):
         cache_salt: str | None = None,
         deadline: float | None = None,
         client: str = "",
+        arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
         """`astream` with what was added alone, and the request: for servers, whose work for a token must not grow with
         what came before it. Arguments and errors are those of `astream`.
 
         While several clients have requests, each has an equal share of slots and of the KV cache: `client` names whom
-        this request is counted for.
+        this request is counted for. Times are counted from `arrival`, a time of `time.monotonic()`; None: from now.
         """
+        arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         deliver = self._outputs.in_loop(loop, deliveries.put_nowait)
         make = partial(
-            self._registry.make, prompt, params, deliver, request_id, cache_salt, deadline=deadline, client=client
+            self._registry.make,
+            prompt,
+            params,
+            deliver,
+            request_id,
+            cache_salt,
+            deadline=deadline,
+            client=client,
+            arrival=arrival,
         )
         # Long lists take a while to check, and words to tokenize.
         request = await loop.run_in_executor(None, make)
@@ -197,10 +223,21 @@ class LLM(EngineHandle):
         messages: list[Message] | list[list[Message]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's own chat template."""
+        """Answer one conversation, or several, through the model's own chat template.
+
+        Errors are those of `generate`: one of several fails alone. Raises `RequestError` if there is no template.
+        """
         tokenizer = self._registry.need_tokenizer("chat")
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([tokenizer.apply_chat_template(c) for c in conversations], params)  # type: ignore[arg-type]
+        conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts: list[Prompt | RequestError] = []
+        for conversation in conversations:
+            try:
+                prompts.append(tokenizer.apply_chat_template(conversation))
+            except RequestError as error:
+                if not tokenizer.has_chat_template:
+                    raise
+                prompts.append(error)
+        return self._generate(prompts, len(prompts) == 1, params)
 
     def cancel(self, request_id: str) -> bool:
         """End a request of any thread; what it has generated is returned to its caller, with reason `abort`.

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
+from amoeba_jax.checkpoint.safetensors_file import stored_dtype
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.weights.loading import WeightReader, default_threads
@@ -19,17 +20,22 @@ class ModelSource:
 
     Attributes:
         name: what clients call it.
-        hf_config: the content of its config.json.
+        hf_config: the content of its config.json; a dtype that this does not name is that of all matrices, if they
+            have one.
         directory: of its tokenizer's files, or None where it has none.
     """
 
     def __init__(self, config: EngineConfig):
-        self._resolved = resolve_model(config.model)
+        self._resolved = resolve_model(config.model, revision=config.revision)
         self._random, self._seed = config.load_format == "random", config.seed
         self._threads = config.load_threads or default_threads()
         self._source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint | None = self._open()
         self.name = self._resolved.name
         self.hf_config, self.directory = self._source.config, self._source.directory
+        named = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype")
+        # Some conversions do not name it, and the default is float32: twice the memory.
+        if not named and self._resolved.kind == "safetensors" and (dtype := stored_dtype(self._resolved.path)):
+            self.hf_config = self.hf_config | {"dtype": dtype}
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:

@@ -13,12 +13,13 @@ from amoeba_jax.request import Delivery, EndEarly, Request
 
 logger = logging.getLogger(__name__)
 
-# Updates of one request that are taken before the next request has its turn.
+# Updates of one request, by their weight, that are taken before the next request has its turn.
 _TURN = 64
 # Updates after which event loops are woken up, even if there are more of them already.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
-"""Updates that were not taken yet, of all requests, from which on `behind` is true: a fraction of a second's work."""
+"""Updates that were not taken yet, of all requests, from which on `behind` is true: a fraction of a second's work. One
+of a prompt's log-probabilities counts as many times as it has entries."""
 
 
 class OutputThread:
@@ -48,11 +49,11 @@ class OutputThread:
                 self._ready.append(request)
                 self._changed.notify()
             request.inbox.append(update)
-            self._backlog += 1
+            self._backlog += _weight(update)
 
     @property
     def backlog(self) -> int:
-        """Updates that were not taken yet."""
+        """Updates that were not taken yet; see `MAX_BACKLOG`."""
         return self._backlog
 
     @property
@@ -99,10 +100,13 @@ class OutputThread:
                     return False
                 self._changed.wait()
             request = self._ready.popleft()
-            updates = [request.inbox.popleft() for _ in range(min(len(request.inbox), _TURN))]
+            updates, weight = [], 0
+            while request.inbox and weight < _TURN:
+                updates.append(request.inbox.popleft())
+                weight += _weight(updates[-1])
             if request.inbox:
                 self._ready.append(request)
-            self._backlog -= len(updates)
+            self._backlog -= weight
             has_room = self._was_behind and self._backlog < MAX_BACKLOG // 2
             if has_room:
                 self._was_behind = False
@@ -119,6 +123,12 @@ class OutputThread:
         for loop, calls in waiting.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits there
                 loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _weight(update: Update) -> int:
+    """The work for an update, in those of one token: log-probabilities of a prompt are many at once."""
+    entries = update.prompt_logprobs
+    return 1 if entries is None else max(1, len(entries.tokens) * (1 + entries.k))
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

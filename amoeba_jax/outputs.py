@@ -31,7 +31,7 @@ class _ShortRepr:
         return f"{type(self).__name__}({shown})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """Probability of a token, before temperature and other changes that sampling makes to the logits."""
 
@@ -40,7 +40,7 @@ class Logprob:
     rank: int
     """Rank among all tokens: 1 is the most probable."""
     decoded_token: str | None = None
-    """Text of this token alone; None without a tokenizer."""
+    """What it adds to a text, with its space if it has one; None without a tokenizer."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +52,7 @@ class RequestMetrics(_ShortRepr):
     """
 
     arrival: float
-    """When the request was made."""
+    """When the request came: its call began, or, at a server, its message was there."""
     queue_s: float | None = None
     """From arrival until an instance first took it up."""
     ttft_s: float | None = None
@@ -147,7 +147,7 @@ class RequestDelta:
     request_id: str
     num_prompt_tokens: int
     completions: tuple[CompletionDelta, ...]
-    """Those that grew or ended, by index."""
+    """Those that grew or ended, by index. None before the first token, where log-probabilities of the prompt come."""
     metrics: RequestMetrics
     finished: bool
     """Every sample has ended: this is the last."""

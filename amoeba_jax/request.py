@@ -54,8 +54,8 @@ class Request:
 
     Args:
         sequences: the leader first.
-        deliver: gets what each step has brought (or everything at the end, unless `every_token`), or what the request
-            failed with.
+        deliver: gets what each step has brought (or everything at the end, unless `every_token`), log-probabilities of
+            the prompt before its first token, or what the request failed with.
 
     Attributes:
         inbox: updates that were not taken yet. Belongs to the `OutputThread`.
@@ -76,12 +76,12 @@ class Request:
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._every_token = every_token
-        params = sequences[0].params
+        params, tokens = sequences[0].params, sequences[0].prompt
         self._completions = [
             _Completion(
                 sequence,
                 TextStream(
-                    tokenizer.stream(params.skip_special_tokens) if tokenizer else None,
+                    tokenizer.stream(params.skip_special_tokens, tokens) if tokenizer else None,
                     tuple(params.stop),
                     params.include_stop_str_in_output,
                     params.min_tokens,
@@ -110,7 +110,8 @@ class Request:
                 if self._every_token and update.tokens and update.sequence.index in self._grown:
                     self._deliver(self._delta())  # the next token of a sequence belongs to the next step
                 self._take(update, end_early)
-            if not self._failed and (self._every_token or self.finished) and self._grown:
+            news = self._grown or self._prompt_logprobs
+            if not self._failed and (self._every_token or self.finished) and news:
                 self._deliver(self._delta())
         except Exception as error:
             self._fail(error, end_early)
@@ -195,7 +196,7 @@ class Request:
             ttft_s = sequence.first_token_at - before.arrival
         e2e_s = tpot_s = None
         if not self._num_unfinished:
-            e2e_s = time.monotonic() - before.arrival
+            e2e_s = self._ended_at() - before.arrival
             if ttft_s is not None and self._most_tokens > 1:
                 tpot_s = (e2e_s - ttft_s) / (self._most_tokens - 1)
         preempted = sequence.num_preemptions - completion.num_preemptions
@@ -209,6 +210,11 @@ class Request:
             num_preemptions=before.num_preemptions + preempted,
             num_cached_tokens=self.sequences[0].num_cached or 0,
         )
+
+    def _ended_at(self) -> float:
+        """When the last sample ended: now, where a stop string was found that the engine does not know of yet."""
+        ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
+        return max(ended) if len(ended) == len(self.sequences) else time.monotonic()
 
     def _delta(self) -> RequestDelta:
         completions = tuple(self._completions[index].take_delta() for index in sorted(self._grown))

@@ -3,16 +3,23 @@
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, tidy
 from amoeba_jax.errors import ConfigError
+from amoeba_jax.programs.program_cache import Entry, _min_compile_time, unwritten_by_jax
+from amoeba_jax.programs.relocation import PortableProgram
 
 # A process that compiles three small programs, and says how many of them the cache had.
 SCRIPT = """
@@ -200,6 +207,58 @@ def test_directory_of_another_user_is_refused(directory: Path, monkeypatch: pyte
         os.chown(directory, 4321, -1)
     with pytest.raises(ConfigError, match="belongs to another user"):
         enable_compile_cache(str(directory), "1GiB")
+
+
+@pytest.fixture
+def of_jax(directory: Path) -> Iterator[Path]:
+    """The directory, as one that the user has set for JAX."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    reset_cache()
+    yield directory
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
+
+
+def open_to_all(directory: Path, _: pytest.MonkeyPatch) -> None:
+    directory.chmod(0o777)
+
+
+def of_another_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    if directory.stat().st_uid == 0:
+        os.chown(directory, 4321, -1)
+
+
+@pytest.mark.parametrize(("changed", "mode"), [(open_to_all, "777"), (of_another_user, "700")])
+def test_no_program_is_loaded_from_a_directory_of_jax_that_others_can_write(
+    of_jax: Path,
+    changed: Callable[[Path, pytest.MonkeyPatch], None],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Nor kept there, while JAX goes on to use it."""
+    entry, program = Entry("model", "program", jax.devices()[0]), PortableProgram(b"code", ((), ()))
+    monkeypatch.setattr(pickle, "loads", unpickle := Mock(wraps=pickle.loads))
+    entry.keep(program)
+    assert entry.find() == program
+    assert unpickle.called
+    unpickle.reset_mock()
+    with unwritten_by_jax():
+        assert _min_compile_time().value > 1e6
+    changed(of_jax, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert enable_compile_cache(None, "1GiB") == of_jax
+        assert entry.find() is None
+        (path,) = entries(of_jax)
+        path.unlink()
+        entry.keep(program)
+    assert not unpickle.called
+    assert not entries(of_jax)
+    assert caplog.text.count(f"{of_jax} (mode {mode})") == 1
+    with unwritten_by_jax():
+        assert _min_compile_time().value < 1e6
 
 
 def test_size_that_is_none_is_refused(directory: Path):

@@ -65,6 +65,7 @@ class Sequence:
             it was started.
         queued_s: seconds that it waited in all before it was started.
         client: whom its slot and pages are counted for; see `shares.py`.
+        arrival: when its request came, by `time.monotonic()`: before its prompt was tokenized and checked.
         beyond_share: its client has its share of slots or pages without it, and other clients have requests.
     """
 

@@ -206,6 +206,8 @@ class BackgroundCompiler(Generic[R, T]):
                 for spec, program in self._compile(specs):
                     del left[spec.key]
                     self._arrive([Arrival(spec, program, None)])
+                    if self._closed:
+                        return  # the rest of the family is not wanted either
             except Exception as error:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 

@@ -1,6 +1,9 @@
 """The registry of compiled programs."""
 
 import logging
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import jax
@@ -13,6 +16,11 @@ from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.program_store import ProgramStore
 
 logger = logging.getLogger(__name__)
+
+# A program that failed, and that others stand in for, is compiled again after this time, that many times at most: it
+# may have been memory that was short for a while.
+_RETRY_S = 600.0
+_MAX_RETRIES = 3
 
 
 class Executables:
@@ -41,8 +49,10 @@ class Executables:
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
         self._failed: dict[Hashable, Exception] = {}
+        self._num_retries: Counter[Hashable] = Counter()
+        self._retry_at = math.inf  # by `time.monotonic()`
         self._prepared: list[Hashable] = []  # keys that `take_arrived` has not returned yet
-        self._num_failures = 0  # that came, and that were raised
+        self._num_failures = 0  # that came, that were raised, and that were forgotten
         self.background: BackgroundCompiler[ProgramSpec, Executable] = BackgroundCompiler(compile_family, jobs)
 
     def __iter__(self) -> Iterator[Executable]:
@@ -115,7 +125,10 @@ class Executables:
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
-        program has raised, or what `check` raises for it."""
+        program has raised, or what `check` raises for it; after a while it is no longer known, so that the program is
+        compiled again."""
+        if time.monotonic() >= self._retry_at:
+            self._forget_failures()
         taken = self._take_in(self.background.take(), check)
         keys, self._prepared = self._prepared + [spec.key for spec in taken], []
         return keys
@@ -133,10 +146,21 @@ class Executables:
                 logger.error("program %s cannot be used: %s", spec, failure)
                 self._failed[spec.key] = failure
                 self._num_failures += 1
+                self._retry_at = min(self._retry_at, time.monotonic() + _RETRY_S)
             else:
                 self._known.add(spec.key)
                 self._store.add(spec.key, executable)
         return [arrival.spec for arrival in arrived]
+
+    def _forget_failures(self) -> None:
+        """Let programs that have failed be compiled again, beside the steps of others, where that is allowed."""
+        self._retry_at = math.inf
+        if not self._beside or (self.strict and self._complete):
+            return
+        for key in [key for key in self._failed if self._num_retries[key] < _MAX_RETRIES]:
+            self._num_retries[key] += 1
+            del self._failed[key]
+            self._num_failures += 1
 
     def _absent(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         refuse = self.strict and self._complete

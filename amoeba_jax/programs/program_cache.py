@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from amoeba_jax.compile_cache import may_hold_programs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.relocation import PortableProgram, is_possible
 
@@ -118,8 +119,8 @@ class Entry:
 @contextlib.contextmanager
 def unwritten_by_jax() -> Iterator[None]:
     """Where this cache keeps programs, JAX does not keep them besides: for the thread that compiles in here."""
-    setting = _min_compile_time()
-    if setting is None:
+    setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
+    if setting is None or not directory or not may_hold_programs(directory):
         yield
         return
     with setting(_NEVER_S):
@@ -144,15 +145,15 @@ def _formats() -> Any:
 
 
 def _cache(device: jax.Device) -> Any:
-    """JAX's cache of files, None where there is none, or not on CPU."""
-    if device.platform != "cpu" or not jax.config.values["jax_compilation_cache_dir"]:
-        return None
-    if not jax.config.values["jax_enable_compilation_cache"]:
+    """JAX's cache of files, None where there is none, or not on CPU, or where others can write to it."""
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    if device.platform != "cpu" or not directory or not jax.config.values["jax_enable_compilation_cache"]:
         return None
     try:
-        return _formats()._get_cache(device.client)
+        cache = _formats()._get_cache(device.client)  # makes the directory
     except (ImportError, AttributeError):
         return None
+    return cache if may_hold_programs(directory) else None
 
 
 @functools.cache

@@ -74,7 +74,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """The same handler with errors as statuses. Those with many requests get a marker for a malformed one.
 
         For gRPC every call has a stream of requests: of a single one it would keep the bytes and the message up to the
-        end of the call, which may be long after it was refused.
+        end of the call, which may be long after it was refused. And one of answers, so that a handler may write its
+        single answer itself, return None, and know when the client has read it.
         """
         parse = handler.request_deserializer
 
@@ -85,7 +86,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 return _Malformed
 
         def guard(behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-            async def answer(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            async def answer(requests: Any, context: grpc.aio.ServicerContext) -> None:
                 if handler.request_streaming:
                     given = _well_formed(requests)
                 elif (given := await context.read()) is _EOF:
@@ -93,21 +94,22 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 elif given is _Malformed:
                     raise RequestError("the message is damaged, or has a text that is not UTF-8")
                 answers = behavior(given, context)
-                if not isinstance(answers, AsyncIterator):
-                    return await answers
-                async for message in answers:
+                if isinstance(answers, AsyncIterator):
+                    async for message in answers:
+                        await context.write(message)
+                elif (message := await answers) is not None:
                     await context.write(message)
-                return None
 
-            async def behave(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            async def behave(requests: Any, context: grpc.aio.ServicerContext) -> None:
                 try:
-                    return await answer(requests, context)
+                    await answer(requests, context)
+                    return
                 except (asyncio.CancelledError, grpc.aio.AbortError):
                     raise
                 except Exception as error:
                     status, text = status_of(error)
                 # The error is gone, and what it held: the client may be long in reading this.
-                return await self._abort(status, text, context)
+                await self._abort(status, text, context)
 
             return behave
 
@@ -115,9 +117,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             behavior = handler.stream_stream
         else:
             behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(guard(behavior), read, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(guard(behavior), read, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(guard(behavior), read, handler.response_serializer)
 
 
 async def _well_formed(requests: Any) -> Any:

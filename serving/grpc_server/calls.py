@@ -19,7 +19,7 @@ class Call:
         name: the id that the client has given it, "" for none. Only replies, traces and `Abort` have it: within the
             server a request has an id of its own.
         timeout_s: how long it may take from now on; None: no limit.
-        num_bytes: size of its message.
+        num_bytes: size of its message, and of what its reply repeats of that.
         unique_name: refuse it while another of its caller's requests has its name.
         trace_headers: `traceparent` and `tracestate` of W3C Trace Context, as far as the client sent them.
     """

@@ -20,7 +20,7 @@ class Limits:
     """Bytes of a call's metadata, its token included."""
     max_queued_requests: int = 1024
     """Accepted requests that have no token yet. A request counts those of its own class and of more urgent ones, as
-    with the next two and `max_requests_per_client`: see `PriorityClass`."""
+    with the next two, `max_requests_per_client` and `max_samples_per_client`: see `PriorityClass`."""
     max_queued_tokens: int = 4_000_000
     """Prompt tokens of all accepted requests that have no token yet."""
     max_queued_urgent_requests: int = 1024
@@ -29,11 +29,14 @@ class Limits:
     """Accepted requests with a `priority` above 0 that have no token yet."""
     max_requests_per_client: int = 512
     """Requests of one client (its address) in flight."""
+    max_samples_per_client: int = 4096
+    """Samples of these requests: a request with `n` samples counts as `n`."""
     max_client_bytes: int = 64 * 2**20
-    """Bytes of the messages of one client's requests in flight."""
+    """Bytes of the messages of one client's requests in flight, of prompts that ModelInfer is to repeat for each
+    sample, and of replies that were cut off as the client does not read them."""
     max_buffered_tokens: int = 1024
-    """Tokens of a sample that its client has not read while a message to it is being written. With log-probabilities
-    each of them counts as a token. A client that falls further behind is cut off."""
+    """Tokens of a sample that its client has not read while a message to it is being written. Log-probabilities, those
+    of the prompt too, count as tokens. A client that falls further behind is cut off."""
     max_prompt_chars: int = 2**20
     """Characters of a prompt, or of a call of Tokenize; of a conversation, those of all messages together. Lower where
     no context could hold that much text: see `max_model_len`."""
@@ -63,6 +66,10 @@ class Limits:
     max_reply_entries: int = 2**20
     """Tokens and log-probabilities that a reply in one message (ModelInfer) could have, by `n`, `max_tokens` and
     `logprobs`. Streams have no such limit."""
+    max_echo_bytes: int = 16 * 2**20
+    """Bytes of a prompt, times `n`, that ModelInfer or ModelStreamInfer is to repeat before the text of each sample."""
+    max_prompt_entries: int = 2**20
+    """Tokens of a prompt whose log-probabilities are asked for, times 1 + `prompt_logprobs`."""
     min_priority: int = 0
     """Lowest `priority`, which is served first, that requests may ask for. The admin's token allows any."""
     min_ttft_slo_ms: int = 10

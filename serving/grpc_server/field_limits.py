@@ -68,3 +68,15 @@ def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_t
             f"the prompt has {length} characters, which are more than {max_model_len} tokens (max_model_len) could "
             f"stand for: at most {limit}"
         )
+
+
+def check_prompt_entries(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
+    """Raise `RequestError` where log-probabilities are asked for of more of a prompt than one request may have."""
+    if params.prompt_logprobs is None:
+        return
+    entries = num_tokens * (1 + params.prompt_logprobs)
+    if entries > limits.max_prompt_entries:
+        raise RequestError(
+            f"prompt_logprobs={params.prompt_logprobs} of a prompt of {num_tokens} tokens are {entries} tokens and "
+            f"log-probabilities: at most {limits.max_prompt_entries} may be asked for (max_prompt_entries)"
+        )

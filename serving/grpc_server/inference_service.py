@@ -14,6 +14,7 @@ from serving.grpc_server.calls import Call
 from serving.grpc_server.field_limits import check_length
 from serving.grpc_server.messages import read_params, read_prompt, responses, usage
 from serving.grpc_server.request_handler import RequestHandler
+from serving.grpc_server.writer import Writer
 
 Context = grpc.aio.ServicerContext
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -43,37 +44,39 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         )
         # What the client calls it. One that it has not named has a name all the same, by which it could be found.
         shown_id = request.request_id or uuid.uuid4().hex
-        completion_tokens = 0
+        completion_tokens, writer = 0, Writer(context, handler.admission, caller.client)
 
         async def send(delta: RequestDelta) -> None:
             nonlocal completion_tokens
             completion_tokens += delta.num_tokens
             ended = usage(delta, completion_tokens) if delta.finished else None
             for message in responses(shown_id, delta, ended):
-                await context.write(message)
+                await writer.write(message)
 
         await handler.serve(replace(call, name=shown_id), send)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> None:
         """The token ids of a text or a conversation."""
-        handler = self._handler
+        handler, caller = self._handler, self._handler.callers.caller(context)
         handler.check_model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        async with handler.admitted(handler.callers.caller(context), request.ByteSize(), time_left(context)):
+        async with handler.admitted(caller, request.ByteSize(), time_left(context)):
             prompt = read_prompt(request, "input", handler.limits, handler.backend.max_model_len)
-            return pb.TokenizeResponse(token_ids=await handler.tokenize(prompt, special))
+            answer = pb.TokenizeResponse(token_ids=await handler.tokenize(prompt, special))
+            await Writer(context, handler.admission, caller.client).write_last(answer)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> None:
         """The text of token ids."""
-        handler = self._handler
+        handler, caller = self._handler, self._handler.callers.caller(context)
         handler.check_model(request.model)
-        async with handler.admitted(handler.callers.caller(context), request.ByteSize(), time_left(context)):
+        async with handler.admitted(caller, request.ByteSize(), time_left(context)):
             handler.check_num_tokens("token_ids", len(request.token_ids))
             vocabulary = handler.backend.dims.config.vocab_size
             if (largest := max(request.token_ids, default=0)) >= vocabulary:
                 raise RequestError(f"token id {largest} is outside the vocabulary [0, {vocabulary})")
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            return pb.DetokenizeResponse(text=await handler.detokenize(list(request.token_ids), skip))
+            answer = pb.DetokenizeResponse(text=await handler.detokenize(list(request.token_ids), skip))
+            await Writer(context, handler.admission, caller.client).write_last(answer)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served."""

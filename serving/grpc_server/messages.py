@@ -67,7 +67,7 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
         if room <= 0:
             yield message
             message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
-        message.prompt_logprobs.append(_logprobs(entry))
+        message.prompt_logprobs.append(_logprobs(entry, next(iter(entry or ()), None)))
         room -= 1 + len(entry or ())
     for completion in delta.completions:
         start, count = 0, len(completion.token_ids)

@@ -25,6 +25,7 @@ from serving.grpc_server.output_coalescer import LAST_READ_S, DeltaSum
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.settings_json import decode_utf8, params_from_settings, parse_settings
 from serving.grpc_server.statuses import SlowReaderError, UnknownModelError, status_of
+from serving.grpc_server.writer import Writer
 
 Context = grpc.aio.ServicerContext
 Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
@@ -168,31 +169,25 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     # Inference
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> None:
         """Generate, and answer at the end."""
         infer = self._read(request, context)
         if infer.streams:
             raise RequestError("stream is true, and ModelInfer has one response: use ModelStreamInfer")
-        responses: list[pb.ModelInferResponse] = []
-
-        async def write(response: pb.ModelInferResponse) -> None:
-            responses.append(response)
-
-        await self._infer(infer, write)
-        return responses[-1]
+        await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
         """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end.
 
         Raises `SlowReaderError` where the client does not read that one of them was refused.
         """
-        one_writer, room = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM)
+        one_writer, room, writer = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM), self._writer(context)
         tasks: set[asyncio.Task[None]] = set()
         writes: set[asyncio.Task[None]] = set()
 
         async def write_alone(message: pb.ModelStreamInferResponse) -> None:
             async with one_writer:
-                await context.write(message)
+                await writer.write(message)
 
         async def write(message: pb.ModelStreamInferResponse) -> None:
             # A write that has begun goes on when its request is cancelled, such as by its time-out: gRPC takes one at a
@@ -265,6 +260,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         except TimeoutError:
             raise SlowReaderError("the client does not read that its request was refused") from None
 
+    def _writer(self, context: Context) -> Writer:
+        return Writer(context, self._handler.admission, self._handler.callers.caller(context).client)
+
     async def _infer(self, infer: _Infer, write: Write) -> None:
         name = self._handler.backend.name
         started_ns = time.monotonic_ns()
@@ -303,25 +301,32 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         text = decode_utf8("text_input", inputs.text)
         streams = inputs.flag("stream")
         params = params_from_settings(_settings(request, inputs, limits), limits, caller)
-        if not streams:
-            _check_reply(params, limits)
+        excluded = inputs.flag("exclude_input_in_output", default=streams) or "text_output" not in outputs
+        echo_bytes = 0 if excluded else params.n * len(inputs.text)
+        _check_reply(params, streams, echo_bytes, limits)
         call = Call(
             name=request.id,
             prompt=text,
             params=params,
             caller=caller,
             timeout_s=_timeout_s(request, context),
-            num_bytes=request.ByteSize(),
+            num_bytes=request.ByteSize() + echo_bytes,
             cache_salt=_cache_salt(request, limits),
             unique_name=False,  # Triton's clients may use an id again
             trace_headers=trace_headers(context),
         )
-        excluded = inputs.flag("exclude_input_in_output", default=streams)
         return _Infer(request.id, call, streams, outputs, "" if excluded else text)
 
 
-def _check_reply(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` where a reply in one message could become too long."""
+def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
+    """Raise `RequestError` where a reply in one message could become too long, or what is repeated of the prompt."""
+    if echo_bytes > limits.max_echo_bytes:
+        raise RequestError(
+            f"the prompt before each of n={params.n} samples is {echo_bytes} bytes in the reply: at most "
+            f"{limits.max_echo_bytes} may be (max_echo_bytes), or set exclude_input_in_output"
+        )
+    if streams:
+        return
     entries = params.n * params.max_tokens * (1 + (0 if params.logprobs is None else 1 + params.logprobs))
     if entries > limits.max_reply_entries:
         raise RequestError(

@@ -5,11 +5,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 from serving.grpc_server.priority_classes import PriorityClass, class_of
 from serving.grpc_server.statuses import DuplicateIdError, LimitError
+
+# Of calls that generate nothing.
+_NO_PARAMS = SamplingParams()
 
 
 class Ticket:
@@ -54,6 +58,7 @@ class OpenRequests:
             PriorityClass.BEST_EFFORT: ("max_queued_best_effort_requests", limits.max_queued_best_effort_requests),
         }
         self._requests_of: dict[str, Counter[PriorityClass]] = {}
+        self._samples_of: dict[str, Counter[PriorityClass]] = {}
         self._bytes_of: Counter[str] = Counter()
         self._named: dict[tuple[str, str], str] = {}  # id by scope and name
         self.ids: set[str] = set()
@@ -72,41 +77,35 @@ class OpenRequests:
 
     @contextmanager
     def admit(
-        self, caller: Caller, num_bytes: int = 0, name: str = "", unique: bool = False, priority: int = 0
+        self,
+        caller: Caller,
+        num_bytes: int = 0,
+        name: str = "",
+        unique: bool = False,
+        params: SamplingParams = _NO_PARAMS,
     ) -> Iterator[Ticket]:
         """Let a request in for as long as the context lasts.
 
         Args:
-            num_bytes: size of its message.
+            num_bytes: size of its message, and of what its reply repeats of that.
             name: by which `find` finds it, unless another of the caller's has that name. "": none.
             unique: refuse it in that case.
-            priority: of the request, which gives its class: requests of classes behind it don't count against it.
+            params: its `priority` gives its class: requests of classes behind it don't count against it.
 
         Raises `DuplicateIdError` for a name that is taken, `LimitError` where a limit is reached.
         """
-        limits = self._limits
         key = (caller.scope, name)
         if unique and name and key in self._named:
             raise DuplicateIdError(f"a request with id {shorten(name)} has not ended yet: give another id")
-        mine, client = class_of(priority), caller.client
+        mine, client, num_samples = class_of(params.priority), caller.client, params.n
         self._check_queue(mine)
-        most = limits.max_requests_per_client
-        if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
-            raise LimitError(
-                f"this client has {most} requests that have not ended{_and_before(mine)}, which is the limit "
-                "(max_requests_per_client)"
-            )
-        held, most = self._bytes_of[client], limits.max_client_bytes
-        if held and held + num_bytes > most:
-            raise LimitError(
-                f"this client's requests that have not ended have {held} bytes: {num_bytes} more would exceed the "
-                f"limit of {most} (max_client_bytes)"
-            )
+        self._check_client(client, mine, num_samples, num_bytes)
         ticket = Ticket(self, mine)
         named = bool(name) and self._named.setdefault(key, ticket.id) == ticket.id
         self.ids.add(ticket.id)
         self._requests_of.setdefault(client, Counter())[mine] += 1
-        self._bytes_of[client] += num_bytes
+        self._samples_of.setdefault(client, Counter())[mine] += num_samples
+        self.count_bytes(client, num_bytes)
         self.requests_by_class[mine] += 1
         try:
             yield ticket
@@ -116,9 +115,16 @@ class OpenRequests:
             if named:
                 del self._named[key]
             self._requests_of[client][mine] -= 1
-            self._bytes_of[client] -= num_bytes
+            self._samples_of[client][mine] -= num_samples
+            self.count_bytes(client, -num_bytes)
             if not self._requests_of[client].total():
-                del self._requests_of[client], self._bytes_of[client]
+                del self._requests_of[client], self._samples_of[client]
+
+    def count_bytes(self, client: str, num_bytes: int) -> None:
+        """Count what is kept for a client against its limit, or, below 0, let it go."""
+        self._bytes_of[client] += num_bytes
+        if not self._bytes_of[client]:
+            del self._bytes_of[client]
 
     def find(self, caller: Caller, name: str) -> list[str]:
         """Ids of the requests that a caller means by a name: its own, or else, where it may end those of others, all
@@ -139,6 +145,28 @@ class OpenRequests:
                 f"of {most} (max_queued_tokens); try again later"
             )
         self.tokens_by_class[mine] += num_tokens
+
+    def _check_client(self, client: str, mine: PriorityClass, num_samples: int, num_bytes: int) -> None:
+        """Raise `LimitError` where a client may not have another request."""
+        limits = self._limits
+        most = limits.max_requests_per_client
+        if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
+            raise LimitError(
+                f"this client has {most} requests that have not ended{_and_before(mine)}, which is the limit "
+                "(max_requests_per_client)"
+            )
+        held, most = _up_to(mine, self._samples_of.get(client, Counter())), limits.max_samples_per_client
+        if held + num_samples > most:
+            raise LimitError(
+                f"this client's requests that have not ended{_and_before(mine)} have {held} samples: {num_samples} "
+                f"more would exceed the limit of {most} (max_samples_per_client)"
+            )
+        held, most = self._bytes_of[client], limits.max_client_bytes
+        if held and held + num_bytes > most:
+            raise LimitError(
+                f"this client's requests that have not ended, and replies that it does not read, have {held} bytes: "
+                f"{num_bytes} more would exceed the limit of {most} (max_client_bytes)"
+            )
 
     def _check_queue(self, mine: PriorityClass) -> None:
         """Raise `LimitError` where no more requests of a class may be queued."""

@@ -1,8 +1,8 @@
 """What a client has not been sent of a request yet: put together while it is slow, and bounded."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from amoeba_jax.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
@@ -17,6 +17,9 @@ LAST_READ_S = 60.0
 """How long the end of a request waits for a client that does not read it."""
 # After that a write gets this long to prove that only this event loop was late to see it end.
 _GRACE_S = 0.1
+# Tokens and log-probabilities of a prompt that are written at once: a client that reads one such part after the other
+# is not slow.
+_PART_ENTRIES = 2048
 
 
 @dataclass
@@ -92,16 +95,19 @@ class OutputCoalescer:
     server that is late itself cuts no one off.
 
     Args:
-        max_tokens: of each sample, that may come while a write is blocked; see `Limits.max_buffered_tokens`.
+        max_tokens: of each sample, that may come while a write is blocked, log-probabilities included; see
+            `Limits.max_buffered_tokens`.
     """
 
     def __init__(self, max_tokens: int, params: SamplingParams):
-        self._max_tokens = max(max_tokens * params.n // (1 + (params.logprobs or 0)), params.n)
+        self._per_token, self._per_position = 1 + (params.logprobs or 0), 1 + (params.prompt_logprobs or 0)
+        self._max_unread = params.n * max(max_tokens, self._per_token)
         self._sum = DeltaSum()
         self._news = asyncio.Event()
         self._closed = self._ended = False
         self._write: asyncio.Timeout | None = None
         self._num_unread = 0
+        self._give_up_at: float | None = None  # by the loop's clock, once the end is being written
 
     def put(self, delta: RequestDelta) -> None:
         """Take in what is new."""
@@ -109,11 +115,11 @@ class OutputCoalescer:
         self._ended = delta.finished
         self._news.set()
         if self._write is not None:
-            too_many = self._num_unread > self._max_tokens
-            self._num_unread += delta.num_tokens
+            too_many = self._num_unread > self._max_unread
+            self._num_unread += delta.num_tokens * self._per_token + len(delta.prompt_logprobs) * self._per_position
             if self._ended:
                 self._cut_off_after(LAST_READ_S)
-            elif self._num_unread > self._max_tokens and not too_many:
+            elif self._num_unread > self._max_unread and not too_many:
                 self._cut_off_after(CUT_OFF_S)
 
     async def send_all(self, send: Send) -> None:
@@ -129,20 +135,32 @@ class OutputCoalescer:
             self._news.clear()
             delta = self._sum.take()
             assert delta is not None, "there is news"
-            try:
-                async with asyncio.timeout(None) as self._write:
-                    self._num_unread = 0
-                    if self._ended:
-                        self._cut_off_after(LAST_READ_S)
-                    await send(delta)
-            except TimeoutError:
-                raise SlowReaderError(
-                    f"the client has not read for a while, and {self._num_unread} tokens have come since, over the "
-                    f"limit of {self._max_tokens} (max_buffered_tokens): read faster"
-                ) from None
-            finally:
-                self._write = None
+            for part in _parts(delta, max(1, _PART_ENTRIES // (1 + self._per_position))):
+                if self._closed:
+                    return
+                await self._send(part, send)
             finished = delta.finished
+
+    async def _send(self, delta: RequestDelta, send: Send) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(None) as self._write:
+                self._num_unread = 0
+                if self._ended:
+                    self._give_up_at = self._give_up_at or now + LAST_READ_S
+                    self._cut_off_after(max(0.0, self._give_up_at - now))
+                await send(delta)
+        except TimeoutError:
+            if self._num_unread > self._max_unread:
+                why = (
+                    f"the client has not read for a while, and {self._num_unread} tokens and log-probabilities have "
+                    f"come since, over the limit of {self._max_unread} (max_buffered_tokens)"
+                )
+            else:
+                why = f"the client has not read the end of its request for {LAST_READ_S:g} s"
+            raise SlowReaderError(f"{why}: read faster") from None
+        finally:
+            self._write = None
 
     def close(self) -> None:
         """Begin to send nothing more. What is being sent is sent."""
@@ -162,3 +180,13 @@ class OutputCoalescer:
                 write.reschedule(loop.time())
 
         loop.call_later(seconds, suspect)
+
+
+def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
+    """A delta in parts of at most that many positions of the prompt each, the last with all else."""
+    positions = delta.prompt_logprobs
+    last = max(0, (len(positions) - 1) // num_positions * num_positions)
+    for start in range(0, last, num_positions):
+        part = positions[start : start + num_positions]
+        yield replace(delta, completions=(), finished=False, prompt_logprobs=part)
+    yield replace(delta, prompt_logprobs=positions[last:]) if last else delta

@@ -14,20 +14,18 @@ from amoeba_jax.errors import (
     DeadlineError,
     EngineClosedError,
     LayoutError,
-    NotANumberError,
     RequestError,
-    RequestFailedError,
     TransformError,
 )
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.callers import Caller, Callers
 from serving.grpc_server.calls import Call, Prompt
 from serving.grpc_server.config import Limits
-from serving.grpc_server.field_limits import check_length, check_prompt_text
+from serving.grpc_server.field_limits import check_length, check_prompt_entries, check_prompt_text
 from serving.grpc_server.open_requests import OpenRequests, Ticket
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
-from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError
+from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError, reason_of
 from serving.grpc_server.threads import MAX_TRANSFORM_CALLS, Threads
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import RequestRecord, ServerMetrics
@@ -129,34 +127,33 @@ class RequestHandler:
         backend = self.backend
         if self.state is not State.READY:
             raise NotServingError(self.state.value)
-        record, started_ns, started_s = self.metrics.start_request(), time.time_ns(), time.monotonic()
+        record, started_ns, arrival = self.metrics.start_request(), time.time_ns(), time.monotonic()
         failure: BaseException | None = None
         try:
-            name, priority = call.name, call.params.priority
-            with self.admission.admit(call.caller, call.num_bytes, name, call.unique_name, priority) as ticket:
+            with self.admission.admit(call.caller, call.num_bytes, call.name, call.unique_name, call.params) as ticket:
                 self._idle.clear()
                 async with _time_limit(call.timeout_s) as deadline:
                     await self.refusals.before_request(call.caller.account)
                     tokens = await self.tokenize(call.prompt)
+                    check_prompt_entries(len(tokens), call.params, self.limits)
                     ticket.count_tokens(len(tokens))
-                    await self._generate(backend, call, tokens, deadline, send, ticket, record)
+                    await self._generate(call, tokens, arrival, deadline, send, ticket, record)
         except BaseException as error:
             failure = error
             if isinstance(error, asyncio.CancelledError | DeadlineError):
-                self.refusals.given_up(call.caller.account, time.monotonic() - started_s)
+                self.refusals.given_up(call.caller.account, time.monotonic() - arrival)
             raise
         finally:
-            failed = NotANumberError | NotServingError | EngineClosedError | RequestFailedError
-            record.end(failed=isinstance(failure, failed))
+            record.end(None if failure is None else reason_of(failure))
             if self._tracing is not None:
                 self._tracing.request(call, backend.name, started_ns, record, failure)
             self._check_idle()
 
     async def _generate(
         self,
-        backend: Backend,
         call: Call,
         tokens: list[int],
+        arrival: float,
         deadline: float | None,
         send: Send,
         ticket: Ticket,
@@ -168,18 +165,20 @@ class RequestHandler:
         buffer = OutputCoalescer(self.limits.max_buffered_tokens, call.params)
 
         async def receive() -> None:
-            stream = backend.astream_deltas(
+            stream = self.backend.astream_deltas(
                 tokens,
                 call.params,
                 request_id=ticket.id,
                 cache_salt=call.salt,
                 deadline=deadline,
                 client=call.caller.account,
+                arrival=arrival,
             )
             async with contextlib.aclosing(stream):
                 async for _, delta in stream:
-                    ticket.leave_queue()
-                    record.take(delta)
+                    if delta.completions:  # there is a token
+                        ticket.leave_queue()
+                        record.take(delta)
                     buffer.put(delta)
 
         receiving, sending = asyncio.ensure_future(receive()), asyncio.ensure_future(buffer.send_all(send))

@@ -108,6 +108,9 @@ class Server:
         self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
         """Serve with a model that is loaded, and a scheduler over it if there is one; not where a drain has begun."""
+        if backend.tokenizer is not None:
+            # Computed once, which can take a second: not in the event loop, for the first prompt.
+            await asyncio.to_thread(getattr, backend.tokenizer, "longest_token_chars")
         self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
         await self._show_readiness()

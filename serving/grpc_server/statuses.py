@@ -75,6 +75,9 @@ _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (NotANumberError, grpc.StatusCode.INTERNAL),
     (RequestFailedError, grpc.StatusCode.INTERNAL),
 )
+# What clients do, and what they ask for that they cannot have: no failures of the server.
+_ABORTED = asyncio.CancelledError | DeadlineError | SlowReaderError
+_REFUSED = RequestError | LimitError | DuplicateIdError | UnknownModelError
 # What these say comes from deep inside, and is for the log.
 _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
@@ -103,6 +106,13 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     if isinstance(error, asyncio.CancelledError):
         return grpc.StatusCode.CANCELLED
     return next((code for kind, code in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def reason_of(error: BaseException) -> str:
+    """Finish reason of a request that ended with an error, for metrics: `abort`, `refused` or `error`."""
+    if isinstance(error, _ABORTED):
+        return "abort"
+    return "refused" if isinstance(error, _REFUSED) else "error"
 
 
 def public_text(text: str) -> str:

@@ -56,6 +56,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
         ({"max_num_seqs": 12}, ["max_num_seqs=12", "power of two"]),
         ({"max_num_batched_tokens": 100}, ["max_num_batched_tokens=100"]),
         ({"memory_utilization": 1.5}, ["memory_utilization=1.5"]),
+        ({"memory_utilization": None}, ["memory_utilization=None", "(0, 1]"]),
+        ({"memory_utilization": "0.5"}, ["memory_utilization='0.5'", "(0, 1]"]),
+        ({"seed": 1.5}, ["seed=1.5", "[0, 2**64)"]),
+        ({"seed": -1}, ["seed=-1", "[0, 2**64)"]),
+        ({"seed": None}, ["seed=None"]),
+        ({"seed": 2**64}, [f"seed={2**64}"]),
+        ({"revision": ""}, ["revision=''", "branch"]),
         ({"max_model_len": 0}, ["max_model_len=0"]),
         ({"segment_layers": -1}, ["segment_layers=-1"]),
         ({"num_gpus": 1}, ["'num_gpus'", "num_devices"]),
@@ -88,6 +95,13 @@ def test_budget_below_the_weights_says_how_much_is_needed(directory: Path):
 def test_memory_size_that_is_no_size(directory: Path, size: str):
     with pytest.raises(MemoryBudgetError, match="not a memory size"):
         LLM(directory, **SETTINGS | {"device_memory": size})
+
+
+def test_context_beyond_the_models_is_refused(directory: Path):
+    with pytest.raises(ConfigError, match=r"max_model_len=257 is above .* 256 .*max_position_embeddings=256"):
+        LLM(directory, **SETTINGS | {"max_model_len": 257})
+    with LLM(directory, **SETTINGS | {"max_model_len": 256}) as llm:
+        assert llm.max_model_len == 256
 
 
 def test_truncated_weights(directory: Path):

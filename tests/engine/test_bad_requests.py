@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from serving_checks import TIMEOUT_S, check_idle
-from tiny_models import tiny_model
+from tiny_models import CHAT_TEMPLATE, tiny_model
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import RequestOutput
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 GOOD = [[5, 6, 7], [8, 9]]
+A = 261
+"""The token of " a"."""
 SETTINGS: dict[str, Any] = {
     "device_memory": "16MiB",
     "max_num_batched_tokens": 16,
@@ -47,6 +50,12 @@ BAD_REQUESTS: dict[str, tuple[Any, SamplingParams, str]] = {
     "allowed_token_ids": ([1], SamplingParams(allowed_token_ids=[3, 600]), r"allowed_token_ids .* 600, .*\[0, 512\)"),
     "stop_token_ids": ([1], SamplingParams(stop_token_ids=[10**30]), rf"stop_token_ids .* {10**30}, .*\[0, 512\)"),
     "bad_words": ([1], SamplingParams(bad_words=["a\ud800"]), "valid Unicode"),
+    "only a bad word": (
+        [1],
+        SamplingParams(allowed_token_ids=[A], bad_words=["a"]),
+        r"\) and bad_words leave no token",
+    ),
+    "only an end": ([1], SamplingParams(allowed_token_ids=[2], min_tokens=5), "and min_tokens=5 leave no token"),
 }
 
 
@@ -84,6 +93,24 @@ def test_all_bad_requests_at_once(llm: LLM, expected: list):
     assert [tokens(first), tokens(last)] == expected
 
 
+def test_bad_conversation_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    assert llm.tokenizer is not None
+    hello, bad = [{"role": "user", "content": "hello"}], [{"role": "user", "content": 7}]
+    with pytest.raises(RequestError, match="no chat template"):
+        llm.chat([hello, bad], GREEDY)
+    monkeypatch.setattr(llm.tokenizer._fast, "chat_template", CHAT_TEMPLATE)
+    (expected,) = llm.chat(hello, GREEDY)
+    outputs = llm.chat([hello, bad, [], hello], [GREEDY] * 4)
+    assert [tokens(outputs[0]), tokens(outputs[3])] == [tokens(expected)] * 2
+    assert [output.outputs for output in outputs[1:3]] == [(), ()]
+    assert outputs[1].error == "messages[0] needs a string 'content', not 7"
+    assert outputs[2].error is not None
+    for alone in (bad, [bad]):
+        with pytest.raises(RequestError, match="needs a string 'content', not 7"):
+            llm.chat(alone, GREEDY)
+    check_idle(llm)
+
+
 def test_id_that_is_taken_fails_alone(llm: LLM, expected: list):
     first, second, last = llm.generate([GOOD[0], GOOD[0], GOOD[1]], GREEDY, request_ids=["a", "a", "b"])
     assert [tokens(first), tokens(last)] == expected
@@ -110,12 +137,11 @@ def test_what_needs_a_tokenizer_fails_alone(
 
 
 def test_settings_that_leave_no_token_harm_nobody(llm: LLM, expected: list):
-    """Every token is banned: what comes is undefined, but it ends, and is a token."""
-    assert llm.tokenizer is not None
-    (banned,) = llm.tokenizer.encode("a", add_special_tokens=False)
-    params = SamplingParams(allowed_token_ids=[banned], bad_words=["a"], max_tokens=4, ignore_eos=True, seed=1)
+    """Every token is banned once the first is there: what comes is undefined, but it ends, and is a token."""
+    params = SamplingParams(allowed_token_ids=[A], bad_words=["a a"], max_tokens=4, ignore_eos=True, seed=1)
     first, odd, last = llm.generate([GOOD[0], [1, 2], GOOD[1]], [GREEDY, params, GREEDY])
     assert [tokens(first), tokens(last)] == expected
-    assert len(tokens(odd)) == 4
+    assert (len(tokens(odd)), tokens(odd)[0]) == (4, A)
+    assert tokens(odd) != (A,) * 4
     assert all(0 <= token < 512 for token in tokens(odd))
     check_idle(llm)

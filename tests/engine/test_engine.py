@@ -1,6 +1,7 @@
 """Requests share instances without touching each other's results."""
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +21,20 @@ from amoeba_jax.programs.step_program import StepKey
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+SETTINGS: dict[str, Any] = {
+    "num_devices": 2,
+    "device_memory": "2MiB",
+    "page_size": 8,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "progress": False,
+}
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
     directory = write_model(one_layer("qwen3"), tmp_path_factory.mktemp("models") / "one")
-    with LLM(
-        directory,
-        num_devices=2,
-        device_memory="2MiB",
-        page_size=8,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        compile_cache=compile_cache,
-        progress=False,
-    ) as llm:
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
         yield llm
 
 
@@ -106,6 +107,21 @@ def test_stop_tokens_end_a_request(llm: LLM):
     expected = free.token_ids[: free.token_ids.index(stop) + 1]
     assert ended[0].outputs[0].token_ids == expected
     assert ended[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_models_own_end_needs_no_tokenizer(llm: LLM, file: str, tmp_path: Path, compile_cache: str):
+    free = llm.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0]
+    end = free.token_ids[3]
+    directory = write_model(one_layer("qwen3"), tmp_path / "one")
+    config = one_layer("qwen3") if file == "config.json" else {}
+    (directory / file).write_text(json.dumps(config | {"eos_token_id": [end, -1, 10**6]}))
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as ending:
+        assert ending.tokenizer is None
+        assert ending.eos_token_ids == {end}
+        output = ending.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
+    assert output.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
 
 
 def test_metrics_are_in_order(llm: LLM):

@@ -1,6 +1,7 @@
 """Threads that compile in the background: how many, in what order, and who takes what they bring."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,14 @@ class Wanted:
     @property
     def family(self) -> int:
         return self.key
+
+
+class OfOneFamily(Wanted):
+    """All programs are of one family."""
+
+    @property
+    def family(self) -> int:
+        return 0
 
 
 class Work:
@@ -105,3 +114,26 @@ def test_an_error_arrives_like_a_program(work: Work):
     (arrival,) = work.compiler.take()
     assert arrival.program is None
     assert str(arrival.error) == "no such program"
+
+
+def test_closing_waits_for_one_program_of_a_family():
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def compile(family: list[Wanted]) -> Iterator[tuple[Wanted, str]]:
+        for spec in family:
+            begun.set()
+            assert go_on.wait(TIMEOUT_S)
+            made.append(spec.key)
+            yield spec, "program"
+
+    compiler: BackgroundCompiler[Wanted, str] = BackgroundCompiler(compile, 1)
+    compiler.want([OfOneFamily(key) for key in range(3)])
+    assert begun.wait(TIMEOUT_S)
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    while not compiler._closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert made == [0]

@@ -27,8 +27,9 @@ def free_port() -> int:
 
 
 def test_generate_has_what_the_api_has(live: Live):
-    params = SamplingParams(n=2, temperature=0.7, seed=4, max_tokens=6, logprobs=1)
+    params = SamplingParams(n=2, temperature=0.7, seed=4, max_tokens=6, logprobs=1, prompt_logprobs=2)
     expected = live.llm.generate("hello", params)[0]
+    assert expected.prompt_logprobs is not None
     with Client(live.target) as client:
         generations = client.generate("hello", params, request_id="mine", timeout_s=TIMEOUT_S)
     for generation, output in zip(generations, expected.outputs, strict=True):
@@ -36,7 +37,12 @@ def test_generate_has_what_the_api_has(live: Live):
         assert (generation.text, generation.token_ids) == (output.text, output.token_ids)
         assert (generation.finish_reason, generation.stop_reason) == (output.finish_reason, output.stop_reason)
         assert generation.logprobs == output.logprobs
+        assert generation.prompt_logprobs == expected.prompt_logprobs
+        own = [next(iter(position)) for position in (generation.prompt_logprobs or ()) if position is not None]
+        assert own == list(expected.prompt_token_ids[1:]), "each position's own token is the first"
         assert generation.usage.completion_tokens == 12
+    with Client(live.target) as client:
+        assert client.generate("hello", GREEDY)[0].prompt_logprobs is None
     live.check_idle()
 
 

@@ -15,6 +15,7 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import EngineStuckError
+from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import ADMIN, INFERENCE, OPEN_INFERENCE
 
@@ -48,6 +49,25 @@ def test_ready_once_a_model_is_attached(start: Callable[..., Live]):
     watch.cancel()
     code, _ = code_and_text(lambda: check(live, "no.such.Service"))
     assert code is grpc.StatusCode.NOT_FOUND
+
+
+def test_event_loop_does_not_measure_the_tokenizer(start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch):
+    """Measuring takes up to a second. The result is kept."""
+    live, threads = start(attach=False), list[int]()
+
+    def measure(_: Tokenizer) -> int:
+        threads.append(threading.get_ident())
+        return 10
+
+    monkeypatch.setattr(Tokenizer, "longest_token_chars", property(measure))
+
+    async def attach() -> int:
+        await live.server.attach(live.llm)
+        return threading.get_ident()
+
+    loop_thread = live.loop.run(attach())
+    assert len(threads) == 1
+    assert loop_thread not in threads
 
 
 def test_not_ready_while_an_admin_drains_it(start: Callable[..., Live]):

@@ -294,6 +294,49 @@ def test_replies_of_one_message_are_bounded(live: Live):
     assert "max_reply_entries" in text
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_prompts_that_a_reply_repeats_are_bounded(start: Callable[..., Live], streams: bool):
+    live = start(max_echo_bytes=100)
+    stub = oip_grpc.GRPCInferenceServiceStub(live.channel)
+
+    def texts(num_samples: int, flag: bytes = b"\0") -> str:
+        request = oip.ModelInferRequest(model_name="tiny-chat")
+        settings = b'{"n": %d, "max_tokens": 1}' % num_samples
+        for name, value in (("text_input", b"x" * 25), ("sampling_parameters", settings)):
+            request.inputs.append(tensor(name))
+            request.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
+        for name, value in (("exclude_input_in_output", flag), ("stream", b"\1" if streams else b"\0")):
+            request.inputs.add(name=name, datatype="BOOL", shape=[1])
+            request.raw_input_contents.append(value)
+        if not streams:
+            return str(stub.ModelInfer(request, timeout=TIMEOUT_S).raw_output_contents)
+        answers = list(stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S))
+        return "".join(f"{it.error_message}{it.infer_response.raw_output_contents}" for it in answers)
+
+    assert texts(4).count("x" * 25) == 4
+    assert "x" * 25 not in texts(5, b"\1")
+    if streams:
+        said = texts(5)
+    else:
+        code, said = code_and_text(lambda: texts(5))
+        assert code is Status.INVALID_ARGUMENT
+    assert "n=5 samples is 125 bytes in the reply: at most 100 may be (max_echo_bytes)" in said
+    live.check_idle()
+
+
+def test_log_probabilities_of_a_prompt_are_bounded(start: Callable[..., Live]):
+    live = start(max_prompt_entries=60)
+    ids = pb.TokenIds(ids=[1] * 20)
+    list(live.generate(token_ids=ids, params=pb.SamplingParams(max_tokens=1, prompt_logprobs=2)))
+    list(live.generate(token_ids=ids, params=pb.SamplingParams(max_tokens=1, logprobs=20)))
+    wanted = pb.SamplingParams(max_tokens=1, prompt_logprobs=3)
+    code, text = code_and_text(lambda: list(live.generate(token_ids=ids, params=wanted)))
+    assert code is Status.INVALID_ARGUMENT
+    assert "20 tokens are 80 tokens and log-probabilities: at most 60" in text
+    assert "max_prompt_entries" in text
+    live.check_idle()
+
+
 def test_long_replies_come_in_pieces(live: Live):
     """Also those of a stream, whose prompt's log-probabilities could be hundreds of thousands."""
     settings = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=20, ignore_eos=True)

@@ -1,5 +1,7 @@
 """amoeba.v1.InferenceService through plain stubs: what it generates is what the Python API generates."""
 
+import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +26,26 @@ def test_text_streams_as_the_api_generates_it(live):
     assert 0 <= usage.queue_s <= usage.ttft_s <= usage.e2e_s
     assert not any(message.HasField("usage") for message in messages[:-1])
     live.check_idle()
+
+
+def test_times_begin_when_the_request_comes(live, monkeypatch: pytest.MonkeyPatch):
+    """Before its text is tokenized: in the usage and in the histograms."""
+    tokenizer, metrics = live.llm.tokenizer, live.server.metrics
+    encode = tokenizer.encode
+
+    def slowly(*arguments: object) -> list[int]:
+        time.sleep(0.3)
+        return encode(*arguments)
+
+    monkeypatch.setattr(tokenizer, "encode", slowly)
+    *_, last = live.generate(text="hello")
+    usage = last.usage
+    assert 0.3 <= usage.queue_s <= usage.ttft_s <= usage.e2e_s
+    live.loop.run(asyncio.wait_for(live.server.request_handler._idle.wait(), TIMEOUT_S))
+    for histogram in (metrics.queue, metrics.ttft, metrics.e2e):
+        (family,) = histogram.collect()
+        values = {sample.name.rpartition("_")[2]: sample.value for sample in family.samples}
+        assert values["sum"] >= 0.3 * values["count"] > 0
 
 
 def test_token_ids_and_conversations_are_prompts(live):
@@ -71,7 +93,13 @@ def test_every_setting_arrives(live, params: SamplingParams):
         last = mine[-1]
         assert (last.stop_string or last.stop_token_id or None) == output.stop_reason
     prompt_logprobs = [position for message in messages for position in message.prompt_logprobs]
-    assert len(prompt_logprobs) == len(expected.prompt_logprobs or ())
+    assert [[(t.token_id, t.logprob, t.rank) for t in position.tokens] for position in prompt_logprobs] == [
+        [(token, it.logprob, it.rank) for token, it in (entry or {}).items()]
+        for entry in expected.prompt_logprobs or ()
+    ]
+    if prompt_logprobs:
+        own = [position.tokens[0].token_id for position in prompt_logprobs[1:]]
+        assert own == list(expected.prompt_token_ids[1:]), "the token that stands there is the first"
 
 
 def test_many_requests_at_once_get_their_own_answers(live):

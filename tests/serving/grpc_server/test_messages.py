@@ -1,5 +1,8 @@
 """Messages of amoeba.v1: each has what is new alone, however long the answer is by then."""
 
+from dataclasses import replace
+
+from amoeba_jax.client.results import collect, read_chunks
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from serving.grpc_server import messages
 from serving.grpc_server.messages import responses
@@ -48,3 +51,18 @@ def test_long_delta_is_several_messages(monkeypatch):
     assert [it.completions[0].text for it in parts[:-1]] == [""] * 3
     assert parts[-1].completions[0].text == "".join(f"<{number}>" for number in range(8))
     assert parts[-1].completions[0].finish_reason == messages.FINISH_REASONS["length"]
+
+
+def test_messages_of_a_long_prompts_log_probabilities_alone_are_read(monkeypatch):
+    monkeypatch.setattr(messages, "_MAX_ENTRIES", 4)
+    positions = (None, *({token: Logprob(-1.0, 5, "x"), 1: Logprob(-0.5, 1, "y")} for token in (7, 3, 9)))
+    answer = replace(delta(7, 8, finished=True), prompt_logprobs=positions)
+    parts = list(responses("r", answer, messages.usage(answer, 2)))
+    assert [(len(it.prompt_logprobs), len(it.completions)) for it in parts] == [(2, 0), (2, 1), (0, 1)]
+    chunks = [chunk for message in parts for chunk in read_chunks(message)]
+    assert [chunk.prompt_logprobs for chunk in chunks] == [positions[:2], positions[2:], (), ()]
+    (generation,) = collect(chunks)
+    assert (generation.prompt_logprobs, generation.token_ids) == (positions, (7, 8))
+    assert [next(iter(it)) for it in generation.prompt_logprobs or () if it] == [7, 3, 9], "own tokens come first"
+    (generation,) = collect(read_chunks(next(responses("r", delta(7, finished=True), messages.usage(answer, 1)))))
+    assert generation.prompt_logprobs is None

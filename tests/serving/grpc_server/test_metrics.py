@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from live_server import TIMEOUT_S, Live, code_and_text
@@ -11,6 +12,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from amoeba_jax.client._proto import inference_pb2 as pb
+from amoeba_jax.outputs import CompletionDelta, RequestDelta, RequestMetrics
+from serving.runtime.metrics import ServerMetrics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -79,11 +82,25 @@ def test_requests_and_tokens_are_counted(live: Live):
     assert values["amoeba:generation_tokens_total{}"] >= 8 + 8 + 1
     assert values["amoeba:request_success_total{finished_reason=length}"] == 2
     assert values["amoeba:request_success_total{finished_reason=abort}"] == 1
-    assert values["amoeba:request_success_total{finished_reason=error}"] == 1
+    assert values["amoeba:request_success_total{finished_reason=refused}"] == 1
+    assert values["amoeba:request_success_total{finished_reason=error}"] == 0
     assert values["amoeba:time_to_first_token_seconds_count{}"] == 3
     assert values["amoeba:e2e_request_latency_seconds_count{}"] == 2
     assert values["amoeba:num_requests_running{}"] == values["amoeba:num_requests_waiting{}"] == 0
     assert values["amoeba:kv_cache_usage_perc{}"] == 0
+
+
+def test_intervals_are_between_tokens_of_one_sample(monkeypatch: pytest.MonkeyPatch):
+    """Samples of a request may be on several instances, whose steps have nothing to do with each other."""
+    metrics, times = ServerMetrics(), iter((0.0, 1.0, 10.0, 12.0))
+    monkeypatch.setattr("serving.runtime.metrics.time", SimpleNamespace(monotonic=times.__next__))
+    record = metrics.start_request()
+    for index in (0, 1, 0, 1):
+        completion = CompletionDelta(index, "x", (7,), None, None, None, None)
+        record.take(RequestDelta("r", 1, (completion,), RequestMetrics(0.0), False))
+    (family,) = metrics.itl.collect()
+    values = {sample.name.rpartition("_")[2]: sample.value for sample in family.samples}
+    assert (values["count"], values["sum"]) == (2, 10 + 11)
 
 
 def test_steps_are_counted_by_their_tokens(live: Live):

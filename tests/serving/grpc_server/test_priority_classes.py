@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 from serving.grpc_server.open_requests import OpenRequests, Ticket
@@ -19,12 +20,13 @@ class Door:
     def __init__(self, **limits: int):
         self.admission, self.open = OpenRequests(Limits(**limits)), ExitStack()
 
-    def admit(self, priority: int, client: str = "someone") -> Ticket:
-        return self.open.enter_context(self.admission.admit(Caller(client, client, client), priority=priority))
+    def admit(self, priority: int, client: str = "someone", n: int = 1) -> Ticket:
+        params = SamplingParams(priority=priority, n=n)
+        return self.open.enter_context(self.admission.admit(Caller(client, client, client), params=params))
 
-    def refuses(self, priority: int, match: str, client: str = "someone") -> None:
+    def refuses(self, priority: int, match: str, client: str = "someone", n: int = 1) -> None:
         with pytest.raises(LimitError, match=match):
-            self.admit(priority, client)
+            self.admit(priority, client, n)
 
 
 def test_classes_follow_from_priorities():
@@ -84,6 +86,20 @@ def test_a_client_may_send_urgent_requests_beside_its_best_effort_ones():
     door.admit(BEST_EFFORT, client="other")
 
 
+def test_samples_of_a_client_are_bounded():
+    """A request counts as many times as it has samples."""
+    door = Door(max_samples_per_client=10)
+    door.admit(STANDARD, n=8)
+    door.refuses(STANDARD, r"or more urgent have 8 samples: 3 more .*of 10 \(max_samples_per_client\)", n=3)
+    door.admit(STANDARD, n=2)
+    door.refuses(BEST_EFFORT, "have 10 samples: 1 more")
+    door.admit(URGENT, n=10)
+    door.admit(STANDARD, client="other", n=10)
+    door.open.close()
+    door.refuses(STANDARD, "have 0 samples: 11 more", n=11)
+    door.admit(STANDARD, n=10)
+
+
 def test_nothing_is_counted_any_more_when_requests_have_ended():
     door = Door()
     for priority in (URGENT, STANDARD, BEST_EFFORT):
@@ -93,4 +109,4 @@ def test_nothing_is_counted_any_more_when_requests_have_ended():
     assert (admission.queued_requests, admission.queued_tokens) == (3, 21)
     door.open.close()
     assert (admission.queued_requests, admission.queued_tokens, admission.ids) == (0, 0, set())
-    assert admission._requests_of == {}
+    assert admission._requests_of == admission._samples_of == {}

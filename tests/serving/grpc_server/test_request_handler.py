@@ -8,16 +8,21 @@ from typing import Any, cast
 
 import pytest
 
-from amoeba_jax.errors import DeadlineError, NotANumberError
-from amoeba_jax.outputs import CompletionDelta, RequestDelta, RequestMetrics
+from amoeba_jax.errors import (
+    DeadlineError,
+    EngineClosedError,
+    NotANumberError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+)
+from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
-from serving.grpc_server import output_coalescer
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
-from serving.grpc_server.output_coalescer import OutputCoalescer
 from serving.grpc_server.request_handler import _LAST_WRITE_S, RequestHandler
-from serving.grpc_server.statuses import NotServingError, SlowReaderError
+from serving.grpc_server.statuses import LimitError, NotServingError, SlowReaderError
 from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
 
@@ -134,6 +139,68 @@ def test_a_second_cancellation_leaves_nothing_running():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DeadlineError("too late"), "abort"),
+        (SlowReaderError("it does not read"), "abort"),
+        (RequestError("a bad prompt"), "refused"),
+        (QueueFullError("too many"), "refused"),
+        (LimitError("too many"), "refused"),
+        (NotANumberError("logits are not numbers"), "error"),
+        (RequestFailedError("it cannot go on"), "error"),
+        (EngineClosedError("it is gone"), "error"),
+        (KeyError("a bug"), "error"),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_what_clients_do_counts_as_no_error(error: Exception, reason: str, num_tokens: int):
+    class Failing(Scripted):
+        async def astream_deltas(self, *_: Any, **__: Any) -> AsyncGenerator[tuple[None, RequestDelta], None]:
+            for _ in range(num_tokens):
+                yield delta()
+            raise error
+
+    async def run() -> None:
+        door = RequestHandler(Limits(), metrics)
+        door.attach(cast(Backend, Failing(never_done())), None)
+        with pytest.raises(type(error)):
+            await door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(0))
+        door.close()
+
+    metrics = ServerMetrics()
+    asyncio.run(run())
+    assert counted(metrics) == {reason: 1}
+
+
+def test_a_request_that_is_given_up_before_its_first_token_counts_as_aborted():
+    class Silent(Scripted):
+        async def astream_deltas(self, *_: Any, **__: Any) -> AsyncGenerator[tuple[None, RequestDelta], None]:
+            reached.set()
+            await self._then
+            yield delta()
+
+    async def run() -> None:
+        door = RequestHandler(Limits(), metrics)
+        door.attach(cast(Backend, Silent(never_done())), None)
+        serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(0)))
+        await reached.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        door.close()
+
+    metrics, reached = ServerMetrics(), asyncio.Event()
+    asyncio.run(run())
+    assert counted(metrics) == {"abort": 1}
+
+
+def counted(metrics: ServerMetrics) -> dict[str, float]:
+    """Requests that have ended, by reason."""
+    (family,) = metrics.requests.collect()
+    totals = [sample for sample in family.samples if sample.name.endswith("_total")]
+    return {sample.labels["finished_reason"]: sample.value for sample in totals if sample.value}
+
+
 @pytest.mark.parametrize("cancellations", range(1, 6))
 def test_any_number_of_cancellations_at_any_time_end_the_request(cancellations: int):
     async def run(pauses: list[int]) -> None:
@@ -201,77 +268,26 @@ def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drai
     asyncio.run(run())
 
 
-def tokens(count: int, *, finished: bool = False) -> RequestDelta:
-    completion = CompletionDelta(0, "x" * count, (7,) * count, None, None, "stop" if finished else None, None)
-    return RequestDelta("request", 1, (completion,), RequestMetrics(0.0), finished)
+def test_the_first_token_is_not_what_comes_of_a_prompt_before_it():
+    """Log-probabilities of the prompt leave a request queued, and are in no figure of the metrics."""
+    queued: list[int] = []
 
-
-def test_a_server_that_is_late_cuts_nobody_off():
-    """All tokens of a long stall come at once, and none of them while a write was blocked."""
-
-    async def run() -> list[RequestDelta]:
-        sent: list[RequestDelta] = []
-
-        async def write(delta: RequestDelta) -> None:
-            await asyncio.sleep(0)
-            sent.append(delta)
-
-        buffer = OutputCoalescer(4, SamplingParams())
-        sending = asyncio.ensure_future(buffer.send_all(write))
-        for _ in range(3):
-            for _ in range(100):
-                buffer.put(tokens(1))
-            time.sleep(0.05)  # the loop stands still, as it did for seconds when it was overloaded
-            await asyncio.sleep(0.01)
-        buffer.put(tokens(1, finished=True))
-        await sending
-        return sent
-
-    sent = asyncio.run(run())
-    assert sum(delta.num_tokens for delta in sent) == 301
-    assert "".join(c.text for delta in sent for c in delta.completions) == "x" * 301
-
-
-@pytest.mark.parametrize(("n", "logprobs", "limit"), [(1, None, 8), (64, None, 512), (2, 3, 4), (64, 20, 64)])
-def test_the_limit_of_unread_tokens_grows_with_the_samples(
-    n: int, logprobs: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(output_coalescer, "CUT_OFF_S", 0.02)
-    monkeypatch.setattr(output_coalescer, "_GRACE_S", 0.02)
-
-    async def run(count: int) -> bool:
-        """Whether a blocked client is cut off when that many tokens have come."""
-
-        async def never(_: RequestDelta) -> None:
-            await asyncio.Event().wait()
-
-        buffer = OutputCoalescer(8, SamplingParams(n=n, logprobs=logprobs))
-        sending = asyncio.ensure_future(buffer.send_all(never))
-        buffer.put(tokens(1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        for _ in range(count):
-            buffer.put(tokens(1))
-        done, _ = await asyncio.wait((sending,), timeout=0.3)
-        sending.cancel()
-        (error,) = await asyncio.gather(sending, return_exceptions=True)
-        assert not done or isinstance(error, SlowReaderError)
-        return bool(done)
-
-    assert not asyncio.run(run(limit))
-    assert asyncio.run(run(limit + 1))
-
-
-def test_the_end_of_a_request_waits_for_a_slow_client_only_so_long(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(output_coalescer, "LAST_READ_S", 0.05)
+    class OfPrompt(Scripted):
+        async def astream_deltas(self, *_: Any, **__: Any) -> AsyncGenerator[tuple[None, RequestDelta], None]:
+            of_prompt = RequestDelta("request", 3, (), RequestMetrics(0.0), False, (None, {7: Logprob(-1.0, 1)}))
+            for news in ((None, of_prompt), delta(), delta(finished=True)):
+                yield news
+                queued.append(door.admission.queued_requests)
+            self.closed = True
 
     async def run() -> None:
-        async def never(_: RequestDelta) -> None:
-            await asyncio.Event().wait()
+        door.attach(cast(Backend, OfPrompt(never_done())), None)
+        await door.serve(Call("request", [1], SamplingParams(prompt_logprobs=1), CALLER), Writes(0))
+        door.close()
 
-        buffer = OutputCoalescer(8, SamplingParams())
-        buffer.put(tokens(1, finished=True))
-        with pytest.raises(SlowReaderError):
-            await asyncio.wait_for(buffer.send_all(never), 30)
-
+    metrics = ServerMetrics()
+    door = RequestHandler(Limits(), metrics)
     asyncio.run(run())
+    assert queued == [1, 0, 0]
+    assert metrics.registry.get_sample_value("amoeba:prompt_tokens_total") == 1
+    assert metrics.registry.get_sample_value("amoeba:inter_token_latency_seconds_count") == 1

@@ -10,8 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_server import GREEDY, TIMEOUT_S, Live
+from typer.testing import CliRunner
 
 from amoeba_jax.client import Client, Retries
+from amoeba_jax.errors import ConfigError
+from serving.cli import app
 from serving.grpc_server.config import TLS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -112,6 +115,23 @@ def test_mutual_tls_wants_a_certificate_of_the_client(start: Callable[..., Live]
         assert client.model_info(timeout_s=TIMEOUT_S).model == "tiny-chat"
     with Client(live.target, ca=ca, retries=ONCE) as client:
         assert code_of(client.model_info) is Status.UNAVAILABLE
+
+
+@needs_openssl
+def test_commands_have_a_certificate_of_their_own(start: Callable[..., Live], tmp_path: Path):
+    ca = authority(tmp_path, "ca")
+    certificate, key = signed(tmp_path, "client", ca)
+    live = start(tls=TLS(*signed(tmp_path, "server", ca), client_ca=ca))
+    trust, own = ["--target", live.target, "--tls-ca", str(ca)], ["--tls-certificate", str(certificate)]
+    few = ["--num-prompts", "1", "--random-input-len", "8", "--random-output-len", "2"]
+    for command in (["chat", "--max-tokens", "2"], ["transform", "1"], ["bench", *few]):
+        result = CliRunner().invoke(app, [*command, *trust, *own, "--tls-key", str(key)], input="hello\n")
+        assert result.exit_code == 0, result.output
+        result = CliRunner().invoke(app, [*command, *trust, *own])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "certificate and its key go together" in result.stderr
+    with pytest.raises(ConfigError, match="needs TLS"):
+        Client(live.target, certificate=certificate, key=key)
 
 
 @needs_openssl

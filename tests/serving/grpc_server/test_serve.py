@@ -14,12 +14,14 @@ from typing import IO, Any
 
 import grpc
 import pytest
-from live_server import GREEDY, TIMEOUT_S, code_and_text
+from live_server import GREEDY, TIMEOUT_S, Live, code_and_text
 from typer.testing import CliRunner
 
-from amoeba_jax import SamplingParams
+from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import Client, Retries
+from amoeba_jax.client._proto import inference_pb2 as pb
 from serving.cli import app
+from serving.commands.serve import _say_loaded
 
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 
@@ -224,6 +226,21 @@ def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tm
         assert code is grpc.StatusCode.UNAVAILABLE
         assert server.wait() == 70
         assert "has not answered for 3 s (engine_timeout_s)" in server.said
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_server_that_was_drained_while_it_was_loading_is_not_said_to_be_ready(
+    start: Callable[..., Live], served_llm: LLM, drained: bool, capsys: pytest.CaptureFixture[str]
+):
+    live = start(attach=False)
+    if drained:
+        assert live.admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S).aborted == 0
+    live.loop.run(live.server.attach(served_llm))
+    assert _say_loaded(live.server, "tiny", "amoeba") != drained
+    said = capsys.readouterr().err
+    assert said.startswith("loaded, and not ready: tiny on" if drained else "ready: tiny on")
+    assert ("drained while it was loading" in said) == drained
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,14 @@ def test_requests_of_one_client_are_limited(start: Callable[..., Live]):
     live.check_idle()
 
 
+def test_samples_of_one_client_are_limited(start: Callable[..., Live]):
+    live = start(max_samples_per_client=4)
+    code, text = code_and_text(lambda: list(live.generate(text="x", params=pb.SamplingParams(n=5))))
+    assert code is Status.RESOURCE_EXHAUSTED
+    assert "5 more would exceed the limit of 4 (max_samples_per_client)" in text
+    live.check_idle()
+
+
 def test_message_and_header_sizes_are_limited(start: Callable[..., Live]):
     live = start(max_message_bytes=10_000, max_header_bytes=4096)
     code, _ = code_and_text(lambda: list(live.generate(text="x" * 20_000)))
@@ -237,7 +245,7 @@ def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live], monkey
     live.loop.run(asyncio.wait_for(live.server.request_handler._idle.wait(), TIMEOUT_S))
     code, text = code_and_text(lambda: list(stream))
     assert code is Status.CANCELLED
-    assert "limit of 64" in text
+    assert f"limit of {64 * 21} (max_buffered_tokens)" in text
     channel.close()
     live.check_idle()
 
