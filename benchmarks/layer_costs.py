@@ -63,7 +63,7 @@ def local_copy(llm: LLM) -> float:
 
 
 def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds of all layers' FFN on one device: as padded chunks, and as whole matrices without padding."""
+    """Seconds of all layers' FFN on one device: as padded shards, and as whole matrices without padding."""
     dims, store = llm.dims, llm._engine.cluster.weights
     hidden, ffn = dims.config.hidden_size, dims.config.ffn_size
     device = jax.devices()[0]
@@ -86,7 +86,7 @@ def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
 
     x = make(hidden, tokens)
     found = {}
-    for name, width, parts in (("chunks", dims.ffn_shard, dims.max_tp), ("whole", ffn, 1)):
+    for name, width, parts in (("shards", dims.ffn_shard, dims.max_tp), ("whole", ffn, 1)):
         layers = [
             ([make(2 * width, hidden) for _ in range(parts)], [make(hidden, width) for _ in range(parts)])
             for _ in range(dims.config.num_layers)

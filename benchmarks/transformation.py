@@ -254,6 +254,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             max_num_seqs=max(2, rows),
             max_model_len=options.prompt + NEW_TOKENS,
             prefix_caching=False,
+            compile_beside=False,
             progress=False,
             **settings,
         )
