@@ -117,7 +117,12 @@ class Placement:
     @classmethod
     def of_layers(cls, ends: Home, homes: Sequence[tuple[Home, ...]]) -> "Placement":
         """From the homes of every layer."""
-        return cls(ends, tuple(Stage(range(i, i + 1), of_lanes) for i, of_lanes in enumerate(homes)))
+        stages, first = [], 0
+        for of_lanes, run in groupby(homes):
+            end = first + sum(1 for _ in run)
+            stages.append(Stage(range(first, end), of_lanes))
+            first = end
+        return cls(ends, tuple(stages))
 
     @property
     def num_layers(self) -> int:
@@ -165,7 +170,9 @@ class Placement:
         """The placement with some layers at other homes."""
         if not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_named(layers)} are not among the model's {self.num_layers}")
-        return Placement.of_layers(self.ends, [homes if i in layers else h for i, h in enumerate(self.homes())])
+        before = [Stage(r, s.homes) for s in self.stages if (r := s.layers[: max(layers.start - s.layers.start, 0)])]
+        after = [Stage(r, s.homes) for s in self.stages if (r := s.layers[max(layers.stop - s.layers.start, 0) :])]
+        return Placement(self.ends, (*before, Stage(layers, homes), *after))
 
     def with_ends(self, ends: Home) -> "Placement":
         """The placement with the embedding and the head at another home."""
@@ -240,8 +247,8 @@ def _joined(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """With neighbours that have the same homes as one."""
     found: list[Stage] = []
     for homes, alike in groupby(stages, key=lambda stage: stage.homes):
-        run = list(alike)
-        found.append(Stage(range(run[0].layers.start, run[-1].layers.stop), homes))
+        first, *more = alike
+        found.append(Stage(range(first.layers.start, more[-1].layers.stop), homes) if more else first)
     return tuple(found)
 
 
