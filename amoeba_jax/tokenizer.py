@@ -1,6 +1,5 @@
 """Text to token ids and back, whole or as a stream, with a model directory's own fast tokenizer."""
 
-import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -11,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from amoeba_jax.errors import CheckpointError, RequestError
+from amoeba_jax.json_object import read_json_object
 from amoeba_jax.shorten import shorten
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -74,7 +74,7 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             raise CheckpointError(f"the tokenizer files in {directory} cannot be read: {error}") from error
         config = directory / "config.json"
-        known = set(model_eos_ids(directory, _read_object(config) if config.is_file() else {}))
+        known = set(model_eos_ids(directory, read_json_object(config) if config.is_file() else {}))
         if fast.eos_token is not None and (own := fast.convert_tokens_to_ids(str(fast.eos_token))) is not None:
             known.add(own)
         return cls(fast, frozenset(known))
@@ -320,7 +320,7 @@ def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozense
     Raises `CheckpointError` if the file cannot be read.
     """
     file = None if directory is None else directory / "generation_config.json"
-    generation = _read_object(file) if file is not None and file.is_file() else {}
+    generation = read_json_object(file) if file is not None and file.is_file() else {}
     return _eos_ids(generation) or _eos_ids(config)
 
 
@@ -329,13 +329,3 @@ def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
     named = config.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(it for it in ids if isinstance(it, int) and not isinstance(it, bool) and it >= 0)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} cannot be read: it must hold a JSON object")
-    return content

@@ -1,10 +1,9 @@
 """A model that is only a config: its weights are drawn at random."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from amoeba_jax.errors import CheckpointError
+from amoeba_jax.json_object import read_json_object
 
 
 class RandomCheckpoint:
@@ -12,11 +11,7 @@ class RandomCheckpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        path = directory / "config.json"
-        try:
-            self.config: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self.config: dict[str, Any] = read_json_object(directory / "config.json")
 
     def close(self) -> None:
         """Nothing is open."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import tensorstore as ts
 from amoeba_jax.checkpoint.base import FillShards
 from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.json_object import read_json_object
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
@@ -27,7 +27,7 @@ class OrbaxCheckpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        marker, self.config = _read_json(directory / ORBAX_MARKER), _read_json(directory / "config.json")
+        marker, self.config = read_json_object(directory / ORBAX_MARKER), read_json_object(directory / "config.json")
         if marker.get("format") != FORMAT:
             raise CheckpointError(
                 f"{directory} has checkpoint format {marker.get('format')!r}; this version reads {FORMAT}"
@@ -99,16 +99,6 @@ class OrbaxCheckpoint:
         files = {"driver": "file", "path": f"{path}/"}
         store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
         return ts.open(store, open=True, read=True, context=self._context)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it must hold a JSON object")
-    return content
 
 
 def shard_name(name: str, index: int) -> str:

@@ -1,7 +1,7 @@
 """What a policy's name stands for in a simulation: the policy, the instances to start with, and the mechanism."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, Policy, StaticPolicy, make_policy
 from serving.simulator.comparators import (
@@ -171,8 +171,3 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
         shows_timing=True,
     )
     return Setup(name, host, _maker(name, config))
-
-
-def with_log(setup: Setup) -> Setup:
-    """The same with a strict executor."""
-    return replace(setup, host=replace(setup.host, strict=True))

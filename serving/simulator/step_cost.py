@@ -1,6 +1,5 @@
 """How long a step takes: linear operators, attention, collectives and the host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -195,8 +194,3 @@ class RateStepCost:
 
     def pair_s(self, degree: int) -> float:
         return 0.0
-
-
-def degrees_up_to(most: int, wanted: Sequence[int] = (1, 2, 4)) -> tuple[int, ...]:
-    """Degrees of instances on `most` devices."""
-    return tuple(degree for degree in wanted if degree <= most)

@@ -34,7 +34,6 @@ class Records:
         self.end_s = array("d", [math.nan]) * count
         self.waited_s = array("d", [0.0]) * count
         """In the queue, after preemptions too."""
-        self.produced = array("l", [0]) * count
         self.prefix_tokens = array("l", [0]) * count
         self.preemptions = array("i", [0]) * count
         self.ending = array("b", [0]) * count

@@ -1,0 +1,18 @@
+"""Reads the JSON files of a model's directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from amoeba_jax.errors import CheckpointError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `CheckpointError` if there is no file, or none that has an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it must hold a JSON object")
+    return content
