@@ -77,6 +77,7 @@ class Launching:
             except Exception as error:
                 self.failed(instance, error, plan.rows)
                 return plan
+            instance.turns.took(plan.rows)
             self._count(plan)
             for sequence in self._end_prompts(plan):
                 self._sequences.cache_pages(instance, sequence)
@@ -116,9 +117,15 @@ class Launching:
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
         """The best step, and others for while its programs are compiled."""
         if instance.transition is not None:
-            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.last_was_prompt)
+            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
             return
-        best = plan_step(instance.running, instance.buckets, instance.num_launched % 2 == 0)
+        best = plan_step(
+            instance.running,
+            instance.buckets,
+            instance.turns,
+            prompt_logits_turn=instance.num_launched % 2 == 0,
+            tokens_in_a_step=instance.pace.prompt_tokens_in_a_step,
+        )
         if best is not None:
             yield best
             yield from other_plans(instance.running, instance.buckets)

@@ -47,7 +47,8 @@ class Results:
         if prompt_result is not None and step.prompt_row is not None:
             self._take_prompt_logprobs(instance, step.prompt_row, prompt_result)
         prompt_tokens = step.prompt_tokens if instance.transition is None else 0
-        seconds = instance.pace.take(step.launched_at, time.perf_counter(), step.decodes, prompt_tokens)
+        now = time.perf_counter()
+        seconds = instance.pace.take(step.launched_at, now, step.decodes, prompt_tokens, step.beside_decodes)
         if instance.transition is not None:
             instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:

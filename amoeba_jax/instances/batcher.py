@@ -1,32 +1,55 @@
 """What an instance computes next: decodes of all running sequences, and beside them chunks of prompts."""
 
+import math
 from collections.abc import Iterator
 
+from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets
 
 
-def plan_step(running: list[Sequence], buckets: Buckets, prompt_logits_turn: bool) -> StepPlan | None:
+def plan_step(
+    running: list[Sequence],
+    buckets: Buckets,
+    turns: PromptTurns,
+    *,
+    prompt_logits_turn: bool,
+    tokens_in_a_step: float = math.inf,
+) -> StepPlan | None:
     """The next step over sequences that have pages for it, or None if none has anything to compute.
 
-    Decodes never wait for prompts. Prompts are served in the order of their requests: the first decides the chunk
-    size, and others join as far as the token budget goes. A prompt whose log-probabilities are wanted needs logits at
-    all positions, so it has steps of its own, in turn with the others' (`prompt_logits_turn`).
+    Decodes never wait for prompts. The prompt whose turn it is decides the chunk size, and others join as far as the
+    token budget goes. A prompt whose log-probabilities are wanted needs logits at all positions, so it has steps of its
+    own, in turn with the others' (`prompt_logits_turn`).
+
+    Args:
+        tokens_in_a_step: prompt tokens that take as long as a decode step. Where others decode whom a prompt is not to
+            hold up (those of other clients, if it has no higher rank, and those of a higher rank), no more of it are
+            computed at once.
     """
-    ordered = sorted((s for s in running if s.num_uncomputed_tokens > 0), key=lambda s: s.order)
-    alone = next((s for s in ordered if s.needs_prompt_logits), None)
-    others = [s for s in ordered if not s.needs_prompt_logits]
-    if alone is not None and (prompt_logits_turn or not others):
+    active = sorted((s for s in running if s.num_uncomputed_tokens > 0), key=lambda s: s.order)
+    decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
+    in_turn = turns.ordered([s for s in active if s.num_uncomputed_tokens > 1 or s.needs_prompt_logits])
+    alone = next((s for s in in_turn if s.needs_prompt_logits), None)
+    prompts = [s for s in in_turn if not s.needs_prompt_logits]
+    if alone is not None and (prompt_logits_turn or not (decodes or prompts)):
         return _prompt_logits_step(alone, buckets)
-    decodes = [s for s in others if s.num_uncomputed_tokens == 1]
-    prompts = [s for s in others if s.num_uncomputed_tokens > 1]
-    if not others:
+    if not active:
         return None
-    chunk = buckets.chunk_size(prompts[0].num_uncomputed_tokens) if prompts else 0
-    taken = prompts[: buckets.most_prompts(len(decodes), len(prompts), chunk)] if prompts else []
+    if not prompts:
+        return _plan(buckets.step(len(decodes)), decodes, [])
+    at_most = tokens_in_a_step if any(_yields(prompts[0], s) for s in decodes) else math.inf
+    chunk = buckets.chunk_size(prompts[0].num_uncomputed_tokens, at_most)
+    most = buckets.most_prompts(len(decodes), len(prompts), chunk)
+    taken = prompts[: most if most * chunk <= at_most else 1]
     return _plan(buckets.step(len(decodes), len(taken), chunk), decodes, taken)
+
+
+def _yields(prompt: Sequence, decoding: Sequence) -> bool:
+    """Whether a prompt is not to hold up a sequence that decodes."""
+    return decoding.rank < prompt.rank or (decoding.rank == prompt.rank and decoding.client != prompt.client)
 
 
 def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -> StepPlan:

@@ -7,6 +7,7 @@ from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
+from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
@@ -36,6 +37,7 @@ class Instance:
         reader: of what they return.
         transition: what changes the placement of its layers.
         pace: of its steps whose results were taken.
+        turns: whose prompts it computes next.
         last_was_prompt: its latest step computed a prompt.
         paused: instances over its devices whose requests are paused while it serves.
     """
@@ -61,6 +63,7 @@ class Instance:
         self.last_was_prompt = False
         self.transition: Changing | None = None
         self.pace = Pace()
+        self.turns = PromptTurns()
         self._free_slots = list(range(sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
         self._paused_pages: PausedPages | None = None

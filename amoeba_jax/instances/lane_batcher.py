@@ -8,13 +8,14 @@ the shapes that instances of both degrees have.
 from collections.abc import Iterator
 
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets
 
 
-def lane_plans(lanes: list[Lane], buckets: Buckets, last_was_prompt: bool) -> Iterator[StepPlan]:
+def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was_prompt: bool) -> Iterator[StepPlan]:
     """The next step, and others to compute while its programs are compiled, the most useful first.
 
     Args:
@@ -24,13 +25,14 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, last_was_prompt: bool) -> It
     decodes = [
         [s for s in lane.running if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits] for lane in lanes
     ]
-    prompts = [
-        (s, number)
+    prompts = {
+        s: number
         for number, lane in enumerate(lanes)
         for s in lane.running
         if s.num_uncomputed_tokens > 1 or (s.num_uncomputed_tokens and s.needs_prompt_logits)
-    ]
-    of_prompt = _prompt_plans(*min(prompts, key=lambda item: item[0].order), buckets) if prompts else iter(())
+    }
+    first = next(iter(turns.ordered(prompts)), None)
+    of_prompt = iter(()) if first is None else _prompt_plans(first, prompts[first], buckets)
     of_decodes = _decode_plans(decodes, buckets)
     for plans in (of_decodes, of_prompt) if last_was_prompt else (of_prompt, of_decodes):
         yield from plans

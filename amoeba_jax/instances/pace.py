@@ -1,5 +1,6 @@
 """How fast an instance has decoded, and computed prompts, recently."""
 
+import math
 from collections import deque
 from statistics import median
 
@@ -16,21 +17,24 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._prompts: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)
+        self._prompts: deque[tuple[int, float, float]] = deque(maxlen=_NUM_STEPS)
         self._taken_at = 0.0
 
-    def take(self, launched_at: float, taken_at: float, decodes: bool, prompt_tokens: int = 0) -> float:
+    def take(
+        self, launched_at: float, taken_at: float, decodes: bool, prompt_tokens: int = 0, beside_decodes: bool = False
+    ) -> float:
         """Take note of a step, in the order of their launches, and return its duration; times are by one clock, in
         seconds.
 
-        `step_s` is of steps for which `decodes` is true, `prompt_tokens_per_s` of those with prompt tokens. Steps of a
-        transformation are neither.
+        `step_s` is of steps for which `decodes` is true, `prompt_tokens_per_s` of those with prompt tokens, which may
+        be beside decodes. Steps of a transformation are neither.
         """
         seconds = taken_at - max(launched_at, self._taken_at)
         if decodes:
             self._seconds.append(seconds)
         elif prompt_tokens:
-            self._prompts.append((prompt_tokens, seconds))
+            of_decodes_s = (self.step_s or 0.0) if beside_decodes else 0.0
+            self._prompts.append((prompt_tokens, seconds, max(seconds - of_decodes_s, 0.0)))
         self._taken_at = taken_at
         return seconds
 
@@ -52,5 +56,14 @@ class Pace:
     @property
     def prompt_tokens_per_s(self) -> float | None:
         """Prompt tokens a second in the latest 16 steps that computed some; None before the first."""
-        seconds = sum(seconds for _, seconds in self._prompts)
-        return sum(tokens for tokens, _ in self._prompts) / seconds if seconds > 0 else None
+        seconds = sum(seconds for _, seconds, _ in self._prompts)
+        return sum(tokens for tokens, _, _ in self._prompts) / seconds if seconds > 0 else None
+
+    @property
+    def prompt_tokens_in_a_step(self) -> float:
+        """How many prompt tokens take as long as a decode step, beside which they are computed, as the latest 16 steps
+        with some say; infinite where nothing is known of that."""
+        seconds = sum(seconds for _, _, seconds in self._prompts)
+        if self.step_s is None or seconds <= 0:
+            return math.inf
+        return sum(tokens for tokens, _, _ in self._prompts) * self.step_s / seconds

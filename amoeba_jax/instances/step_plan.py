@@ -116,5 +116,10 @@ class PendingStep:
         return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
 
     @property
+    def beside_decodes(self) -> bool:
+        """Whether it computes a prompt, and tokens of sequences that decode."""
+        return not self.decodes and any(row.length == 1 for row in self.rows)
+
+    @property
     def done(self) -> bool:
         return self.result.done()  # the last thing that the step's reader reads

@@ -3,6 +3,7 @@
 `benchmarks/step_shapes.py` measures what each row of them is worth; docs/startup.md has its figures.
 """
 
+import math
 from functools import cached_property
 
 from amoeba_jax.config import EngineConfig
@@ -69,12 +70,13 @@ class Buckets:
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
-    def chunk_size(self, length: int) -> int:
-        """T for a prompt with `length` tokens left: the smallest that holds them, or the largest there is.
+    def chunk_size(self, length: int, at_most: float = math.inf) -> int:
+        """T for a prompt with `length` tokens left: the smallest that holds them, or the largest there is; none above
+        `at_most` but the smallest.
 
         One that they would not fill by half goes to the next smaller: two steps of that cost less than the padding.
         """
-        sizes = self.chunk_sizes
+        sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
