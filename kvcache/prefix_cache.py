@@ -276,6 +276,8 @@ class PrefixCache:
 
     def _make_evictable(self, table: Int32[np.ndarray, "tp pages"]) -> None:
         """Makes those pages evictable, in this order, of which only the cache's reference is left."""
+        if not self._keys:
+            return
         table = table[:, [page in self._keys for page in table[0].tolist()]]
         for page, references in zip(table[0].tolist(), self.pool.references(table).tolist(), strict=True):
             if references == 1:

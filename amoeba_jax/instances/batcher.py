@@ -9,6 +9,10 @@ from amoeba_jax.instances.step_plan import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets
 
+# Decode steps that a chunk of a prompt may take where it is not to hold up what decodes. With one, prompts would wait
+# longer on accelerators, where a decode step takes about as long as a chunk of 512.
+_STEPS_OF_PROMPT = 2
+
 
 def plan_step(
     running: list[Sequence],
@@ -26,8 +30,8 @@ def plan_step(
 
     Args:
         tokens_in_a_step: prompt tokens that take as long as a decode step. Where others decode whom a prompt is not to
-            hold up (those of other clients, if it has no higher rank, and those of a higher rank), no more of it are
-            computed at once.
+            hold up (those of other clients, if it has no higher rank, and those of a higher rank), no more than two
+            steps' worth of it are computed at once.
     """
     active = sorted((s for s in running if s.num_uncomputed_tokens > 0), key=lambda s: s.order)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -40,7 +44,7 @@ def plan_step(
         return None
     if not prompts:
         return _plan(buckets.step(len(decodes)), decodes, [])
-    at_most = tokens_in_a_step if any(_yields(prompts[0], s) for s in decodes) else math.inf
+    at_most = _STEPS_OF_PROMPT * tokens_in_a_step if any(_yields(prompts[0], s) for s in decodes) else math.inf
     chunk = buckets.chunk_size(prompts[0].num_uncomputed_tokens, at_most)
     most = buckets.most_prompts(len(decodes), len(prompts), chunk)
     taken = prompts[: most if most * chunk <= at_most else 1]

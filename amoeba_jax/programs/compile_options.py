@@ -33,6 +33,6 @@ def step_options(platform: str) -> Options:
     """Options for layers, which are compiled with LLVM's level 1 on CPU: 0.67 to 0.75 of the time, and steps of SmolLM2
     take as long (contexts of 0 and 512 tokens, TP1 and TP4). The head has none: with level 1 it took longer."""
     # Tests turn optimizations off, which that would undo: what compiles in the least time then (0.8 of it).
-    if jax.config.values["jax_disable_most_optimizations"]:
+    if jax.config.read("jax_disable_most_optimizations"):
         return few_kernels(platform)
     return {"xla_backend_optimization_level": "1"} if platform == "cpu" else {}

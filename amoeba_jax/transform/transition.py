@@ -8,6 +8,7 @@ Every page has a place in both layouts (`Lane`). Each layer holds it where the l
 """
 
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -86,10 +87,13 @@ class Transition:
         plan_s = time.perf_counter() - start
         layer_bytes = plan.num_pieces * self.piece_bytes + self.restored_bytes
         wanted = self.pace.num_layers(layer_bytes) if self.instance.running else self.boundary
-        before = self.num_switched
-        while self._left and self.num_switched - before < wanted:
-            self._switch(self._left[-1], plan, plan_s)
-            plan_s = 0.0
+        before, first = self.num_switched, len(self._left)
+        try:
+            while self._left and self.num_switched - before < wanted:
+                self._switch(self._left[-1], plan, plan_s)
+                plan_s = 0.0
+        finally:
+            self._place(self.programs.plan.segments[len(self._left) : first])
         self.pace.switched((self.num_switched - before) * layer_bytes)
 
     def drop_spent(self) -> None:
@@ -115,9 +119,13 @@ class Transition:
             self._switch_layer(layer, plan, plan_s)
             plan_s = 0.0
         self._left.pop()
-        placement, lanes = self.instance.runner.placement, range(len(self.members))
-        homes = [self.high.group.home if self.up else self.members[lane].group.home for lane in lanes]
-        self.instance.runner.place(placement.with_homes(segment.layers, tuple(homes)))
+
+    def _place(self, switched: Sequence[SegmentPlan]) -> None:
+        """Have steps run some segments, one after the other, where they are now."""
+        if switched:
+            layers = range(switched[0].layers.start, switched[-1].layers.stop)
+            homes = tuple(self.high.group.home if self.up else member.group.home for member in self.members)
+            self.instance.runner.place(self.instance.runner.placement.with_homes(layers, homes))
 
     def _switch_layer(self, layer: int, plan: Plan, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.

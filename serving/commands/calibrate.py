@@ -12,6 +12,7 @@ import numpy as np
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.outputs import RequestOutput
 from amoeba_jax.programs.buckets import Buckets
+from amoeba_jax.transform.report import TransformReport
 from serving.runtime.jax_executor import EngineScheduler
 from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, WaitingRequest
 from serving.simulator.calibration import Calibration
@@ -105,6 +106,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
     for _ in range(_REPEATS if len(degrees) > 1 else 0):
         down.append(_layer_s(llm, degrees[0], layers_per_step, layers))
         up.append(_layer_s(llm, degrees[-1], layers_per_step, layers))
+    page_layer_s = _page_layer_s(llm, degrees[0], degrees[-1]) if len(degrees) > 1 else 0.0
     if _degree(llm) != before:
         llm.transform(before)
     return Calibration(
@@ -128,6 +130,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         prompt_crowding=prompt_crowding,
         up_layer_s=median(up) if up else 0.0,
         down_layer_s=median(down) if down else 0.0,
+        page_layer_s=page_layer_s,
         machine={"platform": platform.platform(), "python": platform.python_version()},
     )
 
@@ -140,6 +143,59 @@ def _degree(llm: LLM) -> int:
 def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
     report = llm.transform(degree, layers_per_step=layers_per_step)
     return max((group.seconds for group in report.groups), default=0.0) / layers
+
+
+def _page_layer_s(llm: LLM, low: int, high: int) -> float:
+    """Seconds that each page of a group adds to the switch of one of its layers: with a cache that is nearly half full,
+    over those of an empty one."""
+    found = []
+    for turn in range(_REPEATS + 1):
+        for degree in (high, low):
+            before = low + high - degree
+            if before != _degree(llm):
+                llm.transform(before)
+            full = asyncio.run(_switch_beside(llm, low, high, degree))
+            llm.transform(before)
+            empty_s = _switch_s(llm.transform(degree, variant="in_place", layers_per_step=1000))
+            if turn and full is not None:  # the first compiles
+                pages, full_s = full
+                found.append((full_s - empty_s) / pages)
+    return max(median(found), 0.0) if found else 0.0
+
+
+async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
+    """Merge or split the first group while it decodes what fills two fifths of its cache, or, where requests are too
+    short for that, as much as it can: the pages that it held, and the seconds of a layer's switch. None where the
+    requests had ended by then."""
+    engine, random = llm._engine, np.random.default_rng(0)
+    capacity, instances = engine.capacity_tokens(low), high // low
+    longest = min(capacity, llm.max_model_len)
+    count = max(min(capacity // longest, engine.cluster.buckets(low).max_num_seqs), 1) * instances
+    prompt = max(longest * 2 // 5, 1)
+    params = SamplingParams(temperature=0, max_tokens=max(longest - prompt, 1), ignore_eos=True)
+    prompts = random.integers(3, engine.dims.config.vocab_size, (count, prompt)).tolist()
+    llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(instances if degree == high else 1)))
+    streams = [llm.astream(tokens, params) for tokens in prompts]
+    try:
+        for stream in streams:
+            await anext(stream)
+        pages = sum(view.kv_used_pages for view in llm.instances if view.devices[0] < high)
+        report = await asyncio.to_thread(
+            llm.transform, degree, list(range(high)), variant="in_place", layers_per_step=1000
+        )
+    finally:
+        for stream in streams:
+            await stream.aclose()
+        llm.remove_scheduler_hook()
+    return (pages, _switch_s(report)) if pages else None
+
+
+def _switch_s(report: TransformReport) -> float:
+    """Seconds of a layer's switch, of a transformation that waits for each: of the slowest group."""
+    return max(
+        sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
+        for group in report.groups
+    )
 
 
 class _Timer:
@@ -205,7 +261,7 @@ class _Timer:
         found = {}
         for chunk in buckets.chunk_sizes:
             count = buckets.chunk_rows(chunk)[-1]
-            if count > 1 and count * (chunk + 16) <= self._capacity:
+            if count > 1 and count * (chunk + 16) <= self._capacity and chunk + 16 <= self._llm.max_model_len:
                 self._run(count, chunk, 4)
                 latency_s = alone_s[chunk] - steps_s[chunk]
                 found[chunk] = max(self._ttft_s(chunk, count) - latency_s, steps_s[chunk])

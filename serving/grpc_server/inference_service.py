@@ -89,7 +89,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             vocab_size=backend.dims.config.vocab_size,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-            eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else (),
+            eos_token_ids=sorted(backend.eos_token_ids),
             bos_token_id=tokenizer.bos_token_id if tokenizer else None,
             limits=vars(self._handler.limits),
         )

@@ -19,6 +19,7 @@ class Backend(Protocol):
     name: str
     tokenizer: Tokenizer | None
     dims: ModelDims
+    eos_token_ids: frozenset[int]
 
     def astream_deltas(
         self,

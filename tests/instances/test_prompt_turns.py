@@ -134,16 +134,16 @@ def test_clients_that_are_gone_are_forgotten():
     ],
     ids=["another client", "its own", "beyond its share", "urgent", "an urgent prompt", "the other beyond its share"],
 )
-def test_a_prompt_holds_up_others_by_no_more_than_a_step(decoding: Sequence, prompt: Sequence, held: bool):
-    for tokens_in_a_step, chunk in ((math.inf, 300), (200.0, 128), (40.0, 32), (1.0, 32)):
+def test_a_prompt_holds_up_others_by_no_more_than_two_steps(decoding: Sequence, prompt: Sequence, held: bool):
+    for tokens_in_a_step, chunk in ((math.inf, 300), (256.0, 300), (255.0, 128), (40.0, 32), (1.0, 32)):
         step = plan([decoding, prompt], tokens_in_a_step=tokens_in_a_step)
         assert prompts(step) == [("1", chunk if held else 300)]
 
 
-def test_several_prompts_together_hold_up_others_by_no_more_than_a_step():
+def test_several_prompts_together_hold_up_others_by_no_more_than_two_steps():
     running = [sequence("blue", 0, 1), *(sequence("red", number, 30) for number in range(1, 5))]
-    assert len(prompts(plan(running, tokens_in_a_step=128.0))) == 4
-    assert len(prompts(plan(running, tokens_in_a_step=127.0))) == 1
+    assert len(prompts(plan(running, tokens_in_a_step=64.0))) == 4
+    assert len(prompts(plan(running, tokens_in_a_step=63.0))) == 1
 
 
 def test_prompt_tokens_in_a_step_are_known_from_what_prompts_added_to_steps():

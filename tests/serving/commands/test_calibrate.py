@@ -40,6 +40,7 @@ def test_an_engine_is_timed_and_then_simulated(tmp_path: Path, compile_cache: st
     assert 0 <= found.latency_s < 10 * min(found.prompt_s[1].values())
     assert found.up_layer_s > 0
     assert found.down_layer_s > 0
+    assert found.page_layer_s >= 0
     path = tmp_path / "calibration.json"
     found.save(path)
     assert Calibration.load(path) == found
@@ -48,7 +49,7 @@ def test_an_engine_is_timed_and_then_simulated(tmp_path: Path, compile_cache: st
     config = SimulationConfig("tiny", load, num_devices=2, calibration=found)
     result = simulate(config, "amoeba")
     assert result.completed.all()
-    alone_s = found.prompt_s[1][min(found.prompt_s[1])]
+    alone_s = found.latency_s + found.prompt_s[1][min(found.prompt_s[1])]
     assert result.ttft_s.min() == pytest.approx(alone_s, rel=1.0)
     with pytest.raises(SimulationError, match="policy 'seesaw' is no policy of the engine"):
         simulate(config, "seesaw")

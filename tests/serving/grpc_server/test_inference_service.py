@@ -126,6 +126,7 @@ def test_model_info_names_model_and_limits(live):
     assert (info.model, info.vocab_size, info.max_model_len) == ("tiny-chat", 256, live.llm.max_model_len)
     assert info.has_tokenizer
     assert info.has_chat_template
+    assert set(info.eos_token_ids) == live.llm.eos_token_ids
 
 
 def test_abort_ends_a_request_with_what_it_has(live):
