@@ -63,7 +63,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not go through it again and again.
 
     Tracing programs makes objects by the hundred thousand, none of which are garbage until it is through: by the usual
-    thresholds a seventh of the time of tests of transformations was spent looking for some. What tests want collected
+    thresholds a twentieth of the time of tests of transformations was spent looking for some. What tests want collected
     they collect, and modules begin with a collection.
     """
     gc.set_threshold(1_000_000, 50, 1000)
