@@ -217,7 +217,7 @@ class ActiveTransitions:
         made again, it is out of service."""
         transition = active.transition
         del self._active[transition.instance]
-        transition.restored = []  # whoever keeps the error would keep what copies have replaced
+        transition.restored = []  # a kept error would keep what copies have replaced
         for _ in range(2):
             try:
                 self._ending.recover(active)
