@@ -123,8 +123,8 @@ class Launching:
             instance.running,
             instance.buckets,
             instance.turns,
+            instance.pace,
             prompt_logits_turn=instance.num_launched % 2 == 0,
-            tokens_in_a_step=instance.pace.prompt_tokens_in_a_step,
         )
         if best is not None:
             yield best

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepPlan
@@ -18,9 +19,9 @@ def plan_step(
     running: list[Sequence],
     buckets: Buckets,
     turns: PromptTurns,
+    pace: Pace,
     *,
     prompt_logits_turn: bool,
-    tokens_in_a_step: float = math.inf,
 ) -> StepPlan | None:
     """The next step over sequences that have pages for it, or None if none has anything to compute.
 
@@ -28,10 +29,8 @@ def plan_step(
     token budget goes. A prompt whose log-probabilities are wanted needs logits at all positions, so it has steps of its
     own, in turn with the others' (`prompt_logits_turn`).
 
-    Args:
-        tokens_in_a_step: prompt tokens that take as long as a decode step. Where others decode whom a prompt is not to
-            hold up (those of other clients, if it has no higher rank, and those of a higher rank), no more than two
-            steps' worth of it are computed at once.
+    Where others decode whom a prompt is not to hold up (those of other clients, if it has no higher rank, and those of
+    a higher rank), no more of it is computed at once than takes two decode steps, by `pace`, or the smallest chunk.
     """
     active = sorted((s for s in running if s.num_uncomputed_tokens > 0), key=lambda s: s.order)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -44,7 +43,8 @@ def plan_step(
         return None
     if not prompts:
         return _plan(buckets.step(len(decodes)), decodes, [])
-    at_most = _STEPS_OF_PROMPT * tokens_in_a_step if any(_yields(prompts[0], s) for s in decodes) else math.inf
+    yields = any(_yields(prompts[0], s) for s in decodes)
+    at_most = _STEPS_OF_PROMPT * pace.prompt_tokens_in_a_step if yields else math.inf
     chunk = buckets.chunk_size(prompts[0].num_uncomputed_tokens, at_most)
     most = buckets.most_prompts(len(decodes), len(prompts), chunk)
     taken = prompts[: most if most * chunk <= at_most else 1]

@@ -30,9 +30,12 @@ def sequence(client: str, number: int, left: int = 300, *, priority: int = 0, be
 
 
 def plan(running: list[Sequence], turns: PromptTurns | None = None, tokens_in_a_step: float = math.inf) -> StepPlan:
-    found = plan_step(
-        running, BUCKETS, turns or PromptTurns(), prompt_logits_turn=False, tokens_in_a_step=tokens_in_a_step
-    )
+    pace = Pace()
+    if tokens_in_a_step < math.inf:
+        pace.take(0.0, 1.0, True)
+        pace.take(1.0, 2.0, False, prompt_tokens=int(tokens_in_a_step))
+        assert pace.prompt_tokens_in_a_step == tokens_in_a_step
+    found = plan_step(running, BUCKETS, turns or PromptTurns(), pace, prompt_logits_turn=False)
     assert found is not None
     return found
 
@@ -103,7 +106,7 @@ def test_prompts_whose_log_probabilities_are_wanted_take_turns_by_client_too():
     assert with_logprobs.needs_prompt_logits
     running = [sequence("red", 0), with_logprobs]
     for turn, expected in ((True, "1"), (False, "0")):
-        step = plan_step(running, BUCKETS, turns, prompt_logits_turn=turn)
+        step = plan_step(running, BUCKETS, turns, Pace(), prompt_logits_turn=turn)
         assert step is not None
         assert [row.sequence.request_id for row in step.rows] == [expected]
 
@@ -120,6 +123,25 @@ def test_clients_that_are_gone_are_forgotten():
         turns.took([Row(0, last, 0, 10)])
     turns.ordered([last])
     assert len(turns._tokens) == 1
+
+
+def test_what_is_remembered_of_clients_has_a_limit():
+    """Nothing of those that come one after the other, and the latest of those that go before one that waits."""
+    turns = PromptTurns()
+    for number in range(1000):
+        one = sequence(f"client {number}", number, 10)
+        turns.ordered([one])
+        turns.took([Row(0, one, 0, 10)])
+        turns.ordered([])
+    assert not turns._tokens
+    waiting = sequence("waiting", 0, beyond=True)
+    for number in range(1000):
+        one = sequence(f"client {number}", number, 10)
+        assert turns.ordered([waiting, one])[0] is one
+        turns.took([Row(0, one, 0, 10)])
+    turns.ordered([waiting])
+    assert len(turns._tokens) <= 257
+    assert turns._tokens["client 999"] == 10
 
 
 @pytest.mark.parametrize(

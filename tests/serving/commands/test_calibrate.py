@@ -1,5 +1,6 @@
 """A short run of our own engine, and the simulation of that engine."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from amoeba_jax import LLM
 from serving.bench.workload import WorkloadConfig
 from serving.cli import app
-from serving.commands.calibrate import calibrate
+from serving.commands.calibrate import _switch_beside, calibrate
 from serving.simulator.calibration import Calibration
 from serving.simulator.errors import SimulationError
 from serving.simulator.settings import SimulationConfig
@@ -31,6 +32,10 @@ def test_an_engine_is_timed_and_then_simulated(tmp_path: Path, compile_cache: st
         compile_cache=compile_cache,
     ) as llm:
         found = calibrate(llm, layers_per_step=1)
+        beside = asyncio.run(_switch_beside(llm, 1, 2, 2))
+        assert beside is not None, "requests held pages when the instances merged"
+        assert min(beside) > 0
+        llm.transform(1)
         assert [view.tensor_parallel_size for view in llm.instances] == [1, 1]
         assert found.capacity_tokens == {tp: llm._engine.capacity_tokens(tp) for tp in (1, 2)}
     assert all(seconds > 0 for table in found.decode_s.values() for seconds in table.values())
