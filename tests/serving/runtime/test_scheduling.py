@@ -110,7 +110,9 @@ def undisturbed(llm: LLM, requests: list[list[int]], params: SamplingParams, tp:
 def test_a_long_request_has_instances_merged_and_split_again(llm: LLM, schedule: Schedule):
     """Three times what one device holds, among short ones that go on."""
     short, long = prompts(8, 20), prompts(1, 3 * CACHE)
-    expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), llm.config.max_tp)
+    # At the degree that it will have: compiled between steps, programs would make steps look so slow that another merge
+    # pays.
+    expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), 2)
     scheduling = schedule()
     background = Background(llm, short, greedy(40))
     wait_for(lambda: any(view.running for view in llm.instances))
