@@ -17,6 +17,8 @@ help:  ## Show this list.
 demo: install  ## Answer prompts with the default model at TP1, TP2 and TP4 on virtual CPU devices.
 	$(BIN)/amoeba demo
 
+# Tests start many processes, and each would compile the sources where this is set, as container images have it.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: install-dev  ## Run the tests.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -10,6 +10,7 @@ os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest
+from quick_compiling import compiling_quickly
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -23,9 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take minutes come first: processes that share the tests then end at the same time. With `--slow-part`,
-    leave out the other parts of the slow tests. All parts together are all of them."""
-    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests" / "transform"))
+    """Files that take minutes come first: processes that share the tests then end at the same time. Of those, the ones
+    with many steps: others then have the programs that are fast to run, too. With `--slow-part`, leave out the other
+    parts of the slow tests. All parts together are all of them."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        used = {name for mark in item.iter_markers("usefixtures") for name in mark.args}
+        return not item.path.is_relative_to(ROOT / "tests" / "transform"), "quick_steps" not in used
+
+    items.sort(key=place)
     if (chosen := config.getoption("--slow-part")) is None:
         return
     part, num_parts = (int(number) for number in chosen.split("/"))
@@ -104,12 +111,27 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """LLVM optimizes little in this module: programs take two thirds of the time to compile. For what happens around
-    programs; what they compute is tested as users compile them.
+    """`compiling_quickly` in this module: for what happens around programs. What they compute is tested as users
+    compile them.
     """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with compiling_quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_steps(quick_compile: None) -> Iterator[None]:
+    """`quick_compile` but for steps of layers, of which LLVM optimizes somewhat more: they take half as long again to
+    compile, and less than half of the time to run. For modules whose time goes into steps rather than into compiling.
+    """
+    from amoeba_jax.programs import program_specs
+    from amoeba_jax.programs.compile_options import Options, few_kernels
+
+    def options(platform: str) -> Options:
+        return few_kernels(platform) | {"xla_backend_optimization_level": "1"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_specs, "step_options", options)
+        yield
 
 
 @pytest.fixture(scope="session")

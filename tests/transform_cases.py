@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "progress": False,
 }
 # Of engines that several modules have: equal sizes make equal programs, which the compile cache then has.
-SHARED: dict[str, Any] = {"kv_cache_tokens": 352 * SETTINGS["page_size"], "phase_pages": 16}
+SHARED: dict[str, Any] = {"kv_cache_tokens": 224 * SETTINGS["page_size"], "phase_pages": 16}
 
 
 def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:

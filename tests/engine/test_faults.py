@@ -34,7 +34,7 @@ from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.call import GroupTransition
 from amoeba_jax.transform.report import TransformVariant
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 SETTINGS: dict[str, Any] = {
     "num_devices": 2,

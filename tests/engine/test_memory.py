@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,16 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]
+# The same for all: what one has compiled others load.
+SETTINGS: dict[str, Any] = {
+    "num_devices": 4,
+    "device_memory": "32MiB",
+    "kv_cache_tokens": 1024,
+    "page_size": 8,
+    "max_num_batched_tokens": 16,
+    "segment_layers": 1,
+    "progress": False,
+}
 
 
 @pytest.fixture
@@ -34,24 +45,13 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with LLM(
-        directory,
-        num_devices=4,
-        device_memory="32MiB",
-        page_size=8,
-        max_num_batched_tokens=16,
-        segment_layers=1,
-        compile_cache=compile_cache,
-        progress=False,
-    ) as llm:
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
         yield llm
 
 
 def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_cache: str):
     before = live_bytes()
-    settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
-    settings["segment_layers"] = 1
-    with LLM(directory, num_devices=4, max_num_batched_tokens=16, **settings) as llm:
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
         for tp in (1, 2, 4, 1):
             llm.set_layout(tp)
             llm.generate([PROMPT], GREEDY)
@@ -64,9 +64,7 @@ def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_c
 def test_report_has_what_a_transformation_takes_on_its_devices_alone(
     directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = {"device_memory": "32MiB", "page_size": 8, "kv_cache_tokens": 1024, "max_num_batched_tokens": 16}
-    settings["segment_layers"] = 1
-    with LLM(directory, num_devices=4, compile_cache=compile_cache, progress=False, **settings) as llm:
+    with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
         before, staging = llm.memory(), engine_of(llm).cluster.memory_plan.staging_bytes
         assert len(before.reserved_bytes) == 4
         reports = []
@@ -161,11 +159,10 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
 
 
 def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: str):
-    settings = {"device_memory": "32MiB", "page_size": 8, "compile_cache": compile_cache, "progress": False}
-    settings |= {"segment_layers": 1, "max_num_batched_tokens": 16}
     outputs = []
     for transform_attention in (False, True):
-        with LLM(directory, num_devices=4, transform_attention=transform_attention, **settings) as llm:
+        settings = SETTINGS | {"transform_attention": transform_attention}
+        with LLM(directory, compile_cache=compile_cache, **settings) as llm:
             shard = engine_of(llm).cluster.weights.shard(1, "layers.0.attention.qkv", 2)
             assert (shard.shape[1] == llm.dims.pages.page_elems) == transform_attention
             outputs.append(llm.logits(PROMPT))

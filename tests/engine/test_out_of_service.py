@@ -21,7 +21,7 @@ from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.weights import store
 from sharding.mesh import SubMesh
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 MANY, LAST = 10**9, -1
 

@@ -17,7 +17,7 @@ from amoeba_jax.errors import MemoryBudgetError, RequestError, RequestFailedErro
 from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import pausing
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 SETTINGS: dict[str, Any] = {
     "num_devices": 2,

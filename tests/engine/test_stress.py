@@ -16,7 +16,7 @@ from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_steps")
 
 NUM_CLIENTS = 6
 BATCH = 16  # requests that a client has under way at once

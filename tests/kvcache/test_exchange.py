@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_compiling import compiling_quickly
 
 from kvcache.allocator import BuddyAllocator
 from kvcache.exchange import ExchangeKind, compile_exchange, exchange_kinds, join_phases
@@ -92,7 +93,8 @@ def test_phases_do_on_devices_what_they_do_on_the_host(case, seed, full):
     tp, old, new, dtype = case
     group, random = group_of(tp), np.random.default_rng(seed)
     if case not in programs:
-        programs[case] = compile_all(GEOMETRY, dtype, group, old, new, LAYERS, PHASE_PIECES)
+        with compiling_quickly():
+            programs[case] = compile_all(GEOMETRY, dtype, group, old, new, LAYERS, PHASE_PIECES)
     slots_of = [np.argwhere(np.ones((tp, tp * sum(pages)), bool)) for pages in (old, new)]
     num_moves = min(map(len, slots_of)) if full else int(random.integers(0, min(map(len, slots_of))))
     source, target = (random.permutation(slots)[:num_moves] for slots in slots_of)
@@ -202,7 +204,8 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b):
 
     high_allocators, _ = view(b, num_pages, extra)
     high_tables = place_up(tables, ones, GEOMETRY, high_allocators)
-    up = compile_all(GEOMETRY, "bfloat16", group, (num_pages,), (num_pages, extra), LAYERS, PHASE_PIECES)
+    with compiling_quickly():
+        up = compile_all(GEOMETRY, "bfloat16", group, (num_pages,), (num_pages, extra), LAYERS, PHASE_PIECES)
     kv = run_on_devices(up, group, plan_phases(*moves(tables, high_tables), b, PHASE_PIECES), kv)
     for layer, expected in enumerate(contents):
         for table, want in zip(high_tables, expected, strict=True):
@@ -212,7 +215,8 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b):
     high_tables, ones = high_tables[::-1], ones[::-1]
     down_allocators, _ = view(a, num_pages)
     low_tables = place_down(high_tables, ones, GEOMETRY, down_allocators)
-    down = compile_all(GEOMETRY, "bfloat16", group, (num_pages, extra), (num_pages,), LAYERS, PHASE_PIECES)
+    with compiling_quickly():
+        down = compile_all(GEOMETRY, "bfloat16", group, (num_pages, extra), (num_pages,), LAYERS, PHASE_PIECES)
     kv = run_on_devices(down, group, plan_phases(*moves(high_tables, low_tables), b, PHASE_PIECES), kv)
     for layer, expected in enumerate(contents):
         for i, (table, want) in enumerate(zip(low_tables, expected[::-1], strict=True)):

@@ -11,6 +11,7 @@ from attention_cases import Case, Shape, check_output, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amoeba_jax.programs.compile_options import step_options
 from pallas_kernels.paged_attention import PageLayout, PageTable, paged_attention
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -69,7 +70,7 @@ def compiled(implementation: str, shape: Shape):
             implementation=implementation,
         )
 
-    return jax.jit(attention)
+    return jax.jit(attention, compiler_options=step_options("cpu"))  # as it is compiled to serve
 
 
 def attend(shape: Shape, case: Case, implementation: str) -> jax.Array:

@@ -88,7 +88,8 @@ class Chain:
         for _ in range(600):
             if sequences and self._random.random() < 0.6:
                 engine.submit([sequences.pop()])
-            if not sequences and not engine.has_requests and not engine.transformations.busy:
+            if not sequences and not engine.has_requests:
+                engine.end_transformations()  # which may wait for weights that come back
                 return
             if not engine.transformations.busy:
                 self._change(engine)

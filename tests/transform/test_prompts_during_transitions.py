@@ -13,7 +13,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.transform.options import TransformOptions
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 NUM_LAYERS = 6
 PAGE = SETTINGS["page_size"]

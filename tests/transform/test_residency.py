@@ -17,7 +17,7 @@ from amoeba_jax.transform import residency
 from amoeba_jax.transform.movers import InPlaceMover
 from sharding.owners import Owner
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["feed-forward", "attention too"])

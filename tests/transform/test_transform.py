@@ -28,7 +28,7 @@ from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.call import TransformCall, check_options
 from amoeba_jax.transform.options import TransformOptions
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 CHAINS = [[4, 1], *(pytest.param(chain, marks=pytest.mark.slow) for chain in ([4, 2, 1], [2, 4, 2, 1]))]
 

@@ -22,7 +22,7 @@ from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.transition import Transition
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])

@@ -18,7 +18,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.transform.movers import CopyMover
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 # What a step's inputs and outputs take, some of which come and go.
 SLACK = 64 << 10

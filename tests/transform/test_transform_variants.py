@@ -23,7 +23,7 @@ from amoeba_jax.transform.report import TransformVariant
 from amoeba_jax.weights import store
 from amoeba_jax.weights.store import WeightStore
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
 
 
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
-    with make(directory, compile_cache, **SHARED | {"device_memory": "2700KiB"}) as llm:
+    with make(directory, compile_cache, **SHARED | {"device_memory": "2316KiB"}) as llm:
         running, expected = decoding(llm, 2, requests(4))
         with pytest.raises(RequestError, match=r"basic: staging need.*kv_cache_tokens"):
             llm.transform(4, variant="basic")
