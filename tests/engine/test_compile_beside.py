@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_tokens": 1024,
     "page_size": 4,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 16,
     "max_model_len": 256,
     "segment_layers": 1,
     "phase_pages": 16,
@@ -44,10 +44,6 @@ SETTINGS: dict[str, Any] = {
     "compile_cache": "",
     "progress": False,
 }
-
-
-FEW: dict[str, Any] = SETTINGS | {"max_num_batched_tokens": 16}
-"""One size of prompts' chunks, where there are several degrees to compile for."""
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +243,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_load_and_transformations_from_the_start(directory: Path, between: list[str]):
     """No one waits for a program that others need."""
-    with LLM(directory, num_devices=4, **FEW) as llm:
+    with LLM(directory, num_devices=4, **SETTINGS) as llm:
         asked = requests(12, max_tokens=60)
         loads = [Background(llm, *asked) for _ in range(2)]
         for degree in (2, 4, 1):
@@ -263,7 +259,7 @@ def test_load_and_transformations_from_the_start(directory: Path, between: list[
 def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(directory: Path, between: list[str]):
     """Those of the instances to come, whose devices have not sampled such a request yet."""
     penalized = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=12, ignore_eos=True)
-    with LLM(directory, num_devices=2, **FEW) as llm:
+    with LLM(directory, num_devices=2, **SETTINGS) as llm:
         for degree in (2, 1, 2):
             running = Background(llm, [[n + 1, 2, 3] for n in range(4)], greedy(100))
             wait_until_decoding(llm, 4)
@@ -291,7 +287,7 @@ def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(d
 
 def test_a_warmup_in_the_background(directory: Path):
     """Degrees get ready one after the other, that of the present instances first."""
-    with LLM(directory, num_devices=2, **FEW | {"max_num_seqs": 2}, strict_compile=True) as llm:
+    with LLM(directory, num_devices=2, **SETTINGS | {"max_num_seqs": 2}, strict_compile=True) as llm:
         llm.warmup([1])
         gate = Gate(llm)
         missing = llm.warmup([1, 2], background=True)

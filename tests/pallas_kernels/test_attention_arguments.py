@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.paged_attention import PageTable, paged_attention
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @pytest.fixture
 def without_shape_checks() -> Iterator[None]:

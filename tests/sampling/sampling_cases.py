@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax import SamplingParams
+from amoeba_jax.programs.compile_options import few_kernels
 from amoeba_jax.sampling.rows import (
     NO_SLOT,
     SamplingResult,
@@ -28,8 +29,9 @@ from amoeba_jax.sampling.rows import (
 )
 from amoeba_jax.sampling.sampler import sample, sample_full, set_state, token_logprobs
 
-jit_sample = jax.jit(sample)
-jit_draw_full = jax.jit(sample_full, donate_argnums=2)
+OPTIONS = few_kernels("cpu")  # as samplers are compiled to serve
+jit_sample = jax.jit(sample, compiler_options=OPTIONS)
+jit_draw_full = jax.jit(sample_full, donate_argnums=2, compiler_options=OPTIONS)
 jit_set_state = jax.jit(set_state, donate_argnums=(0, 1))
 jit_token_logprobs = jax.jit(token_logprobs)
 

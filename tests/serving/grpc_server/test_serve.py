@@ -32,7 +32,7 @@ class Process:
     def __init__(self, *arguments: str | Path, before: str = "", stderr: int | IO[str] = subprocess.PIPE):
         code = f"{before}\nfrom serving.cli import main\nmain()"
         command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
-        environment = os.environ | {"NPROC": "16"}
+        environment = os.environ | {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         self.process = subprocess.Popen(command, stderr=stderr, text=True, env=environment)
         self.said = ""
 
