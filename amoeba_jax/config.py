@@ -61,6 +61,9 @@ class EngineConfig:
     phase_pages: int | None = None
     """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 16,
     or fewer where that is a large part of the memory."""
+    overlap_exchange: bool | None = None
+    """Have devices exchange the pages of layers that switch in the programs of steps, beside what these compute, as far
+    as steps have programs for that. Takes a program more for each way in which devices trade. Default: on GPU."""
     compile_cache: str | None = None
     """Directory of the persistent compilation cache, which holds for the whole process. An empty text leaves JAX's
     setting alone. Default: JAX's own setting if there is one, else the user's cache directory."""

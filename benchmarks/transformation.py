@@ -85,12 +85,12 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
 
         instance.pending[-1].result.add_done_callback(arrived)
 
-    def switch(transition: Transition) -> None:
+    def switch(transition: Transition, step: StepPlan | None = None) -> None:
         # The last switch ends the transition: before it too there are plain steps.
         extra = plain_steps if transition.up == (direction == "up") else 0
         switched[transition] = next(turns[transition]) % (extra + 1) == 0
         if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
-            switch_layers(transition)
+            switch_layers(transition, step)
 
     Instance.launch_plan, Transition.switch_layers = launch, switch
     try:

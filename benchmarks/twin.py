@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-tokens", type=int, default=512, help="of each device")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-num-batched-tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--layers-per-step", type=int, default=2)
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="short requests a second")
@@ -159,7 +160,7 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_cache_tokens=options.kv_cache_tokens,
-        max_model_len=1024,
+        max_model_len=options.max_model_len,
         prefix_caching=False,
         compile_beside=False,
         progress=False,

@@ -9,12 +9,15 @@ pause for that long, and `--max-pause-s` bounds what the others suffer.
 
 Times to the first token are those of the engine. A gap is one between two tokens of a best-effort request; it is
 compared with the time of the urgent request and 1.2 steps. Tokens are compared with those of undisturbed runs, and the
-exit code is 1 where they differ, or where a request was lost, or computed again under `hard`.
+exit code is 1 where they differ, or where a request was lost, or a best-effort one computed again under `hard`. (An
+urgent one is computed again where `max_pause_s` has others go on and leaves it no slot.) With the defaults it takes 6
+minutes on two cores.
 """
 
 import argparse
 import itertools
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -73,6 +76,10 @@ def timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[RequestO
     return llm.generate(prompt, params)[0], begin, time.perf_counter()
 
 
+def num_preemptions(outputs: list[RequestOutput]) -> int:
+    return sum(output.metrics.num_preemptions for output in outputs)
+
+
 def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
@@ -91,7 +98,6 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     idle = [timed(llm, prompt, urgent_params) for prompt in urgent]
     llm.transform(1)
 
-    preemptions = llm.stats.preemptions
     settings = SchedulingConfig(
         "flying", preemption=options.preemption, calm_requests=1e-6, max_pause_s=options.max_pause_s
     )
@@ -110,6 +116,7 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         output, begin, end = timed(llm, prompt, urgent_params)
         found.append(output)
         spans.append((begin, end))
+        print(f"urgent request {len(found)}: first token after {output.metrics.ttft_s:.3f} s", file=sys.stderr)
         if not options.stream_s:
             time.sleep(options.rest_s)
     saturated = sum(view.running + view.paused for view in llm.instances) > 0
@@ -132,7 +139,8 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         "best_effort_tokens_equal": tokens(outputs) == expected,
         "best_effort_ended": len(outputs),
         "best_effort": count,
-        "preemptions": llm.stats.preemptions - preemptions,
+        "best_effort_computed_again": num_preemptions(outputs),
+        "urgent_computed_again": num_preemptions(found),
     }  # fmt: skip
 
 
@@ -168,25 +176,33 @@ def main() -> None:
         llm.warmup()
         run(llm, argparse.Namespace(**{**vars(options), "urgent": 2, "best_effort_tokens": 200, "stream_s": 0.0}))
         found = run(llm, options)
-    idle_s, urgent_s = mean(found["idle_ttft_s"]), mean(found["urgent_ttft_s"])
+    times_s = found["urgent_ttft_s"]
+    idle_s, urgent_s = mean(found["idle_ttft_s"]), mean(times_s)
     table = Table("", "", title=f"{options.model}, {DEVICES} devices, {options.preemption}", show_header=False)
     table.add_row("TTFT on an idle TP4 instance, mean", f"{1e3 * idle_s:.1f} ms")
-    table.add_row(f"TTFT of {found['num_urgent']} urgent requests, mean", f"{1e3 * urgent_s:.1f} ms")
-    table.add_row("ratio", f"{urgent_s / idle_s:.2f}")
+    table.add_row(f"TTFT of {found['num_urgent']} urgent requests: mean, median, longest",
+                  ", ".join(f"{1e3 * it:.1f} ms" for it in (urgent_s, median(times_s), max(times_s))))  # fmt: skip
+    table.add_row("ratio of means, of medians",
+                  f"{urgent_s / idle_s:.2f}, {median(times_s) / median(found['idle_ttft_s']):.2f}")  # fmt: skip
     table.add_row("step of best-effort requests, median and longest gap at rest",
                   f"{1e3 * found['step_s']:.1f} ms, {1e3 * found['rest_gap_s']:.1f} ms")  # fmt: skip
     table.add_row("longest gap beyond the urgent request's time, steps: median, worst",
                   f"{median(found['beyond_urgent_steps']):.2f}, {max(found['beyond_urgent_steps']):.2f}")  # fmt: skip
     table.add_row("longest gap of all", f"{found['longest_gap_s']:.2f} s")
     table.add_row("best-effort requests that ended", f"{found['best_effort_ended']} of {found['best_effort']}")
-    table.add_row("computed again", str(found["preemptions"]))
+    table.add_row("computed again: best-effort, urgent",
+                  f"{found['best_effort_computed_again']}, {found['urgent_computed_again']}")  # fmt: skip
     for name in ("saturated_to_the_end", "urgent_tokens_equal", "best_effort_tokens_equal"):
         table.add_row(name.replace("_", " "), "yes" if found[name] else "NO")
     Console(width=110).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    lost = found["best_effort_ended"] < found["best_effort"] or (options.preemption == "hard" and found["preemptions"])
-    if lost or not (found["urgent_tokens_equal"] and found["best_effort_tokens_equal"]):
+    again = options.preemption == "hard" and found["best_effort_computed_again"]
+    if (
+        again
+        or found["best_effort_ended"] < found["best_effort"]
+        or not (found["urgent_tokens_equal"] and found["best_effort_tokens_equal"])
+    ):
         raise SystemExit(1)
 
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from transformation import RANDOM_MODELS, REAL_MODEL
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 
 DEVICES = 4
@@ -109,9 +110,9 @@ def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: 
     wanted = {"start": 0, "middle": num_layers // 2, "end": num_layers - 1}[place]
     real, sent = Transition.switch_layers, threading.Event()
 
-    def switch(self: Transition) -> None:
+    def switch(self: Transition, step: StepPlan | None = None) -> None:
         before = self.num_switched
-        real(self)
+        real(self, step)
         if late and not sent.is_set() and (not before if place == "start" else self.num_switched >= wanted):
             sent.set()
             late[0].submit()

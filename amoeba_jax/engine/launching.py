@@ -60,7 +60,8 @@ class Launching:
         num_preempted = self._reserve_next_tokens(instance)
         if instance.transition is None:
             return self._launch_step(instance) is not None
-        if self._transformations.active.switch_layers(instance, num_preempted):
+        step = self._plan(instance) if instance.transition.overlaps else None
+        if self._transformations.active.switch_layers(instance, num_preempted, step):
             plan = self._launch_step(instance)
             self._transformations.active.step_launched(instance, plan)
         return True
@@ -71,6 +72,8 @@ class Launching:
             try:
                 instance.launch_plan(plan)
             except StepNotLaunchedError as error:
+                if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
+                    return None
                 self.refuse(instance, plan, error)
                 self._reserve_next_tokens(instance)
                 continue

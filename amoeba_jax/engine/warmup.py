@@ -10,6 +10,8 @@ import numpy as np
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step_switch import ExchangePart
+from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import StepBatch
 from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
 from amoeba_jax.programs.program_specs import ProgramSpec
@@ -180,7 +182,14 @@ def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compi
     assert spec.plan is not None, "they are a segment"
     site, hidden, tokens = instance.site, instance.runner.hidden, instance.runner.last_tokens
     packed = jax.device_put(StepBatch(spec.key.batch, instance.tp).packed, instance.group.sharded)
-    hidden.put(instance.group, site.run([spec.plan], [program], hidden.take(instance.group), packed, tokens))
+    exchanges: dict[SegmentPlan, ExchangePart] = {}
+    if (exchange := spec.key.exchange) is not None:
+        start, stop = spec.plan.layers.start, spec.plan.layers.stop
+        first = start - exchange.num_layers if start >= exchange.num_layers else stop
+        others = range(first, first + exchange.num_layers)
+        exchanges[spec.plan] = ExchangePart(program, others, *(_filled(program, index, PADDING) for index in (7, 8)))
+    states = site.run([spec.plan], [program], hidden.take(instance.group), packed, tokens, exchanges)
+    hidden.put(instance.group, states)
     return [site.kv[layer] for layer in spec.plan.layers]
 
 

@@ -22,6 +22,11 @@ class Changing(Protocol):
         """How fast they change."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether they may change within a step."""
+        ...
+
 
 class PageCounts(NamedTuple):
     """Pages of an instance.

@@ -16,6 +16,7 @@ import numpy as np
 
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.step_switch import StepSwitch
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
@@ -74,11 +75,13 @@ class StepInputs(NamedTuple):
         work: what to launch, in order.
         rows: what the head takes of the batch.
         head: the head's program.
+        shape: of a step of all lanes; None for others.
     """
 
     work: tuple[PreparedPart | PreparedMove, ...]
     rows: jax.Array
     head: jax.stages.Compiled
+    shape: BatchShape | None
 
 
 class Runner:
@@ -91,6 +94,7 @@ class Runner:
 
     Attributes:
         last_tokens: `[num_slots]` on all ranks: the token last sampled for each slot.
+        switch: of layers, that the next step launches.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Runner:
     ):
         self.group, self.sites, self.placement = group, dict(sites), placement
         self.hidden, self.last_tokens = hidden, last_tokens
+        self.switch: StepSwitch | None = None
         self._plan, self._executables = plan, executables
         self._work: dict[int | None, tuple[Part | Move, ...]] = {}
 
@@ -159,7 +164,7 @@ class Runner:
         specs = self._executables.specs
         head = self._executables.get(self._plan.head_spec(specs, self.group, shape, logits_of))
         _, rows = put(self.placement.ends, None, shape)
-        return StepInputs(tuple(work), rows, head)
+        return StepInputs(tuple(work), rows, head, shape if lane is None else None)
 
     def run(self, inputs: StepInputs) -> HeadOutput:
         """Dispatch a step without waiting. The tokens it samples as the argmax are recorded in their slots.
@@ -167,12 +172,17 @@ class Runner:
         Donates the cache and the hidden states from the first program on: what fails after that has lost some of them.
         """
         hidden = self.hidden
+        switch, self.switch = self.switch, None
         for work in inputs.work:
             if isinstance(work, PreparedPart):
                 site = self.sites[work.part.home]
+                within = None if switch is None or site.group is not self.group else switch
+                exchanges = None if within is None else within.begin(inputs.shape)
                 states, tokens = hidden.take(site.group), self._tokens_at(site.group)
-                states = site.run(work.part.segments, work.programs, states, work.packed, tokens)
+                states = site.run(work.part.segments, work.programs, states, work.packed, tokens, exchanges)
                 hidden.put(site.group, states)
+                if within is not None:
+                    within.end()
             elif work.program is None:
                 hidden.spread(self.sites[work.move.source].group, self.sites[work.move.target].group)
             else:

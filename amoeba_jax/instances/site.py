@@ -1,9 +1,10 @@
 """A group of devices that computes layers together, and the buffers that it computes them with."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
+from amoeba_jax.instances.step_switch import ExchangePart
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
@@ -69,19 +70,26 @@ class Site:
         hidden: jax.Array,
         packed: jax.Array,
         last_tokens: jax.Array,
+        exchanges: Mapping[SegmentPlan, ExchangePart] | None = None,
     ) -> jax.Array:
         """Dispatch layers of a step, without waiting; they begin with the tokens' embeddings if the first of the model
-        is among them.
+        is among them. Segments of `exchanges` run with these, of pages of other layers that the site has.
 
-        Donates the cache of these layers, and `hidden`, for which it returns the new buffer. What fails part-way has
-        lost some of them.
+        Donates the cache of all these layers, and `hidden`, for which it returns the new buffer. What fails part-way
+        has lost some of them.
         """
+        kv = self.kv
         no, yes = self._begins
         for segment, program in zip(segments, programs, strict=True):
             start, stop = segment.layers.start, segment.layers.stop
             begins = no if start else yes
-            weights = self.weights(segment)
-            self.kv[start:stop], hidden = program(weights, self.kv[start:stop], hidden, packed, last_tokens, begins)
+            arguments = self.weights(segment), kv[start:stop], hidden, packed, last_tokens, begins
+            if (part := exchanges.get(segment) if exchanges else None) is None:
+                kv[start:stop], hidden = program(*arguments)
+            else:
+                first, last = part.layers.start, part.layers.stop
+                found = part.program(*arguments, kv[first:last], part.send, part.receive)
+                kv[start:stop], hidden, kv[first:last] = found
         return hidden
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:

@@ -13,7 +13,7 @@ from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets, hidden_tokens
 from amoeba_jax.programs.memory import MemoryPlan, plan_memory
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
-from amoeba_jax.programs.step_program import HeadKey, LogitsOf, StepKey
+from amoeba_jax.programs.step_program import HeadKey, LogitsOf, PageExchange, StepKey
 from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
 
@@ -34,6 +34,7 @@ class EnginePlan:
         hidden_tokens: tokens that a group's buffer of hidden states has room for.
         num_slots: sequences whose last tokens an instance remembers.
         max_model_len: longest prompt plus output.
+        overlaps_exchanges: layers switch within steps: see `EngineConfig.overlap_exchange`.
 
     Raises `ConfigError` for a `max_model_len` above the context that the model was trained for.
     """
@@ -56,6 +57,8 @@ class EnginePlan:
         self.memory = memory or plan_memory(dims, config, weights.num_bytes, devices[0])
         self.segments = plan_segments(dims, config.segment_layers or segment_layers(devices[0].platform))
         self.head = head_plan(dims)
+        wanted = config.overlap_exchange
+        self.overlaps_exchanges = devices[0].platform == "gpu" if wanted is None else wanted
         self.hidden_tokens = hidden_tokens(config)
         self.num_slots = config.max_num_seqs * dims.max_tp
         capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
@@ -100,9 +103,12 @@ class EnginePlan:
         segment: SegmentPlan,
         shape: BatchShape,
         extent_pages: tuple[int, ...],
+        exchange: PageExchange | None = None,
     ) -> ProgramSpec:
-        """The layers of a segment, over extents of that many pages a rank."""
-        key = StepKey(group.device_indices, segment.windows, shape, extent_pages, self.num_slots, self.hidden_tokens)
+        """The layers of a segment, over extents of that many pages a rank, with an exchange of others' pages if that is
+        given."""
+        sizes = self.num_slots, self.hidden_tokens
+        key = StepKey(group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange)
         return specs.step(key, segment, group)
 
     def head_spec(

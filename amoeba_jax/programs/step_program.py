@@ -17,10 +17,28 @@ from amoeba_jax.models.layers import QueryGroup, StepContext
 from amoeba_jax.programs.batch import BatchShape, row_fields, unpack
 from amoeba_jax.programs.compile_options import Options
 from amoeba_jax.sampling.sampler import argmax, for_host
+from kvcache.exchange import exchange_pieces
+from kvcache.migration import phase_shape
 from kvcache.page_lists import split_by_extent
 from sharding.mesh import TP_AXIS, SubMesh
 
 LogitsOf = Literal["last", "all"]
+
+
+class PageExchange(NamedTuple):
+    """What a step of some layers does besides, for layers that switch: a phase in which pages trade places.
+
+    Attributes:
+        num_layers: that switch.
+        extent_pages: pages of each of their extents, of both layouts.
+        phase_pieces: `K` of the phase.
+        distance: of the phase.
+    """
+
+    num_layers: int
+    extent_pages: tuple[int, ...]
+    phase_pieces: int
+    distance: int | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class StepKey:
         extent_pages: pages of each KV extent of a layer, the same for all layers.
         num_slots: sequences whose last tokens the device remembers.
         hidden_tokens: tokens that the buffer of hidden states has room for.
+        exchange: of pages of other layers, in the same program.
     """
 
     devices: tuple[int, ...]
@@ -42,14 +61,17 @@ class StepKey:
     extent_pages: tuple[int, ...]
     num_slots: int
     hidden_tokens: int
+    exchange: PageExchange | None = None
 
     @property
     def family(self) -> Hashable:
         """What it says without the devices themselves."""
-        return len(self.devices), self.windows, self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
+        sizes = self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
+        return len(self.devices), self.windows, *sizes, self.exchange
 
     def __str__(self) -> str:
-        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers"
+        besides = "" if self.exchange is None else f", with an exchange of pages of {self.exchange.num_layers} others"
+        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers{besides}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +118,9 @@ class StepProgram:
     group's buffer of hidden states `[D, hidden_tokens]`, whose first columns are the step's tokens, `packed` the step's
     batch `[tp, size]`, `last_tokens` `[num_slots]` the token last sampled for each slot, and `first`, a bool, whether
     the segment begins the step: it embeds the tokens then. `kv` and `hidden` are donated: the returned arrays are the
-    same memory.
+    same memory. With an exchange it takes `(others, send, receive)` besides, the extents of the layers that switch,
+    which are donated, and the phase's ids `[tp, 1, *pieces]`, and returns `others` besides. Nothing that one part
+    computes depends on the other, so XLA can have devices compute while pages are under way.
 
     The head is called with `(weights, hidden, rows, last_tokens)`, `rows` `[tp, 2 R]` of the step's batch, and returns
     a `HeadOutput`. It donates nothing.
@@ -125,6 +149,8 @@ class StepProgram:
         else:
             inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)
             outputs, donated = (group.sharded, replicated), (1, 2)
+            if len(self.arguments) > len(inputs):  # others, send, receive
+                inputs, outputs, donated = (*inputs, *[group.sharded] * 3), (*outputs, group.sharded), (*donated, 6)
         jitted = jax.jit(
             self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
@@ -173,7 +199,20 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
     specs = (_specs(sharded), P(TP_AXIS), P(), P(TP_AXIS), P(), P())
-    return StepProgram(_mapped(step, tp, specs, (P(TP_AXIS), P())), arguments, sharded)
+    if (exchange := key.exchange) is None:
+        return StepProgram(_mapped(step, tp, specs, (P(TP_AXIS), P())), arguments, sharded)
+    count, distance = len(exchange.extent_pages), exchange.distance
+
+    def step_and_exchange(*arguments: Any):
+        *of_step, others, send, receive = arguments
+        new_kv, hidden = step(*of_step)
+        return new_kv, hidden, [exchange_pieces(it, count, count, send[0, 0], receive[0, 0], distance) for it in others]
+
+    ids = jax.ShapeDtypeStruct((tp, 1, *phase_shape(tp, exchange.phase_pieces, distance)), jnp.int32)
+    shapes = [(tp * pages, dims.pages.page_elems) for pages in exchange.extent_pages]
+    others = [[jax.ShapeDtypeStruct(it, dtype) for it in shapes] for _ in range(exchange.num_layers)]
+    specs, outputs = (*specs, *[P(TP_AXIS)] * 3), (P(TP_AXIS), P(), P(TP_AXIS))
+    return StepProgram(_mapped(step_and_exchange, tp, specs, outputs), (*arguments, others, ids, ids), sharded)
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
@@ -252,7 +291,10 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
     """Bytes of the extents and hidden states on each rank that a step updates in place."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
-    return hidden + sum(key.extent_pages) * dims.pages.page_elems * itemsize * len(key.windows)
+    num_pages = sum(key.extent_pages) * len(key.windows)
+    if key.exchange is not None:
+        num_pages += sum(key.exchange.extent_pages) * key.exchange.num_layers
+    return hidden + num_pages * dims.pages.page_elems * itemsize
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:

@@ -1,13 +1,17 @@
 """The programs of a group between two degrees: its steps in pieces, exchanges of pages, and restored weights."""
 
 from functools import cached_property
+from itertools import permutations
 
 import jax
+import jax.numpy as jnp
 
+from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.programs.step_program import PageExchange
 from kvcache.exchange import ExchangeKind, exchange_kinds
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedShard
@@ -55,6 +59,17 @@ class TransitionPrograms:
     def num_layers(self) -> int:
         return self.dims.config.num_layers
 
+    @cached_property
+    def piece_bytes(self) -> int:
+        """Bytes of a piece: what a rank holds of a page of one layer in the higher layout."""
+        return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
+
+    @cached_property
+    def restored_bytes(self) -> int:
+        """Bytes of weights that come back in each layer, on all ranks together."""
+        elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.restored(0))
+        return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
+
     @property
     def changes_weights(self) -> bool:
         """Whether shards of weights become extents, or extents weights."""
@@ -73,7 +88,35 @@ class TransitionPrograms:
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
         for member in self.members:
             needed += plan.step_specs(specs, member, self.low_shape, self.low_extents)
+        if plan.overlaps_exchanges:
+            needed += self._steps_with_exchange()
         return [*needed, self._split_spec, self._join_spec]
+
+    def _steps_with_exchange(self) -> list[ProgramSpec]:
+        """The programs that `step_with_exchange` gives for steps of all rows: for segments of each kind, each number of
+        layers that switch at once, and each way in which ranks trade with others."""
+        pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
+        distances = [None, *range(1, self.group.tp)]
+        return [
+            self._step_with_exchange(segment, self.shape, num_layers, distance)
+            for (_, num_layers), segment in pairs.items()
+            for distance in distances
+        ]
+
+    def _step_with_exchange(
+        self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
+    ) -> ProgramSpec:
+        longest = max(self.old_extents, self.new_extents, key=len)  # both directions have one program
+        exchange = PageExchange(num_layers, longest, self.phase_pieces, distance)
+        return self.plan.layers_spec(self._executables.specs, self.group, segment, shape, self.high_extents, exchange)
+
+    def step_with_exchange(
+        self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
+    ) -> jax.stages.Compiled | None:
+        """A segment at the higher degree with a phase of the exchange of that many other layers, if that program is
+        there."""
+        spec = self._step_with_exchange(segment, shape, num_layers, distance)
+        return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
         """What steps need with a chunk of a prompt: one size of chunk does for all prompts, until others are there."""

@@ -72,16 +72,25 @@ class ActiveTransitions:
         """Whether all layers of an instance in transition are where they are to be."""
         return self._active[instance].transition.done
 
-    def switch_layers(self, instance: Instance, num_preempted: int) -> bool:
-        """Launch the switch of the next layers of an instance in transition, before its next step.
+    def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
+        """Launch the switch of the next layers of an instance in transition, before its next step, or within it if it
+        is known.
 
         `num_preempted` of its sequences have just lost their pages, for want of room. Returns whether it is still in
         transition: False where the switch failed.
         """
         active = self._active[instance]
         active.recomputed += num_preempted
+        return self._tried(active, lambda: active.transition.switch_layers(step))
+
+    def switch_deferred(self, instance: Instance) -> bool:
+        """Launch a switch that was left to a step that cannot be launched. Returns as `switch_layers` does."""
+        active = self._active[instance]
+        return self._tried(active, active.transition.switch_deferred)
+
+    def _tried(self, active: GroupTransition, switch: Callable[[], None]) -> bool:
         try:
-            active.transition.switch_layers()
+            switch()
         except Exception as error:
             self._fail(active, error)
             active.transition.drop_spent()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,21 @@ from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.report import TransformVariant
 from amoeba_jax.weights.loading import empty_misaligned, put_copies
 from amoeba_jax.weights.store import WeightStore
-from kvcache.exchange import Exchange, join_phases
+from kvcache.exchange import Exchange, ExchangeKind, join_phases
 from kvcache.migration import Phase, plan_phases, single_phase
 from kvcache.relayout import moves
 from sharding.mesh import assemble, disassemble
 from sharding.release import ReleasedShard, holder
 
 Tables = list[np.ndarray]
+
+
+class PlacedExchange(NamedTuple):
+    """An `Exchange` whose ids are on the devices, over the ranks."""
+
+    kind: ExchangeKind
+    send: jax.Array
+    receive: jax.Array
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,17 @@ def make_mover(
 
 
 class InPlaceMover:
-    """Pages move in the extents that there are, in phases of bounded size; weights in place as well."""
+    """Pages move in the extents that there are, in phases of bounded size; weights in place as well.
+
+    Attributes:
+        exchanges: all of the plan, in order.
+    """
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         self._programs, self._weights = programs, weights
-        self._exchanges: list[tuple[jax.stages.Compiled, jax.Array, jax.Array]] = []
+        self.exchanges: list[PlacedExchange] = []
+        self._phases: list[Phase] = []
+        self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
         exchanges = self._programs.exchanges if max_pieces else {}  # before anything changes: one may fail
@@ -94,14 +108,33 @@ class InPlaceMover:
     def plan(self, old: Tables, new: Tables) -> Plan:
         programs = self._programs
         source, target = moves(old, new)
-        phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
-        exchanges = join_phases(phases)
-        self._exchanges = [(programs.exchanges[exchange.kind], *_put_ids(programs, exchange)) for exchange in exchanges]
-        return Plan(len(source), len(phases))
+        self._phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
+        self.exchanges = self._placed(join_phases(self._phases))
+        self._divided.clear()
+        return Plan(len(source), len(self._phases))
+
+    def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
+        """The plan in two parts: last, up to `most` exchanges of one phase each, in all of which ranks trade with
+        others; and what comes before them."""
+        if most not in self._divided:
+            count = 0
+            while count < min(most, len(self._phases)) and self._phases[-1 - count].distance != 0:
+                count += 1
+            first, last = self._phases[: len(self._phases) - count], self._phases[len(self._phases) - count :]
+            single = [exchange for phase in last for exchange in join_phases([phase])]
+            self._divided[most] = self._placed(join_phases(first)), self._placed(single)
+        return self._divided[most]
+
+    def _placed(self, exchanges: list[Exchange]) -> list[PlacedExchange]:
+        return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        for program, send, receive in self._exchanges:
-            (extents,) = program([extents], send, receive)
+        return self.run(self.exchanges, extents)
+
+    def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
+        """`move` by some exchanges of the plan."""
+        for kind, send, receive in exchanges:
+            (extents,) = self._programs.exchanges[kind]([extents], send, receive)
         return extents
 
     def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:

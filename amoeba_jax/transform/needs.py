@@ -1,5 +1,6 @@
 """Which programs a transformation needs, so that no request waits for one of them while it is under way."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from amoeba_jax.instances.cluster import Cluster
@@ -89,6 +90,39 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
         part = cluster.sub_meshes.group(first, change.target)
         needed += least_specs(cluster.plan, cluster.executables, part, change.released[1], kinds)
     return needed
+
+
+class NeededPrograms:
+    """Asks for the programs of changes. What was there is not looked up again as long as no program comes or goes: an
+    idle merge that moves nothing takes no longer than that."""
+
+    _MOST_KEPT = 256
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
+        self._known_at: tuple[int, int] | None = None
+        self._there: set[Hashable] = set()
+
+    def request(self, options: TransformOptions, groups: list[list[Instance]]) -> bool:
+        """Whether the programs for the change of each of some groups are there. What is not is compiled meanwhile."""
+        executables = self._cluster.executables
+        now = executables.version, len(executables)
+        if now != self._known_at or len(self._there) >= self._MOST_KEPT:
+            self._known_at, self._there = now, set()
+        changes = options, tuple(self._state(instance) for old in groups for instance in old)
+        if changes in self._there:
+            return True
+        there = executables.request(spec for old in groups for spec in needed_programs(self._cluster, options, old))
+        if there:
+            self._there.add(changes)
+        return there
+
+    @staticmethod
+    def _state(instance: Instance) -> Hashable:
+        """All of an instance that counts for `needed_programs`."""
+        cached = bool(instance.lane.cache.num_cached_pages)
+        counts = len(instance.running), bool(instance.paused), cached
+        return instance.id, instance.tp, instance.released, *counts, frozenset(samplers([instance]))
 
 
 def transition_programs(

@@ -11,7 +11,7 @@ from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.at_once import AtOnce
 from amoeba_jax.transform.beginning import Beginning
 from amoeba_jax.transform.call import TransformCall, check_options, next_groups
-from amoeba_jax.transform.needs import needed_programs
+from amoeba_jax.transform.needs import NeededPrograms
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget
 from amoeba_jax.transform.report import TransformReport, TransformVariant
@@ -40,6 +40,7 @@ class Transformations:
         self._cluster, self._requeue = cluster, requeue
         self.active = ActiveTransitions(cluster, requeue, self._proceed)
         self._beginning, self._at_once = Beginning(cluster, requeue), AtOnce(cluster, drain, requeue)
+        self._needed = NeededPrograms(cluster)
         self._calls: list[TransformCall] = []
 
     @property
@@ -68,11 +69,7 @@ class Transformations:
 
     def request_programs(self, options: TransformOptions) -> bool:
         """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
-        return self._request_programs(options, next_groups(options, self._cluster))
-
-    def _request_programs(self, options: TransformOptions, groups: list[list[Instance]]) -> bool:
-        needed = [request for old in groups for request in needed_programs(self._cluster, options, old)]
-        return self._cluster.executables.request(needed)
+        return self._needed.request(options, next_groups(options, self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
@@ -118,7 +115,7 @@ class Transformations:
                     call.awaited = []
                     if self._await_requests(call, groups):
                         return  # until `collect` finds that they have ended
-                    call.awaits_programs = not self._request_programs(call.options, groups)
+                    call.awaits_programs = not self._needed.request(call.options, groups)
                     if call.awaits_programs:
                         return  # until `retry`
                     if self._await_steps(call, groups):

@@ -9,18 +9,18 @@ Every page has a place in both layouts (`Lane`). Each layer holds it where the l
 
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform.movers import Mover, Plan
+from amoeba_jax.transform.deferred_switch import DeferredSwitch, deferred_switch
+from amoeba_jax.transform.movers import InPlaceMover, Mover, PlacedExchange, Plan
 from amoeba_jax.transform.report import LayerSwitch
 from amoeba_jax.transform.switch_pace import SwitchPace
 from amoeba_jax.weights.store import WeightStore
@@ -68,6 +68,7 @@ class Transition:
         self._spent: list[Any] = []
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
+        self._deferred: DeferredSwitch | None = None
 
     @property
     def boundary(self) -> int:
@@ -78,23 +79,53 @@ class Transition:
     def done(self) -> bool:
         return not self._left
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether layers may switch within a step."""
+        return self._overlapped and self.programs.plan.overlaps_exchanges and isinstance(self._mover, InPlaceMover)
+
     # Layers
 
-    def switch_layers(self) -> None:
-        """Launch the switch of the next layers, all that are left where nothing runs."""
+    def switch_layers(self, step: StepPlan | None = None) -> None:
+        """Launch the switch of the next layers, all that are left where nothing runs. The last of them may be left for
+        the next step to launch, if that is known (`DeferredSwitch`)."""
+        self.switch_deferred()
         start = time.perf_counter()
         plan = self._plan_moves()
         plan_s = time.perf_counter() - start
-        layer_bytes = plan.num_pieces * self.piece_bytes + self.restored_bytes
+        layer_bytes = plan.num_pieces * self.programs.piece_bytes + self.programs.restored_bytes
         wanted = self.pace.num_layers(layer_bytes) if self.instance.running else self.boundary
-        before, first = self.num_switched, len(self._left)
+        before, first, deferred = self.num_switched, len(self._left), 0
         try:
             while self._left and self.num_switched - before < wanted:
-                self._switch(self._left[-1], plan, plan_s)
+                segment = self._left[-1]
+                if self.num_switched - before + len(segment.layers) >= wanted and self._defer(segment, step):
+                    deferred = len(segment.layers)
+                    break
+                self._switch(segment, plan_s)
                 plan_s = 0.0
         finally:
-            self._place(self.programs.plan.segments[len(self._left) : first])
-        self.pace.switched((self.num_switched - before) * layer_bytes)
+            # Layers that split in the next step compute it where they are to be then.
+            last = len(self._left) - (1 if deferred and not self.up else 0)
+            self._place(self.programs.plan.segments[last:first])
+        self.pace.switched((self.num_switched - before + deferred) * layer_bytes)
+
+    def _defer(self, segment: SegmentPlan, step: StepPlan | None) -> bool:
+        """Leave the switch of a segment to the next step, where that has programs for it."""
+        if step is None or not self.overlaps or not isinstance(self._mover, InPlaceMover):
+            return False
+        segments, index = self.programs.plan.segments, len(self._left) - 1
+        beside = segments[index + 1 :] if self.up else segments[:index]
+        of_switch = segment, beside, step, self._begin_switch, self._end_switch
+        self.instance.runner.switch = self._deferred = deferred_switch(self.programs, self._mover, *of_switch)
+        self.started |= self._deferred is not None
+        return self._deferred is not None
+
+    def switch_deferred(self) -> None:
+        """Launch now what was left to a step, if no step has."""
+        if self._deferred is not None:
+            self.instance.runner.switch = None
+            self._deferred.run_alone()
 
     def drop_spent(self) -> None:
         """Drop the arrays whose buffers others have by now, hundreds in a switch of all layers.
@@ -108,17 +139,41 @@ class Transition:
         for site in (self.high, *self.members):
             site.kv.clear()
             site.forget_weights()
-        self.restored = []
+        self.restored, self._deferred = [], None
         self.drop_spent()
 
-    def _switch(self, segment: SegmentPlan, plan: Plan, plan_s: float) -> None:
+    def _switch(self, segment: SegmentPlan, plan_s: float) -> None:
         self.started = True
         for site in (self.high, *self.members):
             site.forget_weights([segment])
         for layer in reversed(segment.layers):
-            self._switch_layer(layer, plan, plan_s)
+            self._switch_layer(layer, plan_s)
             plan_s = 0.0
         self._left.pop()
+
+    def _begin_switch(self, segment: SegmentPlan, exchanges: list[PlacedExchange]) -> None:
+        """Take the extents of a segment that was deferred, and launch some exchanges of pages."""
+        assert isinstance(self._mover, InPlaceMover), "others defer nothing"
+        self._deferred = None
+        for site in (self.high, *self.members):
+            site.forget_weights([segment])
+        for layer in reversed(segment.layers):
+            self.high.kv[layer] = self._mover.run(exchanges, self.take_extents(layer))
+
+    def _end_switch(self, segment: SegmentPlan, move_s: float) -> None:
+        """Have a segment be in the new layout: all of its exchanges are launched. `move_s` is what some of it took."""
+        for layer in reversed(segment.layers):
+            start = time.perf_counter()
+            self.hand_over(layer, self.high.kv[layer])
+            self._switched(layer, 0.0, move_s / len(segment.layers), time.perf_counter() - start)
+        self._left.pop()
+        if self.up:
+            self._place([segment])
+
+    def _switched(self, layer: int, plan_s: float, move_s: float, weights_s: float) -> None:
+        moved_bytes = self._plan.num_pieces * self.programs.piece_bytes
+        self.num_switched += 1
+        self.switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._plan.num_phases, moved_bytes))
 
     def _place(self, switched: Sequence[SegmentPlan]) -> None:
         """Have steps run some segments, one after the other, where they are now."""
@@ -127,41 +182,26 @@ class Transition:
             homes = tuple(self.high.group.home if self.up else member.group.home for member in self.members)
             self.instance.runner.place(self.instance.runner.placement.with_homes(layers, homes))
 
-    def _switch_layer(self, layer: int, plan: Plan, plan_s: float) -> None:
+    def _switch_layer(self, layer: int, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.
         self._wait([site.kv[layer] for site in self.members] if self.up else self.high.kv[layer])
         start = time.perf_counter()
-        kv = self._all_extents(layer)
+        kv = self.take_extents(layer)
         gathered = time.perf_counter()
         kv = self._mover.move(kv)
         self._wait(kv)
         moved = time.perf_counter()
-        self._wait([*self._hand_over(layer, kv), *self._mover.renew(layer)])
+        self._wait([*self.hand_over(layer, kv), *self._mover.renew(layer)])
         if not self._overlapped:
             self.drop_spent()  # where extents were not written in place, these are all that holds the old ones
         weights_s = gathered - start + time.perf_counter() - moved
-        self.num_switched += 1
-        moved_bytes = plan.num_pieces * self.piece_bytes
-        self.switches.append(LayerSwitch(layer, plan_s, moved - gathered, weights_s, plan.num_phases, moved_bytes))
+        self._switched(layer, plan_s, moved - gathered, weights_s)
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
             jax.block_until_ready(arrays)
 
-    @cached_property
-    def piece_bytes(self) -> int:
-        """Bytes of a piece: what a rank holds of a page of one layer in the higher layout."""
-        dims = self.programs.dims
-        return dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize // self.instance.tp
-
-    @cached_property
-    def restored_bytes(self) -> int:
-        """Bytes of weights that come back in each layer, on all ranks together."""
-        itemsize = jnp.dtype(self.programs.dims.dtype).itemsize
-        elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.programs.restored(0))
-        return 0 if self.up else elements * itemsize * self.instance.tp
-
-    def _all_extents(self, layer: int) -> list[jax.Array]:
+    def take_extents(self, layer: int) -> list[jax.Array]:
         """All extents of a layer over the group's ranks, those released now included."""
         if not self.up:
             return self.high.kv[layer]
@@ -180,7 +220,7 @@ class Transition:
             site.kv[layer] = []
         return buffers
 
-    def _hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
+    def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
         """Give a layer's extents, with its pages where they are to be, to the new layout. Returns them."""
         self.high.kv[layer] = kv
         if self.up:
@@ -205,13 +245,14 @@ class Transition:
         """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are recreated."""
         group, programs = self.high.group, self.programs
         before, after = programs.released
+        self.instance.runner.switch = self._deferred = None
         for site in self.members:
             site.replace_lost()
         for layer in range(programs.num_layers):
             if self.high.kv[layer]:
                 continue
             if self.up:
-                self._all_extents(layer)
+                self.take_extents(layer)
                 continue
             buffers = self._low_buffers(layer)
             kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]

@@ -20,6 +20,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
@@ -64,7 +65,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     An exchange fails when it has taken the extents.
     """
     running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    name = {"plan": "_plan_moves", "extents": "_all_extents", "exchange": "_hand_over", "step": "run"}[where]
+    name = {"plan": "_plan_moves", "extents": "take_extents", "exchange": "hand_over", "step": "run"}[where]
     owner = Runner if where == "step" else Transition
     method = getattr(owner, name)
     failures = [RuntimeError("injected")]
@@ -127,12 +128,12 @@ def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monk
     switch = Transition.switch_layers
     preempted = []
 
-    def fails(transition: Transition) -> None:
+    def fails(transition: Transition, step: StepPlan | None = None) -> None:
         if transition.num_switched == 1 and not preempted:
             preempted.extend(s for s in transition.instance.running if s.num_in_flight)
             idle._engine.sequences.preempt(transition.instance, preempted[0])
             raise RuntimeError("injected")
-        switch(transition)
+        switch(transition, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(Transition, "switch_layers", fails)

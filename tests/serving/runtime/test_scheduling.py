@@ -15,6 +15,7 @@ from transform_cases import Background
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 from serving.runtime.jax_executor import EngineScheduler
 from serving.runtime.metrics import ServerMetrics
@@ -230,11 +231,11 @@ def test_a_transformation_that_fails_is_tried_again_later(
     scheduling = schedule()
     real, calls = Transition.switch_layers, []
 
-    def fail_once(self: Transition) -> None:
+    def fail_once(self: Transition, step: StepPlan | None = None) -> None:
         calls.append(self)
         if len(calls) == 1:
             raise RuntimeError("injected")
-        real(self)
+        real(self, step)
 
     monkeypatch.setattr(Transition, "switch_layers", fail_once)
     short, long = prompts(4, 8), prompts(1, 2 * CACHE)
@@ -259,10 +260,10 @@ def test_short_requests_begin_while_layers_change(
     schedule(merge_to=count)
     real, calls, ended = Transition.switch_layers, [], threading.Event()
 
-    def held(self: Transition) -> None:
+    def held(self: Transition, step: StepPlan | None = None) -> None:
         calls.append(self)
         if ended.is_set() or len(calls) > 10_000:
-            real(self)
+            real(self, step)
 
     monkeypatch.setattr(Transition, "switch_layers", held)
     background = Background(llm, short, greedy(40))
