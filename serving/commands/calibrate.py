@@ -17,8 +17,10 @@ from serving.runtime.jax_executor import EngineScheduler
 from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, WaitingRequest
 from serving.simulator.calibration import Calibration
 
-_TOKENS = 40
-"""Generated for each request whose decode steps are timed."""
+_TOKENS, _FEWEST_TOKENS = 40, 8
+"""Generated for each request whose decode steps are timed, and where the cache has room for fewer."""
+_SHORT = 4
+"""Tokens of a prompt that is not what is timed."""
 _REPEATS = 3
 _CHUNKS = 3
 """Chunks of the largest size in the prompt that tells what one more takes."""
@@ -219,9 +221,9 @@ class _Timer:
 
     def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
         """Seconds of a decode step with `count` requests on each of `width` instances."""
-        found = []
+        found, tokens = [], min(_TOKENS, self._room(count) - prompt)
         for _ in range(_REPEATS):
-            outputs = self._run(count * width, prompt, _TOKENS, width)
+            outputs = self._run(count * width, prompt, tokens, width)
             found.append(median(_value(o.metrics, "tpot_s") for o in outputs))
         return median(found)
 
@@ -233,10 +235,15 @@ class _Timer:
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
         """Seconds of a step by rows, as far as the cache holds them."""
-        fitting = [size for size in sizes if size * (16 + _TOKENS + 16) <= self._capacity] or sizes[:1]
+        fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
-            self._run(size, 16, 4)  # compiles
-        return {size: self._tpot_s(size, 16) for size in fitting}
+            self._run(size, _SHORT, 4)  # compiles
+        return {size: self._tpot_s(size, _SHORT) for size in fitting}
+
+    def _room(self, count: int) -> int:
+        """Tokens that each of `count` requests may have on one instance."""
+        page = self._llm._engine.config.page_size
+        return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds of a step with one chunk, by its tokens: what a further chunk of a prompt adds to the time to the
@@ -273,13 +280,13 @@ class _Timer:
         if length < 128:
             return 0.0
         self._run(1, length, 2)
-        return max(self._tpot_s(1, length) - short_s, 0.0) / (length - 16)
+        return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """By the number of busy instances, how many times as long their steps take as alone: the median over rows."""
         found = {}
         for busy in range(2, instances + 1):
-            ratios = [self._tpot_s(size, 16, busy) / alone_s for size, alone_s in decode_s.items()]
+            ratios = [self._tpot_s(size, _SHORT, busy) / alone_s for size, alone_s in decode_s.items()]
             found[busy] = max(median(ratios), 1.0)
         return found
 
