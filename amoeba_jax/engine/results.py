@@ -48,7 +48,8 @@ class Results:
             self._take_prompt_logprobs(instance, step.prompt_row, prompt_result)
         prompt_tokens = step.prompt_tokens if instance.transition is None else 0
         now = time.perf_counter()
-        seconds = instance.pace.take(step.launched_at, now, step.decodes, prompt_tokens, step.beside_decodes)
+        kind = step.decodes, prompt_tokens, step.beside_decodes
+        seconds = instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
         if instance.transition is not None:
             instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:

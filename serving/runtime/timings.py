@@ -1,12 +1,12 @@
 """What steps and transformations took on the devices, for the policies."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.transform.report import TransformReport
-from serving.scheduler import Timing
+from serving.scheduler import Throughput, Timing
 
 _NUM_TRANSFORMATIONS = 8
 
@@ -18,6 +18,7 @@ class Timings:
         self._steps_s: dict[int, float] = {}
         self._prompt_tokens_per_s: dict[int, float] = {}
         self._transformations_s: dict[tuple[int, int], deque[float]] = {}
+        self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
         """Take note of a transformation that has ended."""
@@ -27,8 +28,9 @@ class Timings:
             )
             seconds.append(group.seconds)
 
-    def take(self, instances: Iterable[Instance]) -> Timing:
+    def take(self, instances: Sequence[Instance]) -> Timing:
         """The figures with those of present instances: medians over the instances of a degree."""
+        self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}
         for instance in instances:
@@ -39,4 +41,15 @@ class Timings:
         self._steps_s |= {degree: median(values) for degree, values in steps.items()}
         self._prompt_tokens_per_s |= {degree: median(values) for degree, values in prompts.items()}
         transformations_s = {degrees: median(values) for degrees, values in self._transformations_s.items()}
-        return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s)
+        return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
+
+    def _take_throughput(self, instances: Sequence[Instance]) -> None:
+        """Take note of what all devices generate now, if all instances have one degree, and all of them decode."""
+        rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:
+            return
+        now = Throughput(sum(rate.sequences for rate in known), sum(rate.tokens_per_s for rate in known))
+        before = self._throughput.get(degree := instances[0].tp)
+        if before is None or now.tokens_per_s > before.tokens_per_s:
+            self._throughput[degree] = now

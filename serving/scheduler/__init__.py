@@ -30,7 +30,7 @@ from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
-from serving.scheduler.timing import Timing
+from serving.scheduler.timing import Throughput, Timing
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
 from serving.scheduler.waiting_queue import QueueSnapshot, WaitingQueue
 
@@ -70,6 +70,7 @@ __all__ = [
     "SplitConfig",
     "SplitRule",
     "StaticPolicy",
+    "Throughput",
     "Timing",
     "UnknownPolicyError",
     "WaitingQueue",

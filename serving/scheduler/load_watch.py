@@ -8,7 +8,8 @@ from serving.scheduler.view import ClusterView
 
 class LoadWatch:
     """Follows the number of requests a device. Its mean over `load_window_s` must cross from one limit to the other for
-    a change. Groups split at once, and bind when `dwell_s` has passed since the last change.
+    a change. Groups split at once, and bind when `dwell_s` has passed since the last change. They stay where the
+    highest degree is known to generate as many tokens a second as the base degree does under load.
 
     Attributes:
         bound: groups are to serve at the highest degree.
@@ -38,7 +39,8 @@ class LoadWatch:
         self.busy = late or self.mean >= burst
         dwelt = now_s - self._changed_s >= config.dwell_s
         if self.bound:
-            change = self.busy or (dwelt and not self._gains(view))
+            more = self.busy and not view.timing.generates_more(max(view.limits), view.base_degree)
+            change = more or (dwelt and not self._gains(view))
         else:
             change = dwelt and not late and self.mean <= calm and self._gains(view)
         if change:

@@ -3,10 +3,24 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+_AS_MANY = 0.75
+"""Share of the sequences with which a throughput was measured, from which on another one compares with it."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What all devices together did while all instances had one degree."""
+
+    sequences: float
+    """That decoded at once."""
+    tokens_per_s: float
+    """That they generated, in steps without prompts."""
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Recent medians. What has not been measured yet is absent, and a policy decides without it."""
+    """Recent medians, and the highest throughput. What has not been measured yet is absent, and a policy decides
+    without it."""
 
     steps_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a decode step, by the degree of the instance."""
@@ -14,10 +28,20 @@ class Timing:
     """Prompt tokens that an instance computes a second while it computes prompts, by its degree."""
     transformations_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Seconds from the start of a transformation to its end, by the degrees before and after."""
+    throughput: Mapping[int, Throughput] = field(default_factory=dict)
+    """The highest so far, by degree."""
 
     def step_s(self, degree: int) -> float | None:
         """Seconds of a decode step of an instance; None if none was measured."""
         return self.steps_s.get(degree)
+
+    def generates_more(self, degree: int, other: int) -> bool:
+        """Whether all devices are known to generate no fewer tokens a second at a degree than at another, at which they
+        were seen with about as many sequences at least."""
+        one, two = self.throughput.get(degree), self.throughput.get(other)
+        if one is None or two is None:
+            return False
+        return one.tokens_per_s >= two.tokens_per_s and two.sequences >= _AS_MANY * one.sequences
 
     def prompt_s(self, num_tokens: int, degree: int) -> float | None:
         """Seconds to compute that many prompt tokens; None if nothing was measured at this degree."""

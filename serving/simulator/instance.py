@@ -87,7 +87,7 @@ class SimInstance:
         room_tokens, max_requests: tokens and requests that it may have beside paused ones.
         ready_s: no step begins before this time.
         paused_s: when its requests paused last.
-        step_s: seconds of its latest decode step without a prompt; None before the first.
+        step_s, step_rows: seconds and sequences of its latest decode step without a prompt; None before the first.
         prompt_tokens_per_s: rate of its latest step with prompts.
         waits_for: the merge that begins when the requests of its devices have ended.
         step_began_s: when its latest step that has ended began.
@@ -96,10 +96,10 @@ class SimInstance:
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
-        "launch_lead_s", "limits",
-        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_slowdown",
-        "prompt_tokens_per_s", "prompts", "ready_s", "records",
-        "room_tokens", "runs", "slowdown", "step_began_s", "step_s", "steps", "tally", "version", "waits_for",
+        "launch_lead_s", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
+        "prefixes", "pricing", "prompt_slowdown", "prompt_tokens_per_s", "prompts", "ready_s", "records",
+        "room_tokens", "runs", "slowdown", "step_began_s", "step_rows", "step_s", "steps", "tally", "version",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -130,6 +130,7 @@ class SimInstance:
         self.room_tokens, self.max_requests = limits.capacity_tokens, limits.max_requests
         self.ready_s = self.paused_s = self.step_began_s = -1.0
         self.step_s: float | None = None
+        self.step_rows = 0
         self.prompt_tokens_per_s: float | None = None
         self.waits_for: ScaleUp | None = None
 
@@ -278,7 +279,7 @@ class SimInstance:
         self.step_began_s = block.start_s + block.time_s(steps - 1)
         if count:
             if not block.chunks and not block.switches:
-                self.step_s = block.first_s + block.slope_s * (steps - 1)
+                self.step_s, self.step_rows = block.first_s + block.slope_s * (steps - 1), count
             self.steps += steps
             self.context += count * steps
             tally.add_block(block, count, now_s)

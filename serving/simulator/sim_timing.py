@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from serving.scheduler import Timing
+from serving.scheduler import Throughput, Timing
 from serving.simulator.instance import SimInstance
 
 _NUM_TRANSFORMATIONS = 8
@@ -17,6 +17,7 @@ class SimTimings:
         self._prompt_tokens_per_s: dict[int, float] = {}
         self._latest: dict[tuple[int, int], deque[float]] = {}
         self._transformations_s: dict[tuple[int, int], float] = {}
+        self._throughput: dict[int, Throughput] = {}
 
     def take(self, instances: Collection[SimInstance]) -> Timing:
         """The figures with those of present instances: medians over the instances of a degree."""
@@ -26,7 +27,21 @@ class SimTimings:
                 self._steps_s[degree] = _median(steps)
             if rates := [i.prompt_tokens_per_s for i in alike if i.prompt_tokens_per_s is not None]:
                 self._prompt_tokens_per_s[degree] = _median(rates)
-        return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), self._transformations_s)
+        self._take_throughput(instances)
+        return Timing(
+            dict(self._steps_s), dict(self._prompt_tokens_per_s), self._transformations_s, dict(self._throughput)
+        )
+
+    def _take_throughput(self, instances: Collection[SimInstance]) -> None:
+        """Take note of what all devices generate now, if all instances have one degree, and all of them decode."""
+        degrees = {len(instance.devices) for instance in instances}
+        if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
+            return
+        sequences = sum(instance.step_rows for instance in instances)
+        tokens_per_s = sum(i.step_rows / i.step_s for i in instances if i.step_s)
+        before = self._throughput.get(degree := degrees.pop())
+        if before is None or tokens_per_s > before.tokens_per_s:
+            self._throughput[degree] = Throughput(sequences, tokens_per_s)
 
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
         """Take note of how long a transformation from one degree to another took."""

@@ -55,6 +55,15 @@ def test_overhead_is_what_is_left_of_the_time(steps: int, step_s: float | None, 
     assert group.step_overhead == overhead
 
 
+def test_the_rate_of_decodes_is_of_sixteen_steps():
+    pace = Pace()
+    for step in range(20):
+        assert (pace.decode_rate is None) == (step < 16)
+        pace.take(2.0 * step, 2.0 * step + 0.5, True, num_rows=1 if step < 4 else 4)
+        pace.take(2.0 * step + 1, 2.0 * step + 1.5, False, prompt_tokens=5, num_rows=9)
+    assert pace.decode_rate == (4, 8.0)
+
+
 def test_the_end_of_a_step_is_that_of_the_shortest_of_the_latest():
     pace = Pace()
     assert pace.ends_at(0.0, True) is None

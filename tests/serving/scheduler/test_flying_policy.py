@@ -21,6 +21,8 @@ from serving.scheduler import (
     ScaleUp,
     Scheduler,
     StaticPolicy,
+    Throughput,
+    Timing,
     WaitingQueue,
 )
 from serving.scheduler.pausing import in_the_way, misfits
@@ -136,6 +138,21 @@ def test_where_tp_is_measured_to_be_slower_nothing_binds_for_load():
     assert not any(isinstance(a, ScaleUp) for a in policy.decide(cluster(now_s=100.0)))
     policy = policy_that_measured(slow_tp=False)
     assert all(isinstance(a, ScaleUp) for a in policy.decide(cluster(now_s=100.0)))
+
+
+def test_groups_stay_in_a_burst_where_they_generate_no_less():
+    """TP4 and TP1 have each been measured with as many requests."""
+    busy = cluster(
+        instance(0, 4, *(running(f"a{n}") for n in range(32))), instance(4, 4, *(running(f"b{n}") for n in range(32)))
+    )
+    for low, expected in ((90.0, []), (110.0, [ScaleDown, ScaleDown]), (None, [ScaleDown, ScaleDown])):
+        policy = policy_that_measured(slow_tp=False)
+        known = {4: Throughput(64, 100.0)} | ({} if low is None else {1: Throughput(64, low)})
+        view = dataclasses.replace(busy, now_s=30.0, timing=Timing(throughput=known))
+        policy.decide(view)
+        actions = policy.decide(dataclasses.replace(view, now_s=60.0))
+        assert [type(action) for action in actions] == expected, low
+        assert policy.load.busy
 
 
 def policy_that_measured(slow_tp: bool) -> FlyingPolicy:

@@ -9,6 +9,7 @@ import pytest
 from cluster_views import DEGREES, TP4_LONG, cluster, filled, instance, running, waiting
 from policy_runs import simulate
 
+from amoeba_jax.instances.pace import DecodeRate
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
 from serving.runtime.timings import Timings
 from serving.scheduler import (
@@ -18,6 +19,7 @@ from serving.scheduler import (
     ClusterView,
     Dispatch,
     ScaleUp,
+    Throughput,
     Timing,
     WaitingRequest,
     estimates,
@@ -150,7 +152,8 @@ def test_timings_are_medians_and_remembered():
     timings = Timings()
 
     def at(tp: int, step_s: float | None, rate: float | None) -> Any:
-        return SimpleNamespace(tp=tp, pace=SimpleNamespace(step_s=step_s, prompt_tokens_per_s=rate))
+        pace = SimpleNamespace(step_s=step_s, prompt_tokens_per_s=rate, decode_rate=None)
+        return SimpleNamespace(tp=tp, pace=pace, running=[], transition=None)
 
     first = timings.take([at(1, 0.1, 50.0), at(1, 0.3, None), at(1, 0.2, 70.0), at(4, None, None)])
     assert first == Timing({1: 0.2}, {1: 60.0}, {})
@@ -159,6 +162,42 @@ def test_timings_are_medians_and_remembered():
         timings.transformed(TransformReport(TransformVariant.IN_PLACE_OVERLAPPED, 4, seconds, 0.0, (group,)))
     merged = timings.take([cast(Any, at(4, 0.05, 90.0))])
     assert merged == Timing({1: 0.2, 4: 0.05}, {1: 60.0, 4: 90.0}, {(1, 4): 3.0})
+
+
+def test_throughput_is_the_highest_of_all_devices_at_one_degree():
+    timings = Timings()
+
+    def at(tp: int, *rate: float, busy: bool = True, transition: object = None) -> Any:
+        pace = SimpleNamespace(step_s=1.0, prompt_tokens_per_s=None, decode_rate=DecodeRate(*rate) if rate else None)
+        return SimpleNamespace(tp=tp, pace=pace, running=[0] if busy else [], transition=transition)
+
+    assert timings.take([at(1, 4, 40.0), at(1, 2, 30.0)]).throughput == {1: Throughput(6, 70.0)}
+    for others in (
+        [at(1, 4, 90.0), at(1, 2, 90.0, busy=False)],
+        [at(1, 4, 90.0), at(1)],
+        [at(1, 4, 90.0), at(2, 2, 90.0)],
+        [at(1, 4, 90.0), at(1, 2, 90.0, transition=object())],
+        [at(1, 4, 30.0), at(1, 2, 30.0)],
+    ):
+        assert timings.take(others).throughput == {1: Throughput(6, 70.0)}
+    assert timings.take([at(2, 9, 60.0)]).throughput == {1: Throughput(6, 70.0), 2: Throughput(9, 60.0)}
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "more"),
+    [
+        (Throughput(16, 100.0), Throughput(16, 90.0), True),
+        (Throughput(16, 100.0), Throughput(16, 110.0), False),
+        (Throughput(16, 100.0), Throughput(4, 90.0), False),  # seen with few sequences only
+        (None, Throughput(16, 90.0), False),
+        (Throughput(16, 100.0), None, False),
+    ],
+)
+def test_throughputs_compare_where_they_were_measured_alike(
+    high: Throughput | None, low: Throughput | None, more: bool
+):
+    known = {degree: found for degree, found in ((4, high), (1, low)) if found is not None}
+    assert Timing(throughput=known).generates_more(4, 1) == more
 
 
 def test_short_requests_run_where_a_long_one_waits_for_room_if_they_end_before_it_begins():
