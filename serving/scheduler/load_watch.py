@@ -39,8 +39,9 @@ class LoadWatch:
         self.busy = late or self.mean >= burst
         dwelt = now_s - self._changed_s >= config.dwell_s
         if self.bound:
-            more = self.busy and not view.timing.generates_more(max(view.limits), view.base_degree)
-            change = more or (dwelt and not self._gains(view))
+            degrees = max(view.limits), view.base_degree
+            splits = self.busy and not view.timing.generates_more(*degrees, num_requests)
+            change = splits or (dwelt and not self._gains(view))
         else:
             change = dwelt and not late and self.mean <= calm and self._gains(view)
         if change:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _AS_MANY = 0.75
-"""Share of the sequences with which a throughput was measured, from which on another one compares with it."""
+"""Share of the sequences for which a throughput is wanted, from which on one that was measured tells something."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Timing:
         """Seconds of a decode step of an instance; None if none was measured."""
         return self.steps_s.get(degree)
 
-    def generates_more(self, degree: int, other: int) -> bool:
+    def generates_more(self, degree: int, other: int, sequences: int) -> bool:
         """Whether all devices are known to generate no fewer tokens a second at a degree than at another, at which they
-        were seen with about as many sequences at least."""
+        were seen with about as many sequences at least: with few, steps of a high degree are shorter anyway."""
         one, two = self.throughput.get(degree), self.throughput.get(other)
         if one is None or two is None:
             return False
-        return one.tokens_per_s >= two.tokens_per_s and two.sequences >= _AS_MANY * one.sequences
+        return one.tokens_per_s >= two.tokens_per_s and two.sequences >= _AS_MANY * max(one.sequences, sequences)
 
     def prompt_s(self, num_tokens: int, degree: int) -> float | None:
         """Seconds to compute that many prompt tokens; None if nothing was measured at this degree."""

@@ -197,7 +197,8 @@ def test_throughputs_compare_where_they_were_measured_alike(
     high: Throughput | None, low: Throughput | None, more: bool
 ):
     known = {degree: found for degree, found in ((4, high), (1, low)) if found is not None}
-    assert Timing(throughput=known).generates_more(4, 1) == more
+    assert Timing(throughput=known).generates_more(4, 1, 16) == more
+    assert not Timing(throughput=known).generates_more(4, 1, 40), "it was not seen with as many"
 
 
 def test_short_requests_run_where_a_long_one_waits_for_room_if_they_end_before_it_begins():
