@@ -39,14 +39,11 @@ class _FreeBlocks:
     def __contains__(self, unit: int) -> bool:
         return unit in self._free
 
-    def add_all(self, units: range) -> None:
-        """Adds blocks in rising order, in half the time of adding one after the other."""
+    def append(self, units: range) -> None:
+        """Adds blocks higher than all that there have been: a heap's last places are theirs."""
         self._free.update(units)
-        queued = [unit for unit in units if unit not in self._queued] if self._queued else units
-        self._queued.update(queued)
-        self._heap.extend(queued)
-        if len(self._heap) > len(queued):  # what is in order is a heap
-            heapq.heapify(self._heap)
+        self._queued.update(units)
+        self._heap.extend(units)
 
     def add(self, unit: int) -> None:
         self._free.add(unit)
@@ -111,7 +108,7 @@ class BuddyAllocator:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
         start, num_units = self.total_units, num_pages * self.max_tp
         self._extents.append((start, num_units))
-        self._free[self.max_order].add_all(range(start, start + num_units, self.max_tp))
+        self._free[self.max_order].append(range(start, start + num_units, self.max_tp))
         return start
 
     def allocate(self, order: int) -> int:

@@ -13,6 +13,7 @@ from amoeba_jax.transform.report import GroupTransform
 from amoeba_jax.transform.residency import RestoreError, release, released_for, restore
 from amoeba_jax.transform.restart import RestartError, restart
 from amoeba_jax.transform.staging import reserve_staging
+from amoeba_jax.transform.views import merge_idle, split_idle
 
 
 class AtOnce:
@@ -58,6 +59,17 @@ class AtOnce:
                 prefix_pages_dropped=dropped,
             )
         )
+
+    def view(self, call: TransformCall, change: GroupChange, old: list[Instance]) -> None:
+        """Put instances in the place of others that have no pages, and keep their weights as they are."""
+        start = time.perf_counter()
+        degrees = (change.lower, change.group.tp) if change.up else (change.group.tp, change.lower)
+        self._cluster.check_compiled(change.group, change.target, change.released[1])
+        if change.up:
+            merge_idle(self._cluster, old)
+        else:
+            split_idle(self._cluster, old[0], change.lower)
+        call.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start))
 
     def change_residency(self, call: TransformCall, instance: Instance) -> None:
         """Have an instance of the degree asked for release or restore weights."""

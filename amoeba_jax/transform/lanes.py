@@ -40,6 +40,8 @@ class LanePages:
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
         """With the pages of these sequences and prefixes."""
+        if not sequences and not cached:
+            return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
         tables.append(np.array([page.column for page in cached], np.int32).reshape(len(cached), tp).T)
         table = np.concatenate(tables, axis=1)

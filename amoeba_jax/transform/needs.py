@@ -52,10 +52,22 @@ class GroupChange:
         return self.group.tp if self.up else self.lower
 
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Whether nothing moves: requests pause, or those that have paused go on in the place of an idle instance."""
-        if self.up:
-            return options.running == "pause"
-        return bool(old[0].paused) and not old[0].running
+        """Whether nothing moves: requests pause, those that have paused go on in the place of an idle instance, or
+        there are neither pages nor weights to move."""
+        if self.up and options.running == "pause":
+            return True
+        if not self.up and old[0].paused and not old[0].running:
+            return True
+        return self.is_idle(options, old)
+
+    def is_idle(self, options: TransformOptions, old: list[Instance]) -> bool:
+        """Whether instances have no pages, paused ones neither, and their weights stay as they are."""
+        before, after = self.released
+        return (
+            options.variant in IN_PLACE
+            and before == after
+            and all(i.released == before and not (i.running or i.paused or i.lane.cache.num_cached_pages) for i in old)
+        )
 
 
 def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramSpec]:

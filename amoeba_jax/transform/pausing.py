@@ -9,7 +9,6 @@ their results are taken in.
 from collections import Counter
 from collections.abc import Iterable
 
-import jax
 import numpy as np
 
 from amoeba_jax.errors import RequestError
@@ -19,12 +18,11 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.scratch import Scratch
-from amoeba_jax.instances.site import Site
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import IN_PLACE
+from amoeba_jax.transform.views import divided, joined
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
-from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
@@ -42,16 +40,9 @@ def check_paused(instances: Iterable[Instance], options: TransformOptions) -> No
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     """Put an instance over the devices of several, which have released the same weights, in their place."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
-    sites = [member.site for member in members]
-    kv = [_viewed_together(group, sites, layer) for layer in range(cluster.dims.config.num_layers)]
     last_tokens = cluster.factory.new_last_tokens(group)  # all that needs memory comes before anything is taken
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
-    scratch = Scratch(last_tokens, hidden)
-    instance = cluster.factory.new_instance(
-        group, cluster.factory.allocators_of(group), kv, members[0].released, scratch
-    )
-    for site in sites:
-        site.kv[:] = [[] for _ in kv]
+    instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
@@ -62,13 +53,10 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     sequence. Its cached prefixes are dropped."""
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    tp, sites = members[0].tp, [member.site for member in members]
-    for layer, extents in enumerate(instance.site.kv):
-        buffers = [disassemble(instance.group, extent) for extent in extents]
-        for index, site in enumerate(sites):
-            ranks = slice(index * tp, (index + 1) * tp)
-            site.kv[layer] = [assemble(site.group, ranks_of[ranks]) for ranks_of in buffers]
+    for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
+        member.site.kv[:] = kv
     hidden = instance.runner.hidden.release(check=False)
+    tp = members[0].tp
     for index, member in enumerate(members):
         member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
     instance.site.kv.clear()
@@ -130,10 +118,3 @@ def _references(lane: Lane) -> Counter[tuple[int, ...]]:
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())
 
-
-def _viewed_together(group: SubMesh, sites: list[Site], layer: int) -> list[jax.Array]:
-    extents = zip(*(site.kv[layer] for site in sites), strict=True)
-    return [
-        assemble(group, [b for site, extent in zip(sites, same, strict=True) for b in disassemble(site.group, extent)])
-        for same in extents
-    ]

@@ -11,7 +11,7 @@ from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.at_once import AtOnce
 from amoeba_jax.transform.beginning import Beginning
 from amoeba_jax.transform.call import TransformCall, check_options, next_groups
-from amoeba_jax.transform.needs import NeededPrograms
+from amoeba_jax.transform.needs import GroupChange, NeededPrograms
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget
 from amoeba_jax.transform.report import TransformReport, TransformVariant
@@ -180,6 +180,10 @@ class Transformations:
             return
         if call.options.variant is TransformVariant.RESTART:
             self._at_once.restart(call, old)
+            return
+        change = GroupChange.of(self._cluster, call.options, old)
+        if change.is_idle(call.options, old):
+            self._at_once.view(call, change, old)
             return
         try:
             active = self._beginning.merge(call, old) if len(old) > 1 else self._beginning.split(call, old[0])

@@ -1,0 +1,87 @@
+"""Instances without requests and cached pages, whose weights stay: others are put in their place at once."""
+
+from typing import Any
+
+import jax
+import pytest
+from harness import ledger_entries
+from serving_checks import TIMEOUT_S, forget_prefixes
+from transform_cases import requests, tokens
+
+from amoeba_jax import LLM
+from amoeba_jax.errors import TransformError
+from amoeba_jax.instances.factory import InstanceFactory
+from amoeba_jax.transform import views
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+def test_nothing_moves_and_answers_are_the_same(idle: LLM):
+    """At every degree on the way, with every byte where it was."""
+    prompts, params = requests(8)
+    expected = tokens(idle.generate(prompts, params))
+    before = ledger_entries(idle)
+    for degree in (2, 4, 2, 1, 4, 1):
+        forget_prefixes(idle)
+        report = idle.transform(degree, release_weights=False)
+        assert sum(len(group.layers) for group in report.groups) == 0, "no layer switches"
+        assert report.moved_bytes == report.extra_bytes == 0
+        assert [i.tensor_parallel_size for i in idle.instances] == [degree] * (4 // degree)
+        assert ledger_entries(idle) == before
+        assert tokens(idle.generate(prompts, params)) == expected
+
+
+def test_cached_prefixes_are_moved_layer_by_layer(idle: LLM):
+    prompts, params = requests(4)
+    expected = tokens(idle.generate(prompts, params))
+    report = idle.transform(4, release_weights=False)
+    assert all(group.layers for group in report.groups)
+    assert sum(group.prefix_pages_kept for group in report.groups) > 0
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
+def test_weights_that_are_released_are_handed_over_layer_by_layer(idle: LLM):
+    forget_prefixes(idle)
+    assert all(group.layers for group in idle.transform(4).groups)
+    assert all(group.layers for group in idle.transform(1).groups)
+
+
+@pytest.mark.parametrize(
+    ("degree", "owner", "name", "number"),
+    [
+        (4, views, "assemble", 1),
+        (4, views, "assemble", 2),
+        (4, InstanceFactory, "new_instance", 1),
+        (1, views, "assemble", 1),
+        (1, views, "assemble", 7),
+        (1, InstanceFactory, "new_instance", 1),
+        (1, InstanceFactory, "new_instance", 3),
+    ],
+)
+def test_what_fails_leaves_all_as_it_was(idle: LLM, degree: int, owner: Any, name: str, number: int):
+    prompts, params = requests(8)
+    expected = tokens(idle.generate(prompts, params))
+    other = 5 - degree
+    forget_prefixes(idle)
+    idle.transform(other, release_weights=False)
+    before = ledger_entries(idle)
+    call, count = getattr(owner, name), 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise jax.errors.JaxRuntimeError("injected")
+        return call(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        with pytest.raises(TransformError, match="injected"):
+            idle.transform(degree, release_weights=False)
+    assert count == number
+    assert [i.tensor_parallel_size for i in idle.instances] == [other] * (4 // other)
+    assert ledger_entries(idle) == before
+    assert tokens(idle.generate(prompts, params)) == expected
+    forget_prefixes(idle)
+    assert not idle.transform(degree, release_weights=False).groups[0].layers
+    assert tokens(idle.generate(prompts, params)) == expected
