@@ -96,7 +96,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """Of latencies, by the higher degree."""
+        """What latencies are multiplied by, as the higher degree has it."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 

@@ -49,7 +49,6 @@ class InstanceFactory:
             SamplingState.zeros(plan.num_slots, self._dims.config.vocab_size, device) for device in devices
         ]
         self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
-        self._no_tokens = [jax.device_put(np.zeros(plan.num_slots, np.int32), device) for device in devices]
         self.allocators = [self.new_allocator(released) for _ in devices]
 
     def new_allocator(self, released: int) -> BuddyAllocator:
@@ -117,14 +116,9 @@ class InstanceFactory:
     def _new_scratch(self, group: SubMesh) -> Scratch:
         shape = (self._dims.config.hidden_size, self._plan.hidden_tokens)
         return Scratch(
-            self.new_last_tokens(group),
+            [jax.device_put(np.zeros(self._plan.num_slots, np.int32), device) for device in group.devices],
             [jnp.zeros(shape, self._dims.dtype, device=device) for device in group.devices],
         )
-
-    def new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
-        """The last tokens of each rank, before anything was sampled. No program takes them donated: instances share
-        them."""
-        return [self._no_tokens[device] for device in group.device_indices]
 
     def scratch_of(self, instance: Instance) -> Scratch:
         """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
@@ -148,4 +142,3 @@ class InstanceFactory:
         """Drop the device buffers that instances share."""
         self._sampling_states.clear()
         self._begins.clear()
-        self._no_tokens.clear()

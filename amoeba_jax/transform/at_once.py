@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.call import TransformCall
@@ -61,15 +61,25 @@ class AtOnce:
         )
 
     def view(self, call: TransformCall, change: GroupChange, old: list[Instance]) -> None:
-        """Put instances in the place of others that have no pages, and keep their weights as they are."""
-        start = time.perf_counter()
-        degrees = (change.lower, change.group.tp) if change.up else (change.group.tp, change.lower)
-        self._cluster.check_compiled(change.group, change.target, change.released[1])
-        if change.up:
-            merge_idle(self._cluster, old)
+        """Put instances in the place of others that have no pages, and release weights."""
+        start, cluster, devices = time.perf_counter(), self._cluster, change.group.device_indices
+        (before, after), degrees = change.released, (change.lower, change.group.tp)
+        cluster.check_compiled(change.group, change.target, after)
+        if not change.up:
+            split_idle(cluster, old[0], change.lower)
+            call.groups.append(GroupTransform.without_moves(devices, degrees[::-1], start))
+            return
+        cluster.weights.prepare_release(change.group, before, after)
+        merged = merge_idle(cluster, old)
+        try:
+            cluster.release_more(merged, after)
+        except Exception as error:
+            merged.site.kv.clear()
+            drop_frames(error)
+            cluster.take_back([merged])
+            call.fail(error, devices, f"its instance has TP{change.group.tp}, and all weights that it had")
         else:
-            split_idle(self._cluster, old[0], change.lower)
-        call.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start))
+            call.groups.append(GroupTransform.without_moves(devices, degrees, start))
 
     def change_residency(self, call: TransformCall, instance: Instance) -> None:
         """Have an instance of the degree asked for release or restore weights."""

@@ -53,7 +53,7 @@ class GroupChange:
 
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
         """Whether nothing moves: requests pause, those that have paused go on in the place of an idle instance, or
-        there are neither pages nor weights to move."""
+        there are no pages, and no weights come back."""
         if self.up and options.running == "pause":
             return True
         if not self.up and old[0].paused and not old[0].running:
@@ -61,11 +61,11 @@ class GroupChange:
         return self.is_idle(options, old)
 
     def is_idle(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Whether instances have no pages, paused ones neither, and their weights stay as they are."""
+        """Whether instances have no pages, paused ones neither, and no weights come back."""
         before, after = self.released
         return (
             options.variant in IN_PLACE
-            and before == after
+            and before <= after
             and all(i.released == before and not (i.running or i.paused or i.lane.cache.num_cached_pages) for i in old)
         )
 

@@ -23,6 +23,7 @@ from amoeba_jax.transform.report import IN_PLACE
 from amoeba_jax.transform.views import divided, joined
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
+from sharding.mesh import disassemble
 
 
 def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
@@ -40,7 +41,8 @@ def check_paused(instances: Iterable[Instance], options: TransformOptions) -> No
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     """Put an instance over the devices of several, which have released the same weights, in their place."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
-    last_tokens = cluster.factory.new_last_tokens(group)  # all that needs memory comes before anything is taken
+    # No program takes last tokens donated: what the members have of their slots stays theirs.
+    last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
     instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))

@@ -35,11 +35,13 @@ def divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
     return found
 
 
-def merge_idle(cluster: Cluster, members: list[Instance]) -> None:
+def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
     """Put one instance in the place of several that have no pages, and have released the same weights."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     scratch = Scratch.joined([cluster.factory.scratch_of(member) for member in members])
-    cluster.replace(members, [joined(cluster, group, members, scratch)])
+    merged = joined(cluster, group, members, scratch)
+    cluster.replace(members, [merged])
+    return merged
 
 
 def split_idle(cluster: Cluster, instance: Instance, tp: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from device_memory import live_bytes
+from device_memory import live_bytes, settled_live_bytes
 from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
@@ -81,7 +81,7 @@ def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
     """Each device's ledger, and its live bytes that the ledger does not have. A step that was launched ahead may be in
     flight when its requests have ended."""
     in_dispatcher(llm, engine_of(llm).drain)
-    ledgers, live = engine_of(llm).cluster.ledgers, live_bytes()
+    ledgers, live = engine_of(llm).cluster.ledgers, settled_live_bytes()
     unbooked = [live[device] - ledger.live_bytes for device, ledger in enumerate(ledgers)]
     return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
 

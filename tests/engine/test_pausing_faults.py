@@ -126,7 +126,7 @@ def test_copies_to_devices_that_fail_once(llm: LLM, expected: dict[str, Any], pa
 
 BOUNDARIES: list[tuple[Any, str]] = [
     (views, "assemble"),
-    (InstanceFactory, "new_last_tokens"),
+    (InstanceFactory, "new_instance"),
     (InstanceFactory, "allocators_of"),
 ]
 """What a pause calls before it takes anything."""

@@ -12,12 +12,13 @@ from amoeba_jax import LLM
 from amoeba_jax.errors import TransformError
 from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import views
+from amoeba_jax.weights.store import WeightStore
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def test_nothing_moves_and_answers_are_the_same(idle: LLM):
-    """At every degree on the way, with every byte where it was."""
+    """At every degree in turn, with every byte where it was."""
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
     before = ledger_entries(idle)
@@ -40,10 +41,46 @@ def test_cached_prefixes_are_moved_layer_by_layer(idle: LLM):
     assert tokens(idle.generate(prompts, params)) == expected
 
 
-def test_weights_that_are_released_are_handed_over_layer_by_layer(idle: LLM):
+def test_weights_are_released_at_once_and_come_back_layer_by_layer(idle: LLM):
+    prompts, params = requests(8)
+    expected = tokens(idle.generate(prompts, params))
     forget_prefixes(idle)
-    assert all(group.layers for group in idle.transform(4).groups)
+    before = ledger_entries(idle)
+    assert not any(group.layers for group in idle.transform(4).groups)
+    assert ledger_entries(idle) != before
+    assert tokens(idle.generate(prompts, params)) == expected
+    forget_prefixes(idle)
     assert all(group.layers for group in idle.transform(1).groups)
+    assert ledger_entries(idle) == before
+    assert tokens(idle.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_release_that_fails_leaves_an_instance_of_the_degree(idle: LLM, number: int):
+    """With all of its weights, also those of layers that had released theirs."""
+    prompts, params = requests(8)
+    expected = tokens(idle.generate(prompts, params))
+    forget_prefixes(idle)
+    before = ledger_entries(idle)
+    release, count = WeightStore.release, 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise jax.errors.JaxRuntimeError("injected")
+        return release(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightStore, "release", failing)
+        with pytest.raises(TransformError, match=r"injected.*has TP4, and all weights"):
+            idle.transform(4)
+    assert [i.tensor_parallel_size for i in idle.instances] == [4]
+    assert ledger_entries(idle) == before
+    assert tokens(idle.generate(prompts, params)) == expected
+    forget_prefixes(idle)
+    idle.transform(1)
+    assert tokens(idle.generate(prompts, params)) == expected
 
 
 @pytest.mark.parametrize(
