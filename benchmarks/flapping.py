@@ -80,7 +80,10 @@ def main() -> None:
     parser.add_argument("--short-per-minute", type=float, default=900.0)
     parser.add_argument("--long-input-len", type=int, default=50_000)
     parser.add_argument("--duration", type=float, default=300.0)
-    parser.add_argument("--merge-for-cache-s", type=float, help="setting of amoeba; default: only long requests merge")
+    parser.add_argument(
+        "--merge-for-cache-s", type=float, default=AmoebaConfig.merge_for_cache_s,
+        help="setting of amoeba; 1e9: only long requests merge",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from serving.errors import clean_exit
+from serving.scheduler import AmoebaConfig
 
 
 def simulate(
@@ -66,7 +67,7 @@ def simulate(
     ] = None,
     merge_for_cache_s: Annotated[
         float | None, typer.Option(help="amoeba: seconds without room, but with slots, after which instances merge.")
-    ] = None,
+    ] = AmoebaConfig.merge_for_cache_s,
     preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
     urgent_degree: Annotated[
         int | None, typer.Option(help="flying: degree of groups for urgent requests.", show_default="the highest")

@@ -32,7 +32,7 @@ class AmoebaConfig:
     merge_to: int = 1
     """Merges go to this degree at least: long requests are served faster, and fewer instances are left for short ones.
     1: to the least degree that holds the request."""
-    merge_for_cache_s: float | None = None
+    merge_for_cache_s: float | None = 2.0
     """Instances merge, one group after the other, while short requests have found no room in the KV cache for this
     long though instances had slots, if a higher degree has room for more requests on each device by a tenth. Where the
     merged instance then serves fewer tokens a second and device, it splits again. None: only long requests merge."""

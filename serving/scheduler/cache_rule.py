@@ -9,7 +9,7 @@ _MIN_GAIN = 0.1
 _FULL = 0.7
 """Share of the cache in use from which on an instance is full; below it, what runs fits the base degree again."""
 _LEFT_ALONE_S = 600.0
-"""No merge is made for this long to a degree that has proved slower."""
+"""No merge is made for this long to a degree that has proved slower, and for twice as long each further time."""
 
 
 class CacheRule:
@@ -17,7 +17,8 @@ class CacheRule:
 
     Devices of a higher degree have fewer copies of the weights, so that more requests run at once. Where steps take as
     long, these are more tokens a second. Whether they do is seen once such an instance runs: one that is slower, for
-    each of its devices, than instances of the base degree is split again.
+    each of its devices, than instances of the base degree is split again, and half of the devices do not merge before
+    it has proved to be as fast. None do where instances tell no times.
 
     Args:
         after_s: how long requests have to lack room before instances merge; None: no matter how long.
@@ -30,7 +31,11 @@ class CacheRule:
         self._lacked_s = float("-inf")
         self._made: set[tuple[int, ...]] = set()
         """Devices that were merged."""
+        self._base_rate = 0.0
         self._slower_until_s: dict[int, float] = {}
+        self._left_alone_s: dict[int, float] = {}
+        self._proved: set[int] = set()
+        """Degrees that were seen to generate as much on each device as the base degree."""
 
     def update(self, view: ClusterView, pressed: bool) -> None:
         """Take note of a snapshot. `pressed`: a short request found no room when decisions were last made."""
@@ -48,20 +53,33 @@ class CacheRule:
             self._made = {it for it in self._made if it in present or not changing.isdisjoint(it)}
             self._compare(view, steady)
 
-    def _compare(self, view: ClusterView, steady: list[InstanceView]) -> None:
-        """See which degrees are slower than the base degree, by instances that are full while requests lack room."""
-        if self._since_s is None:
-            return
+    @staticmethod
+    def _rates(view: ClusterView, steady: list[InstanceView]) -> dict[int, list[float]]:
+        """Requests by seconds of a step, for each device of the instances that are full, by degree."""
         rates: dict[int, list[float]] = {}
         for instance in steady:
-            is_full = instance.used_tokens >= _FULL * instance.capacity_tokens
+            is_full = instance.used_tokens >= _FULL * instance.capacity_tokens or not instance.free_slots
             if is_full and instance.step_s and not view.has_long(instance):
                 rate = len(instance.running) / instance.step_s / instance.degree
                 rates.setdefault(instance.degree, []).append(rate)
+        return rates
+
+    def _compare(self, view: ClusterView, steady: list[InstanceView]) -> None:
+        """See which degrees are slower than the base degree, while requests lack room. Where all have merged, that is
+        as fast as it was when they did."""
+        if self._since_s is None:
+            return
+        rates = self._rates(view, steady)
         base = rates.pop(view.base_degree, [])
+        base_rate = sum(base) / len(base) if base else self._base_rate
         for degree, measured in rates.items():
-            if base and max(measured) * len(base) < sum(base):
-                self._slower_until_s[degree] = view.now_s + _LEFT_ALONE_S
+            if max(measured) >= base_rate:
+                self._proved.add(degree)
+            elif not self._is_slower(view, degree):
+                left_alone_s = self._left_alone_s.get(degree, _LEFT_ALONE_S)
+                self._slower_until_s[degree] = view.now_s + left_alone_s
+                self._left_alone_s[degree] = 2 * left_alone_s
+                self._proved.discard(degree)
 
     def keeps(self, view: ClusterView, instance: InstanceView) -> bool:
         """An instance that was merged for its room stays: without it there would be too little."""
@@ -83,7 +101,13 @@ class CacheRule:
         """
         if self._since_s is None or self._after_s is None or view.now_s - self._since_s < self._after_s:
             return None
-        if room.unsteady or (degree := self._best(view)) is None:
+        base = self._rates(view, list(view.instances)).get(view.base_degree)
+        if room.unsteady or base is None:
+            return None
+        if (degree := self._best(view)) is None:
+            return None
+        on_trial = 0 if degree in self._proved else sum(len(devices) for devices in self._made)
+        if 2 * on_trial >= view.num_devices:
             return None
         groups = []
         for devices in view.groups(degree):
@@ -97,6 +121,7 @@ class CacheRule:
         for instance in members:
             room.close(instance)
         self._made.add(devices)
+        self._base_rate = sum(base) / len(base)
         waited_s, self._since_s = view.now_s - self._since_s, view.now_s
         return ScaleUp(devices, degree, f"requests have lacked room in the KV cache for {waited_s:.1f} s, not slots")
 

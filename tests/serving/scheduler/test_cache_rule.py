@@ -13,6 +13,7 @@ QUEUE = [waiting(f"w{n}") for n in range(3)]
 
 def full(free_slots: int = 22, devices: Iterable[int] = range(8), **fields) -> list[InstanceView]:
     """TP1 instances with ten short requests each, and no page for another."""
+    fields = {"step_s": 0.04} | fields
     return [
         instance(d, 1, *(running(f"r{d}-{n}") for n in range(10)), free_tokens=0, free_slots=free_slots, **fields)
         for d in devices
@@ -42,8 +43,13 @@ def test_instances_merge_once_requests_have_lacked_room_for_long_enough():
     assert under_pressure(AmoebaPolicy(CONFIG), 6, full()) == [(6, "ScaleUp", (0, 1, 2, 3), 4)]
 
 
-def test_nothing_merges_by_default():
-    assert under_pressure(AmoebaPolicy(), 30, full()) == []
+def test_nothing_merges_where_that_is_turned_off():
+    assert under_pressure(AmoebaPolicy(AmoebaConfig(merge_for_cache_s=None)), 30, full()) == []
+
+
+def test_merges_by_default():
+    """Two seconds after the first time that requests were found to lack room."""
+    assert under_pressure(AmoebaPolicy(), 30, full())[0] == (3, "ScaleUp", (0, 1, 2, 3), 4)
 
 
 def test_nothing_merges_where_slots_are_what_lacks():
@@ -63,12 +69,40 @@ def test_one_group_merges_at_a_time():
     under_pressure(policy, 6, full())
     on_its_way = full(devices=range(4), transition_to=4) + full(devices=range(4, 8))
     assert [tick(policy, now_s, on_its_way) for now_s in range(7, 15)] == [[]] * 8
-    rest = [merged(0, 60, free_tokens=0), *full(devices=range(4, 8))]
+    rest = [merged(0, 60, free_tokens=0, step_s=0.05), *full(devices=range(4, 8))]
     assert tick(policy, 15, rest) == [("ScaleUp", (4, 5, 6, 7), 4)]
     assert [tick(policy, now_s, rest) for now_s in (16, 17, 18, 19)] == [[]] * 4
 
 
-def after_a_merge(step_s: float, base_step_s: float | None = None) -> tuple[AmoebaPolicy, list[InstanceView]]:
+def test_half_of_the_devices_merge_before_one_instance_has_proved_to_be_as_fast():
+    policy = AmoebaPolicy(CONFIG)
+    under_pressure(policy, 6, full())
+    unproved = [merged(0, 60, free_tokens=0), *full(devices=range(4, 8))]
+    assert [tick(policy, now_s, unproved) for now_s in range(7, 60)] == [[]] * 53
+    proved = [merged(0, 60, free_tokens=0, free_slots=0, step_s=0.05), *full(devices=range(4, 8))]
+    assert tick(policy, 60, proved) == [("ScaleUp", (4, 5, 6, 7), 4)]
+
+
+@pytest.mark.parametrize(("step_s", "stays"), [(0.05, True), (0.09, False)])
+def test_where_all_have_merged_they_are_compared_with_those_before(step_s: float, stays: bool):
+    """TP1 instances generated 10 tokens in 0.04 s; 60 / 4 for each device of TP4 take 0.06 s for as many."""
+    policy = AmoebaPolicy(CONFIG)
+
+    def decide(now_s: int, *views: InstanceView) -> list[tuple[str, tuple[int, ...], int]]:
+        return changes(policy.decide(cluster(*views, num_devices=4, queue=QUEUE, now_s=now_s)))
+
+    merges = [change for now_s in range(7) for change in decide(now_s, *full(devices=range(4)))]
+    assert merges == [("ScaleUp", (0, 1, 2, 3), 4)]
+    assert [decide(now_s, merged(0, 60, free_tokens=0, step_s=step_s)) for now_s in (7, 8, 9)] == [[]] * 3
+    assert decide(10, merged(0, 20, step_s=step_s)) == ([] if stays else [("ScaleDown", (0, 1, 2, 3), 1)])
+
+
+def test_nothing_merges_where_no_times_are_told():
+    """Whether it pays could not be seen."""
+    assert under_pressure(AmoebaPolicy(CONFIG), 30, full(step_s=None)) == []
+
+
+def after_a_merge(step_s: float, base_step_s: float = 0.04) -> tuple[AmoebaPolicy, list[InstanceView]]:
     """A policy that has merged devices 0 to 3, whose steps take that long."""
     policy = AmoebaPolicy(CONFIG)
     under_pressure(policy, 6, full())

@@ -134,7 +134,7 @@ def test_amoeba_serves_as_much_as_the_baselines_near_the_limit():
     for policy in (RoundRobinPolicy, LeastLoadFirstPolicy, AmoebaPolicy):
         for seed in range(3):
             arrivals = mix(seed, until_s, shorts_per_minute=450, longs_per_minute=2)
-            ran = simulate(policy(), arrivals, until_s, DEGREES)
+            ran = simulate(policy(), arrivals, until_s, DEGREES, shows_timing=True)
             tokens[policy.name] = tokens.get(policy.name, 0) + ran.generated_tokens()
             arrival_s = {r.request_id: r.arrival_s for r, _ in arrivals}
             ttft = sorted(at_s - arrival_s[name] for name, at_s in ran.first_token_s.items())
