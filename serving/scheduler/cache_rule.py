@@ -101,13 +101,11 @@ class CacheRule:
         """
         if self._since_s is None or self._after_s is None or view.now_s - self._since_s < self._after_s:
             return None
-        base = self._rates(view, list(view.instances)).get(view.base_degree)
-        if room.unsteady or base is None:
-            return None
-        if (degree := self._best(view)) is None:
+        if room.unsteady or (degree := self._best(view)) is None:
             return None
         on_trial = 0 if degree in self._proved else sum(len(devices) for devices in self._made)
-        if 2 * on_trial >= view.num_devices:
+        base = self._rates(view, list(view.instances)).get(view.base_degree)
+        if 2 * on_trial >= view.num_devices or base is None:
             return None
         groups = []
         for devices in view.groups(degree):
