@@ -17,8 +17,8 @@ class CacheRule:
 
     Devices of a higher degree have fewer copies of the weights, so that more requests run at once. Where steps take as
     long, these are more tokens a second. Whether they do is seen once such an instance runs: one that is slower, for
-    each of its devices, than instances of the base degree is split again, and half of the devices do not merge before
-    it has proved to be as fast. None do where instances tell no times.
+    each of its devices, than instances of the base degree is split again, and the last group does not merge before one
+    has proved to be as fast. None does where instances tell no times.
 
     Args:
         after_s: how long requests have to lack room before instances merge; None: no matter how long.
@@ -42,7 +42,8 @@ class CacheRule:
         if self._after_s is None:
             return
         steady = [i for i in view.instances if i.transition_to is None]
-        if pressed and 2 * sum(i.free_slots > 0 for i in steady) >= len(steady):
+        base = [i for i in steady if i.degree == view.base_degree] or steady
+        if pressed and 2 * sum(i.free_slots > 0 for i in base) >= len(base):
             self._since_s = view.now_s if self._since_s is None else self._since_s
             self._lacked_s = view.now_s
         else:
@@ -54,12 +55,13 @@ class CacheRule:
             self._compare(view, steady)
 
     @staticmethod
-    def _rates(view: ClusterView, steady: list[InstanceView]) -> dict[int, list[float]]:
-        """Requests by seconds of a step, for each device of the instances that are full, by degree."""
+    def _rates(view: ClusterView, steady: list[InstanceView], *, full: bool = True) -> dict[int, list[float]]:
+        """Requests by seconds of a step, for each device, by degree: of instances that are full and have no long
+        requests, which are as fast as they can be, or of all."""
         rates: dict[int, list[float]] = {}
         for instance in steady:
             is_full = instance.used_tokens >= _FULL * instance.capacity_tokens or not instance.free_slots
-            if is_full and instance.step_s and not view.has_long(instance):
+            if instance.step_s and (not full or (is_full and not view.has_long(instance))):
                 rate = len(instance.running) / instance.step_s / instance.degree
                 rates.setdefault(instance.degree, []).append(rate)
         return rates
@@ -72,10 +74,11 @@ class CacheRule:
         rates = self._rates(view, steady)
         base = rates.pop(view.base_degree, [])
         base_rate = sum(base) / len(base) if base else self._base_rate
-        for degree, measured in rates.items():
-            if max(measured) >= base_rate:
+        for degree, found in self._rates(view, steady, full=False).items():
+            if degree > view.base_degree and max(found) >= base_rate:
                 self._proved.add(degree)
-            elif not self._is_slower(view, degree):
+        for degree, measured in rates.items():
+            if max(measured) < base_rate and not self._is_slower(view, degree):
                 left_alone_s = self._left_alone_s.get(degree, _LEFT_ALONE_S)
                 self._slower_until_s[degree] = view.now_s + left_alone_s
                 self._left_alone_s[degree] = 2 * left_alone_s
@@ -103,9 +106,7 @@ class CacheRule:
             return None
         if room.unsteady or (degree := self._best(view)) is None:
             return None
-        on_trial = 0 if degree in self._proved else sum(len(devices) for devices in self._made)
-        base = self._rates(view, list(view.instances)).get(view.base_degree)
-        if 2 * on_trial >= view.num_devices or base is None:
+        if (base := self._rates(view, list(view.instances)).get(view.base_degree)) is None:
             return None
         groups = []
         for devices in view.groups(degree):
@@ -113,7 +114,8 @@ class CacheRule:
             fresh = all(i.degree == view.base_degree and i.id not in busy for i in members)
             if fresh and len(members) > 1 and (devices, degree) not in view.refused:
                 groups.append((-room.merged_free(members, degree), devices, members))
-        if not groups:
+        on_trial = self._made and degree not in self._proved
+        if len(groups) < (2 if on_trial else 1):
             return None
         _, devices, members = min(groups, key=lambda group: group[:2])
         for instance in members:

@@ -74,13 +74,23 @@ def test_one_group_merges_at_a_time():
     assert [tick(policy, now_s, rest) for now_s in (16, 17, 18, 19)] == [[]] * 4
 
 
-def test_half_of_the_devices_merge_before_one_instance_has_proved_to_be_as_fast():
+def test_the_last_group_merges_when_another_has_proved_to_be_as_fast():
     policy = AmoebaPolicy(CONFIG)
     under_pressure(policy, 6, full())
     unproved = [merged(0, 60, free_tokens=0), *full(devices=range(4, 8))]
     assert [tick(policy, now_s, unproved) for now_s in range(7, 60)] == [[]] * 53
     proved = [merged(0, 60, free_tokens=0, free_slots=0, step_s=0.05), *full(devices=range(4, 8))]
     assert tick(policy, 60, proved) == [("ScaleUp", (4, 5, 6, 7), 4)]
+
+
+def test_an_instance_proves_itself_with_a_long_request_too():
+    """Without it, it would be faster still."""
+    policy = AmoebaPolicy(CONFIG)
+    under_pressure(policy, 6, full())
+    long = running("long", 50_000)
+    both = instance(0, 4, long, *(running(f"r-{n}") for n in range(60)), free_tokens=0, step_s=0.05)
+    later = [change for now_s in range(7, 20) for change in tick(policy, now_s, [both, *full(devices=range(4, 8))])]
+    assert later[0] == ("ScaleUp", (4, 5, 6, 7), 4)
 
 
 @pytest.mark.parametrize(("step_s", "stays"), [(0.05, True), (0.09, False)])
