@@ -111,10 +111,10 @@ def undisturbed(llm: LLM, requests: list[list[int]], params: SamplingParams, tp:
 def test_a_long_request_has_instances_merged_and_split_again(llm: LLM, schedule: Schedule):
     """Three times what one device holds, among short ones that go on."""
     short, long = prompts(8, 20), prompts(1, 3 * CACHE)
-    # At the degree that it will have: compiled between steps, programs would make steps look so slow that another merge
-    # pays.
+    # At the degree that it will have, which compiles programs: steps beside that are long, and would be a reason for
+    # another merge in time for the first token.
     expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), 2)
-    scheduling = schedule()
+    scheduling = schedule(merge_for_cache_s=None, ttft_slo_s=1000.0)
     background = Background(llm, short, greedy(40))
     wait_for(lambda: any(view.running for view in llm.instances))
     assert tokens(llm.generate(long, greedy(24))) == expected[1]
