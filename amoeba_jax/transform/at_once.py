@@ -67,7 +67,7 @@ class AtOnce:
         cluster.check_compiled(change.group, change.target, after)
         if not change.up:
             split_idle(cluster, old[0], change.lower)
-            call.groups.append(GroupTransform.without_moves(devices, degrees[::-1], start))
+            call.groups.append(GroupTransform.without_moves(devices, (change.group.tp, change.lower), start))
             return
         cluster.weights.prepare_release(change.group, before, after)
         merged = merge_idle(cluster, old)

@@ -119,4 +119,3 @@ def _references(lane: Lane) -> Counter[tuple[int, ...]]:
     """How many references a lane's sequences and cache have to each page, by its column of a table."""
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())
-
