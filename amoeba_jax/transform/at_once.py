@@ -61,14 +61,20 @@ class AtOnce:
         )
 
     def view(self, call: TransformCall, change: GroupChange, old: list[Instance]) -> None:
-        """Put instances in the place of others that have no pages, and release weights."""
+        """Put instances in the place of others that have no pages (`GroupChange.is_idle`), and release weights.
+
+        A release that fails leaves an instance of the degree with the weights that it had, and fails the call. Raises
+        whatever fails before, with all as it was.
+        """
         start, cluster, devices = time.perf_counter(), self._cluster, change.group.device_indices
-        (before, after), degrees = change.released, (change.lower, change.group.tp)
+        before, after = change.released
         cluster.check_compiled(change.group, change.target, after)
         if not change.up:
+            degrees = change.group.tp, change.lower
             split_idle(cluster, old[0], change.lower)
-            call.groups.append(GroupTransform.without_moves(devices, (change.group.tp, change.lower), start))
+            call.groups.append(GroupTransform.without_moves(devices, degrees, start))
             return
+        degrees = change.lower, change.group.tp
         cluster.weights.prepare_release(change.group, before, after)
         merged = merge_idle(cluster, old)
         try:
@@ -76,8 +82,9 @@ class AtOnce:
         except Exception as error:
             merged.site.kv.clear()
             drop_frames(error)
-            cluster.take_back([merged])
-            call.fail(error, devices, f"its instance has TP{change.group.tp}, and all weights that it had")
+            lost = cluster.take_back([merged])
+            how = "is out of service until it can be made again" if lost else "has all weights that it had"
+            call.fail(error, devices, f"its instance has TP{change.group.tp}, and {how}")
         else:
             call.groups.append(GroupTransform.without_moves(devices, degrees, start))
 

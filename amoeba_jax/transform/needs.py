@@ -54,11 +54,9 @@ class GroupChange:
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
         """Whether nothing moves: requests pause, those that have paused go on in the place of an idle instance, or
         there are no pages, and no weights come back."""
-        if self.up and options.running == "pause":
-            return True
-        if not self.up and old[0].paused and not old[0].running:
-            return True
-        return self.is_idle(options, old)
+        pauses = self.up and options.running == "pause"
+        resumes = not self.up and bool(old[0].paused) and not old[0].running
+        return pauses or resumes or self.is_idle(options, old)
 
     def is_idle(self, options: TransformOptions, old: list[Instance]) -> bool:
         """Whether instances have no pages, paused ones neither, and no weights come back."""

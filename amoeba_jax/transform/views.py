@@ -8,8 +8,11 @@ from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: Scratch) -> Instance:
-    """Make an instance over a group, the devices of several, which have released the same weights. Takes their extents.
-    Pages that they have in the devices' allocators stay there."""
+    """Make an instance over a group, the devices of several, which have released the same weights.
+
+    Takes their extents, `[tp * pages, page_elems]` each, and copies nothing; pages that they have in the devices'
+    allocators stay there. `scratch` has a buffer for each rank. Where making it fails, the members have all they had.
+    """
     sites, factory = [member.site for member in members], cluster.factory
     kv: KvBuffers = []
     for layers in zip(*(site.kv for site in sites), strict=True):
@@ -24,7 +27,8 @@ def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: S
 
 
 def divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
-    """View a site's extents as those of groups side by side over its devices. Takes nothing from it."""
+    """View a site's extents, `[tp * pages, page_elems]` each, as those of groups of equal degree side by side over its
+    devices. Copies nothing, and takes nothing from the site."""
     found: list[KvBuffers] = [[] for _ in groups]
     tp = groups[0].tp
     for layer in site.kv:

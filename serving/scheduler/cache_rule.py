@@ -1,5 +1,7 @@
 """Merges for room in the KV cache: where requests wait for that, and not for devices."""
 
+from collections.abc import Iterable
+
 from serving.scheduler.actions import ScaleUp
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
@@ -32,8 +34,10 @@ class CacheRule:
         self._made: set[tuple[int, ...]] = set()
         """Devices that were merged."""
         self._base_rate = 0.0
+        """That of the base degree when a group last merged."""
         self._slower_until_s: dict[int, float] = {}
         self._left_alone_s: dict[int, float] = {}
+        """For how long degrees are left alone the next time that they prove slower."""
         self._proved: set[int] = set()
         """Degrees that were seen to generate as much on each device as the base degree."""
 
@@ -55,11 +59,11 @@ class CacheRule:
             self._compare(view, steady)
 
     @staticmethod
-    def _rates(view: ClusterView, steady: list[InstanceView], *, full: bool = True) -> dict[int, list[float]]:
+    def _rates(view: ClusterView, instances: Iterable[InstanceView], *, full: bool = True) -> dict[int, list[float]]:
         """Requests by seconds of a step, for each device, by degree: of instances that are full and have no long
         requests, which are as fast as they can be, or of all."""
         rates: dict[int, list[float]] = {}
-        for instance in steady:
+        for instance in instances:
             is_full = instance.used_tokens >= _FULL * instance.capacity_tokens or not instance.free_slots
             if instance.step_s and (not full or (is_full and not view.has_long(instance))):
                 rate = len(instance.running) / instance.step_s / instance.degree
@@ -106,7 +110,7 @@ class CacheRule:
             return None
         if room.unsteady or (degree := self._best(view)) is None:
             return None
-        if (base := self._rates(view, list(view.instances)).get(view.base_degree)) is None:
+        if (base := self._rates(view, view.instances).get(view.base_degree)) is None:
             return None
         groups = []
         for devices in view.groups(degree):

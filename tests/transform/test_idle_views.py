@@ -1,5 +1,7 @@
-"""Instances without requests and cached pages, whose weights stay: others are put in their place at once."""
+"""Instances without requests and cached pages: others are put in their place at once, if no weights come back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,6 +17,24 @@ from amoeba_jax.transform import views
 from amoeba_jax.weights.store import WeightStore
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+@contextmanager
+def failing(owner: Any, name: str, number: int) -> Iterator[None]:
+    """Have the call of a function with that number, from 1, fail."""
+    call, count = getattr(owner, name), 0
+
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise jax.errors.JaxRuntimeError("injected")
+        return call(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, replaced)
+        yield
+    assert count >= number
 
 
 def test_nothing_moves_and_answers_are_the_same(idle: LLM):
@@ -62,19 +82,8 @@ def test_a_release_that_fails_leaves_an_instance_of_the_degree(idle: LLM, number
     expected = tokens(idle.generate(prompts, params))
     forget_prefixes(idle)
     before = ledger_entries(idle)
-    release, count = WeightStore.release, 0
-
-    def failing(*arguments: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == number:
-            raise jax.errors.JaxRuntimeError("injected")
-        return release(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightStore, "release", failing)
-        with pytest.raises(TransformError, match=r"injected.*has TP4, and all weights"):
-            idle.transform(4)
+    with failing(WeightStore, "release", number), pytest.raises(TransformError, match=r"has TP4, and has all weights"):
+        idle.transform(4)
     assert [i.tensor_parallel_size for i in idle.instances] == [4]
     assert ledger_entries(idle) == before
     assert tokens(idle.generate(prompts, params)) == expected
@@ -102,20 +111,8 @@ def test_what_fails_leaves_all_as_it_was(idle: LLM, degree: int, owner: Any, nam
     forget_prefixes(idle)
     idle.transform(other, release_weights=False)
     before = ledger_entries(idle)
-    call, count = getattr(owner, name), 0
-
-    def failing(*arguments: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == number:
-            raise jax.errors.JaxRuntimeError("injected")
-        return call(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, failing)
-        with pytest.raises(TransformError, match="injected"):
-            idle.transform(degree, release_weights=False)
-    assert count == number
+    with failing(owner, name, number), pytest.raises(TransformError, match="injected"):
+        idle.transform(degree, release_weights=False)
     assert [i.tensor_parallel_size for i in idle.instances] == [other] * (4 // other)
     assert ledger_entries(idle) == before
     assert tokens(idle.generate(prompts, params)) == expected
