@@ -121,12 +121,14 @@ def as_bits(array: jax.Array) -> jax.Array:
 def scatter_pieces(
     rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
 ) -> list[jax.Array]:
-    """Puts pieces where their ids say, which count over all of `rows`. A negative id puts nothing."""
+    """Puts pieces where their ids say, all different, which count over all of `rows`. A negative id puts nothing."""
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))
-        place = jnp.where(inside, ids - start, len(r))  # past the end, so dropped
-        written.append(r.at[place].set(pieces, mode="drop"))
+        # Past the end, so dropped; all different, or XLA writes with atomic operations on GPUs (measured: 0.42 TB/s in
+        # place of 2.0 on an H100).
+        place = jnp.where(inside, ids - start, len(r) + jnp.arange(len(ids)))
+        written.append(r.at[place].set(pieces, mode="drop", unique_indices=True))
     return written
 
 

@@ -23,7 +23,7 @@ def append_kv(
         keys: after rotary embedding.
         values: as projected.
         page_ids: page of each token; a negative id writes nothing (padding).
-        slots: place within the page.
+        slots: place within the page. No two tokens have the same page and place.
     """
     update = jnp.stack([keys, values], axis=2).reshape(-1, keys.shape[-1])  # [N*K*2, h]
     kv_heads = keys.shape[1]
@@ -36,8 +36,10 @@ def append_kv(
         # XLA transpose, hence copy, the extent (measured: 60 ms instead of 10 us for a 60 MiB extent).
         row = (((page_ids - start)[:, None, None] * kv_heads + head) * 2 + key_or_value) * page_size
         rows = extent.reshape(-1, extent.shape[-1])
-        # Past the end, so dropped. (An extent may have more elements than int32 counts; its rows are fewer.)
-        row = jnp.where(inside[:, None, None], row + slots[:, None, None], rows.shape[0])
-        written = rows.at[row.reshape(-1)].set(update.astype(extent.dtype), mode="drop")
+        # Past the end, so dropped; all different, so that XLA needs no atomic operations on GPUs. (An extent may have
+        # more elements than int32 counts; its rows are fewer.)
+        past = rows.shape[0] + jnp.arange(row.size).reshape(row.shape)
+        row = jnp.where(inside[:, None, None], row + slots[:, None, None], past)
+        written = rows.at[row.reshape(-1)].set(update.astype(extent.dtype), mode="drop", unique_indices=True)
         out.append(written.reshape(extent.shape))
     return out

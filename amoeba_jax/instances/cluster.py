@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.compiling import Executable
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.memory import ACTIVATION_KINDS
+from amoeba_jax.programs.memory import ACTIVATION_KINDS, MemoryPlan
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.loading import OpenWeights
 from amoeba_jax.weights.store import WeightStore
@@ -264,16 +264,11 @@ class Cluster:
         instances = []
         for group in self.sub_meshes.groups(tp):
             kv = [
-                [assemble(group, list(self._base_extents(group))), *self.weights.release(group, layer, 1, tp)]
-                for layer in range(dims.config.num_layers)
+                [assemble(group, extents), *self.weights.release(group, layer, 1, tp)]
+                for layer, extents in enumerate(allocate_cache(plan, dims, group))
             ]
             instances.append(self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp))
         self.instances = tuple(instances)
-
-    def _base_extents(self, group: SubMesh) -> Iterator[jax.Array]:
-        shape = (self.memory_plan.num_pages, self.dims.pages.page_elems)
-        for device in group.devices:
-            yield jnp.zeros(shape, self.dims.dtype, device=device)
 
     def close(self) -> None:
         """Drop every device buffer."""
@@ -283,6 +278,27 @@ class Cluster:
         self.lost = {}
         self.factory.close()
         self.weights.release_all()
+
+
+def allocate_cache(plan: MemoryPlan, dims: ModelDims, group: SubMesh) -> list[list[jax.Array]]:
+    """Each layer's pages that are cache at every degree, on each of a group's devices.
+
+    Raises `MemoryBudgetError` where they do not fit, here and not in the first step: JAX makes arrays later.
+    """
+    shape, layers = (plan.num_pages, dims.pages.page_elems), range(dims.config.num_layers)
+    try:
+        return jax.block_until_ready(
+            [[jnp.zeros(shape, dims.dtype, device=device) for device in group.devices] for _ in layers]
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryBudgetError(
+            f"a device could not allocate the KV cache, {len(layers)} layers of "
+            f"{format_bytes(plan.num_pages * plan.page_bytes)} each, within a budget of "
+            f"{format_bytes(plan.budget_bytes)}: choose a smaller device_memory or memory_utilization. On a GPU the "
+            "rest of its memory may be in use, or in pieces (XLA_PYTHON_CLIENT_PREALLOCATE=false makes pieces)"
+        ) from error
 
 
 def drop_frames(error: BaseException) -> None:

@@ -279,12 +279,9 @@ def _embedded(
     Tokens are those that the host knows, and in place of the others those that the previous steps sampled.
     """
     sources = fields["sources"]
-
-    def embed() -> jax.Array:
-        tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
-        return model.embedding(tokens).astype(hidden.dtype)
-
-    return jax.lax.cond(first, embed, lambda: hidden)
+    tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
+    # Not a branch: a GPU's host would wait for all that is queued before it launches one.
+    return jnp.where(first, model.embedding(tokens).astype(hidden.dtype), hidden)
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:

@@ -87,7 +87,7 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
     queries = parts * _ROWS * (2 * h + 8)
     stages = 2 * config.stages * config.block_tokens * h * shape.kv_itemsize
     operands = 2 if converts else int(groups > 1 and not config.split_keys)
-    own = operands * groups * config.block_tokens * h * 2 + groups * config.block_tokens * 4
+    own = operands * groups * config.block_tokens * h * 2
     out = groups * _ROWS * ((64 if h % 64 == 0 else h) + 2) * 4
     return queries + stages + own + out
 

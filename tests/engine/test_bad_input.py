@@ -4,7 +4,9 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -89,6 +91,29 @@ def test_budget_below_the_weights_says_how_much_is_needed(directory: Path):
         assert llm.instances[0].kv_total_pages == 1
     with pytest.raises(MemoryBudgetError):
         LLM(directory, **SETTINGS | {"device_memory": needed - 1})
+
+
+def test_device_with_less_memory_than_the_budget(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    """As where other programs use the device too. The engine says so when it starts, not with its first step."""
+    from amoeba_jax.instances import cluster
+
+    def zeros(shape: tuple[int, ...], dtype: str, *, device: jax.Device) -> jax.Array:
+        if len(made) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        made.append(jax.device_put(np.zeros(shape, dtype), device))
+        return made[-1]
+
+    made: list[jax.Array] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "jnp", SimpleNamespace(zeros=zeros))
+        with pytest.raises(
+            MemoryBudgetError, match=r"could not allocate the KV cache, .* within a budget of 16\.0 MiB"
+        ):
+            LLM(directory, **SETTINGS)
+    with LLM(directory, **SETTINGS) as llm:
+        assert (
+            len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+        )
 
 
 @pytest.mark.parametrize("size", ["lots", "-1GiB", "2 parsec"])

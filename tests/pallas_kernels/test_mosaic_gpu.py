@@ -4,6 +4,7 @@ The interpreter runs the kernel's warpgroups as threads over simulated shared me
 also finds accesses that no barrier orders. It is slow, so shapes are as small as the kernel allows.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,20 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Shape, check_output, make_case
+from hopper_shapes import BASE, CHUNK, CONFIGS, DECODE, E4M3, E5M2, ONE_GROUP, PREFILL, SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.paged_attention import Options, PageLayout, PageTable
 from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, unsupported
-from pallas_kernels.paged_attention.mosaic_gpu.support import HEAD_SIZES, PAGE_SIZES
 from pallas_kernels.paged_attention.tuning import KernelConfig
 
 FINDS_RACES = jax.__version_info__ >= (0, 12)
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-DECODE = KernelConfig(block_tokens=64, stages=4, warpgroups=2, split_keys=True, splits=2, thread_blocks=3)
-ONE_GROUP = KernelConfig(block_tokens=64, stages=2, warpgroups=1, split_keys=False, splits=1, thread_blocks=2)
-PREFILL = KernelConfig(block_tokens=64, stages=2, warpgroups=2, split_keys=False, splits=1, thread_blocks=2)
 SMALL = Shape(B=2, T=1, K=1, G=2, h=64, page_size=16, width=9, extents=1, window=None, dtype="bfloat16")
 
 # --- interpreted ----------------------------------------------------------------------------------------------
@@ -114,31 +112,12 @@ def is_kernel(text: str) -> bool:
     return "mosaic_gpu" in text and "paged_attention_kernel" in text
 
 
-BASE = Shape(B=3, T=1, K=2, G=4, h=128, page_size=16, width=40, extents=1, window=None, dtype="bfloat16")
-CHUNK = replace(BASE, B=1, T=200)
-LOWERED = {
-    **{f"{n} elements a head": replace(BASE, h=n) for n in HEAD_SIZES},
-    **{f"chunk, {n} elements a head": replace(CHUNK, h=n) for n in HEAD_SIZES},
-    **{f"fp8, {n} elements a head": replace(BASE, h=n, kv_dtype=E4M3) for n in HEAD_SIZES},
-    **{f"fp8 chunk, {n} elements a head": replace(CHUNK, h=n, kv_dtype=E5M2) for n in (80, 256)},
-    **{f"{n} tokens a page": replace(BASE, page_size=n, h=64) for n in PAGE_SIZES if n != 16},
-    **{f"{order.name}": replace(BASE, layout=order, h=64) for order in PageLayout},
-    "chunk of pages of 8 tokens": replace(CHUNK, page_size=8, h=64),
-    "chunk of 13 extents, everything": replace(CHUNK, extents=13, window=64, soft_cap=30.0, sinks=True),
-    "everything": replace(BASE, window=64, soft_cap=30.0, sinks=True, kv_dtype=E4M3, extents=2),
-    "one query head for each KV head": replace(BASE, G=1, dtype="float16"),
-    "seven query heads for each KV head": replace(CHUNK, G=7, dtype="float16"),
-}
-
-
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", SHAPES)
 def test_variant_lowers_for_cuda_without_a_gpu(name):
-    assert is_kernel(lower(LOWERED[name]))
+    assert is_kernel(lower(SHAPES[name]))
 
 
-@pytest.mark.parametrize(
-    "config", [DECODE, ONE_GROUP, PREFILL, replace(ONE_GROUP, splits=4), replace(PREFILL, splits=2, block_tokens=128)]
-)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_sizes_that_a_table_may_hold_lower(config):
     assert is_kernel(lower(replace(BASE, h=64), config))
 
@@ -146,6 +125,36 @@ def test_sizes_that_a_table_may_hold_lower(config):
 def test_sizes_that_do_not_fit_in_shared_memory_are_refused():
     with pytest.raises(ValueError, match="bytes of shared memory"):
         lower(BASE, replace(DECODE, stages=20))
+
+
+def kernel_equations(shape: Shape, config: KernelConfig) -> list[Any]:
+    """Equations of the kernel's own program, of its branches and loops too."""
+
+    def call(queries, extents, tables, positions, sinks, scales):
+        options = Options(shape.h**-0.5, shape.window, shape.soft_cap, sinks, scales, shape.layout.value)
+        return mosaic_gpu_paged_attention(queries, extents, tables, positions, options, config=config)
+
+    def within(jaxpr: Any, inside: bool) -> Iterator[Any]:
+        for equation in jaxpr.eqns:
+            if inside:
+                yield equation
+            launches = "paged_attention_kernel" in str(equation.params.get("name", ""))
+            for inner in jaxprs_in_params(equation.params):
+                yield from within(inner, inside or launches)
+
+    return list(within(jax.make_jaxpr(call)(*abstract_call(shape)).jaxpr, False))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [BASE, replace(CHUNK, window=64), SHAPES["everything"]], ids=["decode", "chunk", "fp8"]
+)
+def test_no_reduction_goes_over_rows(shape, config):
+    """Rows lie in several warps. Between warps Mosaic reduces through shared memory that warpgroups have in common, and
+    both compute at the same time: on an H100 results were wrong."""
+    reductions = [e for e in kernel_equations(replace(shape, h=64), config) if e.primitive.name.startswith("reduce_")]
+    assert len(reductions) >= 3  # greatest score, sum of weights, keys that are seen
+    assert {e.params["axes"] for e in reductions if e.invars[0].aval.ndim == 2} == {(1,)}
 
 
 # --- dispatch -------------------------------------------------------------------------------------------------

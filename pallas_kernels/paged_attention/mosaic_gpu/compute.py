@@ -136,22 +136,10 @@ def _compute_block(
     _release(v, scratch["keys_free"].at[slot])
     scores = _scaled(v, refs, item, scores)
 
-    def visible() -> jax.Array:
-        if v.interpret:
-            column = lax.broadcasted_iota(jnp.int32, shape, 1)
-        else:
-            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
-        position = column + starts[0]
-        for place, start in enumerate(starts[1:], 1):
-            offset = place * v.unit_tokens
-            position = jnp.where(column >= offset, column + (start - offset), position)
-        row = _columns(v, rows.positions, shape)
-        mask = position <= row
-        if v.sliding_window is not None:
-            mask &= position > row - v.sliding_window
-        return mask
+    def masked(scores: jax.Array) -> jax.Array:
+        return jnp.where(_visible(v, starts, _columns(v, rows.positions, shape), key_axis=1), scores, -jnp.inf)
 
-    scores = lax.cond(partly, lambda s: jnp.where(visible(), s, -jnp.inf), lambda s: s, scores)
+    scores = lax.cond(partly, masked, lambda s: s, scores)
     max_logit = jnp.maximum(state.max_logit, scores.max(axis=1))
     finite = jnp.where(max_logit == -jnp.inf, 0.0, max_logit)  # a row that has seen nothing yet
     decay = jnp.exp2(state.max_logit - finite)
@@ -164,9 +152,9 @@ def _compute_block(
     operand = scratch["value_operand"].at[worker] if v.copies_values else stage
 
     def clean() -> None:
-        seen = jnp.where(visible(), 1.0, 0.0).max(axis=0)
-        scratch["seen"].at[worker][...] = seen
-        seen = _cast(v, scratch["seen"][worker], _WGMMA.reduce(1))
+        # Keys by rows, so that no maximum goes over warps: for those, all warpgroups have the same scratch memory.
+        columns = lax.broadcast_in_dim(_cast(v, scratch["positions"][part], _WGMMA.reduce(0)), shape[::-1], (1,))
+        seen = jnp.where(_visible(v, starts, columns, key_axis=0), 1.0, 0.0).max(axis=1)
         for c in _chunks(v):
             values = _cast(v, stage.at[:, c][...].astype(v.dtype), _WGMMA)
             kept = jnp.where(_columns(v, seen, values.shape) > 0, values, jnp.zeros_like(values))
@@ -187,6 +175,23 @@ def _compute_block(
     _release(v, scratch["values_free"].at[slot])
     values = [old * _columns(v, decay, old.shape) + new for old, new in zip(state.values, update, strict=True)]
     return _State(max_logit, total, tuple(values))
+
+
+def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
+    """Which rows see which keys of a block: `row_positions`, a matrix, holds them along the axis that has no keys."""
+    shape = row_positions.shape
+    if v.interpret:
+        key = lax.broadcasted_iota(jnp.int32, shape, key_axis)
+    else:
+        key = plgpu.broadcasted_iota(jnp.int32, shape, key_axis, layout=_WGMMA)
+    position = key + starts[0]
+    for place, start in enumerate(starts[1:], 1):
+        offset = place * v.unit_tokens
+        position = jnp.where(key >= offset, key + (start - offset), position)
+    mask = position <= row_positions
+    if v.sliding_window is not None:
+        mask &= position > row_positions - v.sliding_window
+    return mask
 
 
 def _chunks(v: Variant) -> list[Any]:

@@ -107,6 +107,11 @@ def mosaic_gpu_paged_attention(
         for field in range(2)
     )
     num_pages = jnp.stack([table.num_pages for table in tables], axis=1)
+    # Not slices of a caller's array: XLA would have the kernel read them where they are, at any multiple of 4 bytes.
+    # Copies to shared memory begin at multiples of 16, and a launch refuses arguments at others than of 256.
+    positions, page_ids, page_positions, num_pages = jax.lax.optimization_barrier(
+        (positions, page_ids, page_positions, num_pages)
+    )
     sinks = scales = None
     if options.sinks is not None:
         sinks = jnp.tile(options.sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2E, (1, length))

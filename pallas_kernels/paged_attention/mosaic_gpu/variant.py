@@ -129,7 +129,6 @@ class Variant:
             "values": stage,
             "key_operand": operand if self.converts else None,
             "value_operand": operand if self.copies_values else None,
-            "seen": plgpu.SMEM((groups, self.block_tokens), jnp.float32),
             "out": _tiled((groups, ROWS, self.store_chunk), self.out_dtype),
             "statistics": plgpu.SMEM((groups, 2, ROWS), jnp.float32) if self.partials > 1 else None,
             "queries_ready": plgpu.Barrier(num_arrivals=self.parts * (2 + self.has_sinks)),
