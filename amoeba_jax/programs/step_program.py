@@ -279,9 +279,15 @@ def _embedded(
     Tokens are those that the host knows, and in place of the others those that the previous steps sampled.
     """
     sources = fields["sources"]
-    tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
-    # Not a branch: a GPU's host would wait for all that is queued before it launches one.
-    return jnp.where(first, model.embedding(tokens).astype(hidden.dtype), hidden)
+
+    def embed() -> jax.Array:
+        tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
+        return model.embedding(tokens).astype(hidden.dtype)
+
+    # A branch costs 1% of a step less on CPU. For one on a GPU, XLA's host thread waits until the device gets there.
+    return jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.cond(first, embed, lambda: hidden), default=lambda: jnp.where(first, embed(), hidden)
+    )
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
