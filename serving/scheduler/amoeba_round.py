@@ -1,6 +1,8 @@
 """One decision of the policy `amoeba`: which request goes where, by the room that is left."""
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
@@ -12,6 +14,20 @@ from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+
+class _Group(NamedTuple):
+    """Instances that may merge, in the order in which they are chosen; `devices` differ, so `members` do not count."""
+
+    mixed: bool
+    minus_free: int
+    devices: tuple[int, ...]
+    members: tuple[InstanceView, ...]
+
+    @classmethod
+    def of(cls, room: Room, degree: int, devices: tuple[int, ...], members: tuple[InstanceView, ...]) -> "_Group":
+        """By the room that is left."""
+        return cls(len({len(i.devices) for i in members}) > 1, -room.merged_free(members, degree), devices, members)
 
 
 class Round:
@@ -33,7 +49,8 @@ class Round:
         """Instances that no merge may take: they split or merge, or make room for someone."""
         self.special = {**room.merged, **room.unsteady}
         """Instances that may hold long requests, now or when their transition has ended."""
-        self._sorted: dict[int, tuple[int, list[tuple[InstanceView, ...]]]] = {}
+        self._sorted: dict[int, tuple[int, list[_Group]]] = {}
+        """Groups that may merge to a degree, and how much of `Room.taken` they are ordered by."""
         self._roomiest: list[InstanceView] | None = None
         """Merged instances where no room is set aside yet for a long request that waits; most room first."""
         self.to_come: list[int] = []
@@ -90,8 +107,7 @@ class Round:
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
             return [self._dispatch(instance, request, "the highest degree with room for a long request")]
-        waits = any(capacity >= request.max_total_tokens for capacity in self._capacities())
-        if waits:
+        if max([self._largest_present, *self.to_come]) >= request.max_total_tokens:
             if preempts := self._preempt(request):
                 return [*preempts]
             if (merge := self._merge_again(request)) is not None:
@@ -169,10 +185,10 @@ class Round:
             return None  # it splits when what runs there has ended
         return None
 
-    def _capacities(self) -> list[int]:
-        """Capacities of instances for long requests: present ones, and those to come."""
-        present = [i for i in self.special.values() if not i.draining]
-        return [*self.to_come, *map(self.view.capacity_to_come, present)]
+    @cached_property
+    def _largest_present(self) -> int:
+        """The largest capacity of present instances for long requests, now or when they have changed; -1: of none."""
+        return max((self.view.capacity_to_come(i) for i in self.special.values() if not i.draining), default=-1)
 
     def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
         load = self.room.load(instance)
@@ -213,23 +229,25 @@ class Round:
     def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
         """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
         degree = self._degree_for(request)
-        made, groups = self._sorted.get(degree, (-1, []))
-        if made != self.room.num_given:
-            groups = self._sort_groups(degree)
-            self._sorted[degree] = self.room.num_given, groups
-        return filter(self._may_merge, groups)
+        seen, ranked = self._sorted.get(degree, (0, None))
+        room, taken = self.room, self.room.taken
+        if ranked is None:
+            options = ((devices, room.parts(devices)) for devices in self.view.groups(degree))
+            ranked = sorted(
+                _Group.of(room, degree, devices, members)
+                for devices, members in options
+                if members is not None and self._may_merge(members) and (devices, degree) not in self.view.refused
+            )
+        elif changed := set(taken[seen:]):  # a few, so that most are in order
+            ranked = sorted(
+                group if changed.isdisjoint(group.devices) else _Group.of(room, degree, group.devices, group.members)
+                for group in ranked
+            )
+        self._sorted[degree] = len(taken), ranked
+        return filter(self._may_merge, (group.members for group in ranked))
 
     def _may_merge(self, members: tuple[InstanceView, ...]) -> bool:
         return self.busy.isdisjoint([i.id for i in members])
-
-    def _sort_groups(self, degree: int) -> list[tuple[InstanceView, ...]]:
-        view, room, candidates = self.view, self.room, []
-        for devices in view.groups(degree):
-            members = room.parts(devices)
-            if members is not None and self._may_merge(members) and (devices, degree) not in view.refused:
-                mixed = len({len(i.devices) for i in members}) > 1
-                candidates.append((mixed, -room.merged_free(members, degree), devices, members))
-        return [members for _, _, _, members in sorted(candidates, key=lambda c: c[:3])]
 
     def _merge(self, request: WaitingRequest, why: str = "") -> ScaleUp | None:
         """Merge the least-loaded group, if the instance that it makes has room for the request at once."""

@@ -45,18 +45,28 @@ class CacheRule:
         """Take note of a snapshot. `pressed`: a short request found no room when decisions were last made."""
         if self._after_s is None:
             return
-        steady = [i for i in view.instances if i.transition_to is None]
-        base = [i for i in steady if i.degree == view.base_degree] or steady
-        if pressed and 2 * sum(i.free_slots > 0 for i in base) >= len(base):
+        if pressed and self._have_slots(view):
             self._since_s = view.now_s if self._since_s is None else self._since_s
             self._lacked_s = view.now_s
         else:
             self._since_s = None
         if self._made:
+            steady = [i for i in view.instances if i.transition_to is None]
             present = {i.devices for i in steady}
             changing = {device for i in view.instances if i.transition_to is not None for device in i.devices}
             self._made = {it for it in self._made if it in present or not changing.isdisjoint(it)}
             self._compare(view, steady)
+
+    @staticmethod
+    def _have_slots(view: ClusterView) -> bool:
+        """Whether at least half of the instances of the base degree, or of all where there is none, have slots."""
+        base_degree, by_degree = view.base_degree, [[0, 0], [0, 0]]
+        for instance in view.instances:
+            if instance.transition_to is None:
+                counts = by_degree[instance.degree == base_degree]
+                counts[instance.free_slots > 0] += 1
+        without, having = by_degree[1] if any(by_degree[1]) else by_degree[0]
+        return having >= without
 
     @staticmethod
     def _rates(view: ClusterView, instances: Iterable[InstanceView], *, full: bool = True) -> dict[int, list[float]]:

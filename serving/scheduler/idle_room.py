@@ -20,10 +20,13 @@ class IdleRoom:
     def find(self, request: WaitingRequest) -> tuple[InstanceView, str] | None:
         """An instance where a request ends in time, by what was measured, and why."""
         room, need = self._room, self._room.need(request)
+        times: dict[int, float | None] = {}  # by degree
         for instance, wait_s, set_aside in self._idle.values():
             if room.free(instance) + set_aside < need or instance.capacity_tokens < request.max_total_tokens:
                 continue
-            run_s = estimates.run_s(self._view, instance.degree, request)
+            if (degree := instance.degree) not in times:
+                times[degree] = estimates.run_s(self._view, degree, request)
+            run_s = times[degree]
             if run_s is not None and run_s <= wait_s and room.takes(instance) and room.has_slot(instance):
                 return instance, f"a long request waits there for {wait_s:.1f} s more, and it ends in {run_s:.1f} s"
         return None

@@ -94,7 +94,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 def without_paused(view: ClusterView) -> ClusterView:
     """The same, with groups that have paused requests draining."""
-    if all(i.paused_degree is None for i in view.instances):
+    if not [i for i in view.instances if i.paused_degree is not None]:  # a list is faster than `any`, for a thousand
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)
     return replace(view, instances=instances)

@@ -109,11 +109,11 @@ class Scheduler:
                 retry_s = self._backoff.refuse(action, view.now_s)
                 level = logging.INFO if outcome.soon else logging.WARNING
                 self._log(action, "refused", level, detail=outcome.detail, retry_s=retry_s)
-        moving = {instance.id for instance in view.instances if instance.transition_to is not None}
+        dispatched = {d.action.instance_id for d in decisions if isinstance(d.action, Dispatch) and d.outcome.accepted}
         joined = (
-            d.action.instance_id in moving for d in decisions if isinstance(d.action, Dispatch) and d.outcome.accepted
+            any(i.transition_to is not None and i.id in dispatched for i in view.instances) if dispatched else False
         )
-        return decisions, any(joined)
+        return decisions, joined
 
     def _count(self, action: Action) -> None:
         counters = self.counters

@@ -45,11 +45,15 @@ class SplitRule:
         """
         before, self._wanted_s = self._wanted_s, {}
         leaving = []
+        waiting: dict[int, int] = {}  # the largest by capacity: many instances have the same
+        lower = {degree: [d for d in view.limits if view.base_degree <= d < degree] for degree in view.limits}
         for instance in merged:
             if instance.degree <= view.base_degree or instance.transition_to is not None or instance.draining:
                 continue
-            needed = self._needed(view, instance, max(instance.largest, largest(instance.capacity_tokens)))
-            for degree in (d for d in view.limits if view.base_degree <= d < instance.degree):
+            if (capacity := instance.capacity_tokens) not in waiting:
+                waiting[capacity] = largest(capacity)
+            needed = self._needed(view, instance, max(instance.largest, waiting[capacity]))
+            for degree in lower[instance.degree]:
                 # As long as a degree is needed, it is wanted to split to none below it.
                 known = before.get((instance.devices, degree), view.now_s)
                 self._wanted_s[instance.devices, degree] = view.now_s if degree < needed else known

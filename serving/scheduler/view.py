@@ -113,7 +113,7 @@ class InstanceView:
     paused_degree: int | None = None
     """Degree of the instances of `paused`: a split to it lets them go on. None where no request is paused."""
 
-    @property
+    @cached_property
     def degree(self) -> int:
         """The TP degree."""
         return len(self.devices)
