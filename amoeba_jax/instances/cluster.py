@@ -1,10 +1,11 @@
 """The devices of an engine, what lies in their memory, and the instances over them."""
 
+import contextlib
 import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -89,13 +90,14 @@ class Cluster:
         plan = self.memory_plan
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load)
-        self.factory = InstanceFactory(
-            self.plan, self.weights, self.executables, lambda: self.on_result(), self.config.tensor_parallel_size
-        )
-        for ledger in self.ledgers:
-            ledger.add(Owner.SAMPLING, plan.sampling_bytes)
-            ledger.add(Owner.HIDDEN, plan.hidden_bytes)
-        self._build(self.config.tensor_parallel_size)
+        with allocation_errors(plan):
+            self.factory = InstanceFactory(
+                self.plan, self.weights, self.executables, lambda: self.on_result(), self.config.tensor_parallel_size
+            )
+            for ledger in self.ledgers:
+                ledger.add(Owner.SAMPLING, plan.sampling_bytes)
+                ledger.add(Owner.HIDDEN, plan.hidden_bytes)
+            self._build(self.config.tensor_parallel_size)
         for ledger in self.ledgers:
             ledger.reserve("activations", self._activation_bytes)
             ledger.reserve("staging", plan.staging_bytes)
@@ -265,10 +267,16 @@ class Cluster:
         for group in self.sub_meshes.groups(tp):
             kv = [
                 [assemble(group, extents), *self.weights.release(group, layer, 1, tp)]
-                for layer, extents in enumerate(allocate_cache(plan, dims, group))
+                for layer, extents in enumerate(self._base_extents(group))
             ]
             instances.append(self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp))
         self.instances = tuple(instances)
+
+    def _base_extents(self, group: SubMesh) -> list[list[jax.Array]]:
+        """Each layer's pages that are cache at every degree, on each of a group's devices, once they are there."""
+        shape, dtype = (self.memory_plan.num_pages, self.dims.pages.page_elems), self.dims.dtype
+        layers = range(self.dims.config.num_layers)
+        return jax.block_until_ready([[jnp.zeros(shape, dtype, device=d) for d in group.devices] for _ in layers])
 
     def close(self) -> None:
         """Drop every device buffer."""
@@ -280,24 +288,20 @@ class Cluster:
         self.weights.release_all()
 
 
-def allocate_cache(plan: MemoryPlan, dims: ModelDims, group: SubMesh) -> list[list[jax.Array]]:
-    """Each layer's pages that are cache at every degree, on each of a group's devices.
-
-    Raises `MemoryBudgetError` where they do not fit, here and not in the first step: JAX makes arrays later.
-    """
-    shape, layers = (plan.num_pages, dims.pages.page_elems), range(dims.config.num_layers)
+@contextlib.contextmanager
+def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
+    """Says of an allocation that failed by how much less there was than the budget. What is allocated has to be awaited
+    within, or JAX tells with the first step: it makes arrays later."""
     try:
-        return jax.block_until_ready(
-            [[jnp.zeros(shape, dims.dtype, device=device) for device in group.devices] for _ in layers]
-        )
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryBudgetError(
-            f"a device could not allocate the KV cache, {len(layers)} layers of "
-            f"{format_bytes(plan.num_pages * plan.page_bytes)} each, within a budget of "
-            f"{format_bytes(plan.budget_bytes)}: choose a smaller device_memory or memory_utilization. On a GPU the "
-            "rest of its memory may be in use, or in pieces (XLA_PYTHON_CLIENT_PREALLOCATE=false makes pieces)"
+            f"a device could not allocate what the engine plans within a budget of {format_bytes(plan.budget_bytes)}, "
+            f"of which each layer's KV cache takes {format_bytes(plan.num_pages * plan.page_bytes)}: choose a smaller "
+            "device_memory or memory_utilization. On a GPU the rest of its memory may be in use, or in pieces "
+            "(XLA_PYTHON_CLIENT_PREALLOCATE=false makes pieces)"
         ) from error
 
 

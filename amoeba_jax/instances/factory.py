@@ -48,6 +48,7 @@ class InstanceFactory:
         self._sampling_states = [
             SamplingState.zeros(plan.num_slots, self._dims.config.vocab_size, device) for device in devices
         ]
+        jax.block_until_ready([(state.flags, state.bias) for state in self._sampling_states])
         self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
         self.allocators = [self.new_allocator(released) for _ in devices]
 
@@ -115,9 +116,10 @@ class InstanceFactory:
 
     def _new_scratch(self, group: SubMesh) -> Scratch:
         shape = (self._dims.config.hidden_size, self._plan.hidden_tokens)
+        hidden = [jnp.zeros(shape, self._dims.dtype, device=device) for device in group.devices]
         return Scratch(
             [jax.device_put(np.zeros(self._plan.num_slots, np.int32), device) for device in group.devices],
-            [jnp.zeros(shape, self._dims.dtype, device=device) for device in group.devices],
+            jax.block_until_ready(hidden),
         )
 
     def scratch_of(self, instance: Instance) -> Scratch:
@@ -128,7 +130,8 @@ class InstanceFactory:
         return Scratch(disassemble(instance.group, runner.last_tokens), runner.hidden.release())
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """An instance with allocators and extents of its own, all new."""
+        """An instance with allocators and extents of its own, all new, once they are there: where memory is short, that
+        is known here and not with the first step."""
         allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
         pages = self._plan.extent_pages(released)
         shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in pages]
@@ -136,7 +139,7 @@ class InstanceFactory:
             [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes]
             for _ in range(self._dims.config.num_layers)
         ]
-        return self.new_instance(group, allocators, kv, released)
+        return self.new_instance(group, allocators, jax.block_until_ready(kv), released)
 
     def close(self) -> None:
         """Drop the device buffers that instances share."""

@@ -117,8 +117,8 @@ class Head(nnx.Module):
 class SegmentPlan:
     """A segment's place in the model: consecutive layers, or the head alone.
 
-    Every segment of layers has the embedding too, which the one that begins a step uses: so all runs of layers that
-    compute alike share one executable, and the embedding needs none of its own.
+    Every segment of layers has the embedding too, for the one that begins a step: so all runs of layers that compute
+    alike share one executable, and the embedding needs none of its own.
 
     Attributes:
         start: its first layer; the number of layers for the head.

@@ -30,9 +30,9 @@ def few_kernels(platform: str) -> Options:
 
 
 def step_options(platform: str) -> Options:
-    """Options for layers, which are compiled with LLVM's level 2 on CPU. Against its default, 3, programs of three
-    layers of SmolLM2 take 0.9 of the time to compile, and steps of Llama-125M 0.97 to 0.99 (batch 1, 8, 32; level 1:
-    up to 1.05, and no less to compile). The head has none: with level 1 it took longer."""
+    """Options for layers, which are compiled with LLVM's level 2 on CPU: no slower to compile than with level 1, and
+    steps are shorter than with that and with the default, 3 (figures: docs/startup.md). The head has none: with level 1
+    it took longer."""
     # Tests turn optimizations off, which that would undo: what compiles in the least time then (0.8 of it).
     if jax.config.read("jax_disable_most_optimizations"):
         return few_kernels(platform)

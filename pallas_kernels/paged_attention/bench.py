@@ -171,7 +171,9 @@ def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
     moved = table.page_ids.reshape(-1)[: max(1, num_pages // 4)]
     flat = extent.reshape(num_pages, -1)
     pack = jax.jit(lambda e, ids: e[ids])
-    unpack = jax.jit(lambda e, ids, contents: e.at[ids].set(contents, mode="drop"), donate_argnums=0)
+    unpack = jax.jit(
+        lambda e, ids, contents: e.at[ids].set(contents, mode="drop", unique_indices=True), donate_argnums=0
+    )
     staged = pack(flat, moved)
     held = {"pages": jnp.copy(extent), "flat": jnp.copy(flat)}
 

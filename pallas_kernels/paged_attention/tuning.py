@@ -114,7 +114,7 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
 
 
 def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> KernelConfig:
-    """Sizes by rule, from the limits of shared memory and registers; not measured on a device yet."""
+    """Sizes by rule, from the limits of shared memory and registers; none was tuned on a device yet."""
     decode = shape.phase == "decode"
     # With a head size of 256 one warpgroup's output fills its registers, and two of them shared memory.
     warpgroups = 1 if shape.head_dim > 128 else 2

@@ -50,7 +50,7 @@ class Round:
         self.special = {**room.merged, **room.unsteady}
         """Instances that may hold long requests, now or when their transition has ended."""
         self._sorted: dict[int, tuple[int, list[_Group]]] = {}
-        """Groups that may merge to a degree, and how much of `Room.taken` they are ordered by."""
+        """Groups that may merge to a degree, and how many of `Room.changed_free` they are ordered by."""
         self._roomiest: list[InstanceView] | None = None
         """Merged instances where no room is set aside yet for a long request that waits; most room first."""
         self.to_come: list[int] = []
@@ -229,8 +229,8 @@ class Round:
     def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
         """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
         degree = self._degree_for(request)
-        seen, ranked = self._sorted.get(degree, (0, None))
-        room, taken = self.room, self.room.taken
+        num_seen, ranked = self._sorted.get(degree, (0, None))
+        room, changed_free = self.room, self.room.changed_free
         if ranked is None:
             options = ((devices, room.parts(devices)) for devices in self.view.groups(degree))
             ranked = sorted(
@@ -238,12 +238,12 @@ class Round:
                 for devices, members in options
                 if members is not None and self._may_merge(members) and (devices, degree) not in self.view.refused
             )
-        elif changed := set(taken[seen:]):  # a few, so that most are in order
+        elif changed := set(changed_free[num_seen:]):  # a few, so that most are in order
             ranked = sorted(
                 group if changed.isdisjoint(group.devices) else _Group.of(room, degree, group.devices, group.members)
                 for group in ranked
             )
-        self._sorted[degree] = len(taken), ranked
+        self._sorted[degree] = len(changed_free), ranked
         return filter(self._may_merge, (group.members for group in ranked))
 
     def _may_merge(self, members: tuple[InstanceView, ...]) -> bool:

@@ -46,8 +46,8 @@ class Room:
         self._slots: dict[int, int] = {}
         self._given: dict[int, int] = {}
         self._closed: set[int] = set()
-        self.taken: list[int] = []
-        """Instances of which tokens or slots were taken, in that order."""
+        self.changed_free: list[int] = []
+        """Ids of instances whose free tokens have changed, in that order."""
 
     def _rebuild(self) -> None:
         self._home, self._uncommitted, self._base_by_free, self._base_by_load = {}, {}, [], []
@@ -207,8 +207,8 @@ class Room:
         self._free[number] -= tokens
         self._slots[number] = self._slots.get(number, instance.free_slots) - slots
         self._given[number] = self._given.get(number, 0) + given
-        if tokens or given or slots:
-            self.taken.append(number)
+        if tokens:
+            self.changed_free.append(number)
         if listed:
             self._list(instance)
 

@@ -1,4 +1,4 @@
-"""Calls that the kernel for Hopper takes: every combination of what it distinguishes."""
+"""Calls that the kernel for Hopper takes: everything that it distinguishes at least once, and sizes to run it with."""
 
 from dataclasses import replace
 

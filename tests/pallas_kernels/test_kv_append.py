@@ -113,3 +113,17 @@ def test_extent_of_more_than_two_giga_elements_can_be_addressed(pages):
     new, ids = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
     (after,) = jax.eval_shape(lambda e, k, v, p, s: append_kv([e], (0, pages), k, v, p, s), extent, new, new, ids, ids)
     assert after.shape == extent.shape
+
+
+def test_scatter_says_that_its_rows_differ():
+    """So they have to, those of padding and of other extents too. Otherwise a GPU writes by atomic operations."""
+    extents = [jnp.zeros((pages, 2, 2, 4, 8)) for pages in (3, 2)]
+    tokens, ids = jnp.ones((5, 2, 8)), jnp.asarray([0, -1, 4, -1, 3])
+    written = jax.make_jaxpr(lambda *a: append_kv(a[:2], (0, 3, 5), *a[2:]))(*extents, tokens, tokens, ids, ids % 4)
+    scatters = [e for e in written.eqns if e.primitive.name == "scatter"]
+    assert len(scatters) == 2
+    for scatter in scatters:
+        assert scatter.params["unique_indices"]
+        before = written.jaxpr.replace(eqns=written.eqns, outvars=[scatter.invars[1]])
+        (rows,) = jax.core.eval_jaxpr(before, written.consts, *extents, tokens, tokens, ids, ids % 4)
+        assert len(np.unique(rows)) == 5 * 2 * 2

@@ -107,17 +107,17 @@ def mosaic_gpu_paged_attention(
         for field in range(2)
     )
     num_pages = jnp.stack([table.num_pages for table in tables], axis=1)
-    # Not slices of a caller's array: XLA would have the kernel read them where they are, at any multiple of 4 bytes.
-    # Copies to shared memory begin at multiples of 16, and a launch refuses arguments at others than of 256.
-    positions, page_ids, page_positions, num_pages = jax.lax.optimization_barrier(
-        (positions, page_ids, page_positions, num_pages)
-    )
     sinks = scales = None
     if options.sinks is not None:
         sinks = jnp.tile(options.sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2E, (1, length))
         sinks = jnp.pad(sinks, ((0, 0), (0, tiles * tile_rows - num_rows))).reshape(-1, ROWS)
     if options.kv_scales is not None:
         scales = options.kv_scales.astype(jnp.float32)
+    # Not slices of a caller's array: XLA would have the kernel read them where they are, at any multiple of 4 bytes.
+    # Copies to shared memory begin at multiples of 16, and a launch refuses arguments at others than of 256.
+    packed, positions, page_ids, page_positions, num_pages, scales = jax.lax.optimization_barrier(
+        (packed, positions, page_ids, page_positions, num_pages, scales)
+    )
     arguments = Refs(
         queries=packed.reshape(-1, rows, head_dim),
         row_positions=positions.reshape(-1, ROWS),
