@@ -117,10 +117,10 @@ class StepProgram:
     `weights` the segment's leaves as `leaf_variables` orders them, `kv` one list of extents per layer, `hidden` the
     group's buffer of hidden states `[D, hidden_tokens]`, whose first columns are the step's tokens, `packed` the step's
     batch `[tp, size]`, `last_tokens` `[num_slots]` the token last sampled for each slot, and `first`, a bool, whether
-    the segment begins the step: the tokens' embeddings are what it computes with then. `kv` and `hidden` are donated: the returned arrays are the
-    same memory. With an exchange it takes `(others, send, receive)` besides, the extents of the layers that switch,
-    which are donated, and the phase's ids `[tp, 1, *pieces]`, and returns `others` besides. Nothing that one part
-    computes depends on the other, so XLA can have devices compute while pages are under way.
+    the segment begins the step: the tokens' embeddings are what it computes with then. `kv` and `hidden` are donated:
+    the returned arrays are the same memory. With an exchange it takes `(others, send, receive)` besides, the extents of
+    the layers that switch, which are donated, and the phase's ids `[tp, 1, *pieces]`, and returns `others` besides.
+    Nothing that one part computes depends on the other, so XLA can have devices compute while pages are under way.
 
     The head is called with `(weights, hidden, rows, last_tokens)`, `rows` `[tp, 2 R]` of the step's batch, and returns
     a `HeadOutput`. It donates nothing.
