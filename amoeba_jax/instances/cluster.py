@@ -290,8 +290,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
-    """Says of an allocation that failed by how much less there was than the budget. What is allocated has to be awaited
-    within, or JAX tells with the first step: it makes arrays later."""
+    """Raise `MemoryBudgetError`, which names the budget, for an allocation that fails within. What is allocated has to
+    be awaited within, too: JAX makes arrays later, and would tell with the first step."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -284,7 +284,7 @@ def _embedded(
         tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
         return model.embedding(tokens).astype(hidden.dtype)
 
-    # A branch costs 1% of a step less on CPU. For one on a GPU, XLA's host thread waits until the device gets there.
+    # A branch spares later segments the embedding. On a GPU, XLA's host thread would wait at one for the device.
     return jax.lax.platform_dependent(
         cpu=lambda: jax.lax.cond(first, embed, lambda: hidden), default=lambda: jnp.where(first, embed(), hidden)
     )

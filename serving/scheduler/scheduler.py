@@ -110,9 +110,7 @@ class Scheduler:
                 level = logging.INFO if outcome.soon else logging.WARNING
                 self._log(action, "refused", level, detail=outcome.detail, retry_s=retry_s)
         dispatched = {d.action.instance_id for d in decisions if isinstance(d.action, Dispatch) and d.outcome.accepted}
-        joined = (
-            any(i.transition_to is not None and i.id in dispatched for i in view.instances) if dispatched else False
-        )
+        joined = bool(dispatched) and any(i.transition_to is not None and i.id in dispatched for i in view.instances)
         return decisions, joined
 
     def _count(self, action: Action) -> None:
