@@ -23,6 +23,8 @@ MAX_PENDING_STEPS = 2
 # That one is launched this long before the other is expected to end: requests that come until then are in it, and an
 # urgent one, for which others pause, waits for one step less.
 LAUNCH_LEAD_S = 0.015
+# One that takes less is followed at once: waking up in the middle of it costs 1% of it (28 ms on 2 cores).
+SHORT_STEP_S = 0.04
 
 
 class Launching:
@@ -41,16 +43,18 @@ class Launching:
 
     @staticmethod
     def due_s(instance: Instance) -> float:
-        """Seconds until an instance's next step is to be launched: none before the end of the one that computes is
-        near, or where nothing is known of that; infinite where that one is launched."""
+        """Seconds until an instance's next step is to be launched: none where the one that computes is short or near
+        its end, or where nothing is known of that; infinite where that one is launched."""
         pending = instance.pending
         if len(pending) >= MAX_PENDING_STEPS:
             return math.inf
         if not pending or instance.transition is not None:
             return 0.0
         (step,) = pending
-        ends_at = instance.pace.ends_at(step.launched_at, step.decodes, step.prompt_tokens)
-        return 0.0 if ends_at is None else ends_at - LAUNCH_LEAD_S - time.perf_counter()
+        expected = instance.pace.expected(step.launched_at, step.decodes, step.prompt_tokens)
+        if expected is None or expected.ends_at - expected.begins_at < SHORT_STEP_S:
+            return 0.0
+        return expected.ends_at - LAUNCH_LEAD_S - time.perf_counter()
 
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers

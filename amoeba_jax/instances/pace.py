@@ -19,6 +19,13 @@ class DecodeRate(NamedTuple):
     tokens_per_s: float
 
 
+class ExpectedStep(NamedTuple):
+    """When a step begins, and ends at the earliest."""
+
+    begins_at: float
+    ends_at: float
+
+
 class Pace:
     """Durations of an instance's latest steps: from launch, or from the result of the step before if that came later,
     to the moment in which the host takes the result."""
@@ -54,14 +61,14 @@ class Pace:
         self._taken_at = taken_at
         return seconds
 
-    def ends_at(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> float | None:
-        """When a step that was launched then ends at the earliest, as the latest ones of its kind say; None where there
-        was none. Arguments are those of `take`."""
+    def expected(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> ExpectedStep | None:
+        """When a step that was launched then computes, as the latest ones of its kind say; None where there was none.
+        Arguments are those of `take`."""
         begins_at = max(launched_at, self._taken_at)
         if decodes and self._seconds:
-            return begins_at + min(list(self._seconds)[-_NUM_LATEST:])
+            return ExpectedStep(begins_at, begins_at + min(list(self._seconds)[-_NUM_LATEST:]))
         if prompt_tokens and (rate := self.prompt_tokens_per_s) is not None:
-            return begins_at + _PROMPT_SHARE * prompt_tokens / rate
+            return ExpectedStep(begins_at, begins_at + _PROMPT_SHARE * prompt_tokens / rate)
         return None
 
     @property

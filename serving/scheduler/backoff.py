@@ -1,5 +1,6 @@
 """Memory of what was refused, so that it isn't asked for again at once."""
 
+import math
 from dataclasses import dataclass, field, fields
 
 from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, ScaleDown, ScaleUp, Transformation
@@ -20,7 +21,7 @@ class BackoffConfig:
 
 @dataclass
 class _Refusal:
-    action: Action
+    transformation: tuple[tuple[int, ...], int] | None
     count: int
     until_s: float
     forget_s: float
@@ -33,6 +34,7 @@ class Backoff:
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
     _under_way: list[Transformation] = field(default_factory=list)
+    _forget_at_s: float = -math.inf
 
     def blocks(self, action: Action, now_s: float) -> bool:
         """It was refused a moment ago."""
@@ -44,7 +46,8 @@ class Backoff:
         config, known = self.config, self._refused.get(_key(action))
         count = known.count + 1 if known else 1
         wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
-        self._refused[_key(action)] = _Refusal(action, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
+        changes = (action.devices, action.degree) if isinstance(action, ScaleUp | ScaleDown) else None
+        self._refused[_key(action)] = _Refusal(changes, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
         return wait_s
 
     def accept(self, action: Action) -> None:
@@ -73,9 +76,12 @@ class Backoff:
         """For `ClusterView.refused`. Also forgets what is long past."""
         if not self._refused:
             return frozenset()
-        self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
-        actions = [refusal.action for refusal in self._refused.values() if now_s < refusal.until_s]
-        return frozenset((a.devices, a.degree) for a in actions if isinstance(a, ScaleUp | ScaleDown))
+        if now_s >= self._forget_at_s:
+            self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
+            self._forget_at_s = now_s + self.config.longest_s
+        return frozenset(
+            [it.transformation for it in self._refused.values() if it.transformation and now_s < it.until_s]
+        )
 
 
 def _key(action: Action) -> tuple[object, ...]:

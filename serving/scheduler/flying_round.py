@@ -47,6 +47,11 @@ class FlyingRound:
     def _highest_degree(self) -> int:
         return max((instance.degree for instance in self.room.merged.values()), default=self.view.base_degree)
 
+    @cached_property
+    def _above_paused(self) -> list[InstanceView]:
+        """Instances beside whose requests others pause."""
+        return [instance for instance in self.room.merged.values() if instance.paused_degree is not None]
+
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
@@ -63,7 +68,7 @@ class FlyingRound:
             for instance in islice(room.by_load(), _MOST_TRIED):
                 if self._has_room(instance, request) and self._keeps_own(instance, request):
                     return [self._dispatch(instance, request, "urgent: within its SLOs without a group")]
-        for instance in [i for i in room.merged.values() if i.paused_degree is not None and room.takes(i)]:
+        for instance in [i for i in self._above_paused if room.takes(i)]:
             if room.has_slot(instance) and (going := in_the_way(view, instance, request, room.need(request))):
                 room.close(instance)
                 self.settled.add(request.request_id)

@@ -33,6 +33,8 @@ class HostConfig:
     launch_lead_s: float | None = None
     """An instance launches its next step this long before the present one ends, or when that begins if it is shorter,
     as our engine does: a request which comes later waits for one step more. None: when the present one ends."""
+    short_step_s: float = 0.0
+    """Where the present step takes less than this, the next is launched when it begins."""
     shows_timing: bool = False
     """Snapshots tell what steps and transformations took, as those of an engine do."""
     strict: bool = False

@@ -104,7 +104,7 @@ class Load:
         """Raises what ends the engine, and `AssertionError` where requests never end."""
         forget_prefixes(self._llm)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pace, "ends_at", lambda *_: None)  # steps are launched ahead at once, whatever they take
+            patch.setattr(Pace, "expected", lambda *_: None)  # steps are launched ahead at once, whatever they take
             in_dispatcher(self._llm, self._drive, engine_of(self._llm))
         for name, (request, deliveries) in self._asked.items():
             try:

@@ -8,9 +8,9 @@ from harness import CALL_TIMEOUT_S, engine_of, in_dispatcher
 from tiny_models import tiny_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.launching import LAUNCH_LEAD_S, Launching
+from amoeba_jax.engine.launching import LAUNCH_LEAD_S, SHORT_STEP_S, Launching
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.pace import Pace
+from amoeba_jax.instances.pace import ExpectedStep, Pace
 from amoeba_jax.instances.step_plan import PendingStep
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -49,7 +49,9 @@ class Launches:
 
 def expect(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Have steps be expected to take that long."""
-    monkeypatch.setattr(Pace, "ends_at", lambda pace, launched_at, decodes, prompt_tokens=0: launched_at + seconds)
+    monkeypatch.setattr(
+        Pace, "expected", lambda pace, launched_at, *_, **__: ExpectedStep(launched_at, launched_at + seconds)
+    )
 
 
 def test_long_steps_are_not_launched_ahead_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -61,8 +63,10 @@ def test_long_steps_are_not_launched_ahead_at_once(llm: LLM, monkeypatch: pytest
     assert launches.pending == [0] * 12
 
 
-def test_short_steps_are_launched_ahead_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    expect(monkeypatch, LAUNCH_LEAD_S / 2)
+@pytest.mark.parametrize("seconds", [LAUNCH_LEAD_S / 2, 0.9 * SHORT_STEP_S])
+def test_short_steps_are_launched_ahead_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, seconds: float):
+    """Steps take a millisecond here: one that waited for its time would be launched behind the result."""
+    expect(monkeypatch, seconds)
     launches = Launches(monkeypatch)
     llm.generate([PROMPT], GREEDY)
     assert launches.pending[:2] == [0, 1]

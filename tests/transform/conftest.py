@@ -40,7 +40,7 @@ def one_layer_at_a_time() -> Iterator[None]:
 def launched_ahead() -> Iterator[None]:
     """Steps are launched ahead at once, however long the first ones took: by hand, `advance` launches all there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "ends_at", lambda *_: None)
+        patch.setattr(Pace, "expected", lambda *_: None)
         yield
 
 

@@ -18,7 +18,13 @@ from serving.simulator.transformation_cost import FixedTransformation
 DECODES = TableStepCost({1: {1: 0.010, 2: 0.010, 8: 0.010}}, {1: {16: 0.020}}, few_rows=8)
 
 
-def serve(arrivals: list[float], outputs: list[int], launch_lead_s: float | None, latency_s: float = 0.0) -> Cluster:
+def serve(
+    arrivals: list[float],
+    outputs: list[int],
+    launch_lead_s: float | None,
+    latency_s: float = 0.0,
+    short_s: float = 0.0,
+) -> Cluster:
     """Prompts of 16 tokens, in steps of 20 ms; tokens of 10 ms."""
     count = len(arrivals)
     table = RequestTable(
@@ -26,7 +32,7 @@ def serve(arrivals: list[float], outputs: list[int], launch_lead_s: float | None
     )
     host = HostConfig(
         1, (DegreeLimits(1, 4096, 8),), Pricing(DECODES, TokenBudget(64), latency_s=latency_s), FixedTransformation(),
-        (1,), launch_lead_s=launch_lead_s,
+        (1,), launch_lead_s=launch_lead_s, short_step_s=short_s,
     )  # fmt: skip
     cluster = Cluster(host, 1, StaticPolicy, table, OneHost())
     cluster.run()
@@ -39,6 +45,13 @@ def test_a_request_joins_the_step_after_the_one_that_is_launched(lead_s: float |
     earliest."""
     records = serve([0.0, 0.065], [50, 5], lead_s).records
     assert records.first_token_s[0] == pytest.approx(0.020)
+    assert records.first_token_s[1] == pytest.approx(first_token_s)
+
+
+@pytest.mark.parametrize(("short_s", "first_token_s"), [(0.009, 0.090), (0.011, 0.100)])
+def test_a_short_step_is_followed_at_once(short_s: float, first_token_s: float):
+    """Launched at 67 ms, the next step would have the request of 65 ms; launched at 60, it has not."""
+    records = serve([0.0, 0.065], [50, 5], 0.003, short_s=short_s).records
     assert records.first_token_s[1] == pytest.approx(first_token_s)
 
 
