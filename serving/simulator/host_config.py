@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits, WaitingRequest
+from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.pricing import Pricing
 from serving.simulator.transformation_cost import TransformationCost
 
@@ -30,11 +31,8 @@ class HostConfig:
     layers_per_step: int = 1
     regroup_s: float = 0.0
     """Seconds for which no step runs when requests pause, or go on: only views of buffers change."""
-    launch_lead_s: float | None = None
-    """An instance launches its next step this long before the present one ends, or when that begins if it is shorter,
-    as our engine does: a request which comes later waits for one step more. None: when the present one ends."""
-    short_step_s: float = 0.0
-    """Where the present step takes less than this, the next is launched when it begins."""
+    launch_ahead: LaunchAhead | None = None
+    """When an instance launches its next step. None: when the present one ends."""
     shows_timing: bool = False
     """Snapshots tell what steps and transformations took, as those of an engine do."""
     strict: bool = False

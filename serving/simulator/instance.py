@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits, InstanceView, RunningRequest, ScaleDown, ScaleUp
 from serving.simulator.block import Block
+from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.prefix_store import PrefixStore
 from serving.simulator.pricing import Pricing
 from serving.simulator.run import Run
@@ -96,10 +97,10 @@ class SimInstance:
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
-        "launch_lead_s", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
+        "launch_ahead", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
         "prefixes", "pricing", "prompt_slowdown", "prompt_tokens_per_s", "prompts", "ready_s", "records",
-        "room_tokens", "runs", "short_step_s", "slowdown", "step_began_s", "step_rows", "step_s", "steps", "tally",
-        "version", "waits_for",
+        "room_tokens", "runs", "slowdown", "step_began_s", "step_rows", "step_s", "steps", "tally", "version",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -110,10 +111,9 @@ class SimInstance:
         page_size: int,
         records: Records,
         tally: Tally,
-        launch_lead_s: float | None = None,
-        short_step_s: float = 0.0,
+        launch_ahead: LaunchAhead | None = None,
     ):
-        self.launch_lead_s, self.short_step_s = launch_lead_s, short_step_s
+        self.launch_ahead = launch_ahead
         self.devices, self.degree, self.limits = devices, len(devices), limits
         self.pricing, self.page_size, self.records, self.tally = pricing, page_size, records, tally
         self.runs: dict[str, Run] = {}
@@ -239,10 +239,8 @@ class SimInstance:
     def _take_joining(self, now_s: float) -> None:
         """Have requests join the next step, which starts now, that came before it was launched."""
         came = self.joining
-        if self.launch_lead_s is not None and (self.prompts or self.num_decoding):
-            launched_s = self.step_began_s
-            if now_s - launched_s >= self.short_step_s:
-                launched_s = max(launched_s, now_s - self.launch_lead_s)
+        if self.launch_ahead is not None and (self.prompts or self.num_decoding):
+            launched_s = self.launch_ahead.launched_s(self.step_began_s, now_s)
             came = [run for run in came if run.added_s <= launched_s]
         if came:
             self.prompts = sorted([*self.prompts, *came], key=lambda run: run.order)
