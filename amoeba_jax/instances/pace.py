@@ -20,7 +20,7 @@ class DecodeRate(NamedTuple):
 
 
 class ExpectedStep(NamedTuple):
-    """When a step begins, and ends at the earliest."""
+    """When a step begins, and ends at the earliest, in seconds of `time.perf_counter`."""
 
     begins_at: float
     ends_at: float

@@ -44,7 +44,7 @@ class Backoff:
     def refuse(self, action: Action, now_s: float) -> float:
         """Take note of a refusal. Returns the seconds for which the action is left alone."""
         config, known = self.config, self._refused.get(_key(action))
-        count = known.count + 1 if known else 1
+        count = known.count + 1 if known and now_s < known.forget_s else 1
         wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
         changes = (action.devices, action.degree) if isinstance(action, ScaleUp | ScaleDown) else None
         self._refused[_key(action)] = _Refusal(changes, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
@@ -73,7 +73,7 @@ class Backoff:
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
-        """For `ClusterView.refused`. Also forgets what is long past."""
+        """For `ClusterView.refused`. Now and then drops what is long past."""
         if not self._refused:
             return frozenset()
         if now_s >= self._forget_at_s:
