@@ -99,14 +99,17 @@ def test_impossible_degree_is_a_failed_precondition_and_changes_nothing(live: Li
 
 
 def test_transformation_beside_another_is_a_failed_precondition(live: Live):
-    """The engine's thread is held until both are asked for."""
+    """One waits for the running request to end; the other one, whichever it is, is refused meanwhile."""
     stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
     next(stream)
-    both = [live.admin.Transform.future(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S) for _ in "ab"]
+    ask = pb.TransformRequest(tensor_parallel_size=2, running=pb.RUNNING_REQUESTS_WAIT)
+    both = [live.admin.Transform.future(ask, timeout=TIMEOUT_S) for _ in "ab"]
+    wait_until(lambda: any(call.done() for call in both))
+    assert sorted(call.done() for call in both) == [False, True]
+    stream.cancel()
     codes = sorted(str(call.code()) for call in both)
     assert codes == ["StatusCode.FAILED_PRECONDITION", "StatusCode.OK"]
     live.admin.Transform(pb.TransformRequest(tensor_parallel_size=1), timeout=TIMEOUT_S)
-    stream.cancel()
     live.check_idle()
 
 
