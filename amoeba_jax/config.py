@@ -55,7 +55,7 @@ class EngineConfig:
     """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""
     segment_layers: int | None = None
     """Most layers compiled into one executable. Deeper models run as several launches of one such executable. Default:
-    8, or 4 on CPU, where a process cannot hold many large programs (docs/startup.md)."""
+    8; on CPU, where a process cannot hold many large programs (docs/startup.md), 4, or 5 if that divides the depth."""
     transform_attention: bool = False
     """Let transformations release attention projections too, and not only FFN weights."""
     phase_pages: int | None = None

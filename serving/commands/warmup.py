@@ -99,7 +99,7 @@ def _plan(
 ) -> tuple[EnginePlan, int]:
     """What the engine would be, and by how many bytes its devices are too small: more than 0 in a dry run alone."""
     dims = _dims(config, platform, quiet=dry_run)
-    config = replace(config, segment_layers=config.segment_layers or segment_layers(platform))
+    config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))
     weights = WeightLayout(dims)
     if dry_run and platform != devices[0].platform and config.device_memory is None:
         raise ConfigError(f"device_memory must be given for {platform} devices, which are not here")

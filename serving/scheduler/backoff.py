@@ -35,6 +35,9 @@ class Backoff:
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
     _under_way: list[Transformation] = field(default_factory=list)
     _forget_at_s: float = -math.inf
+    _shown: frozenset[tuple[tuple[int, ...], int]] | None = None
+    """What `refused_transformations` returned last, if nothing was refused or accepted since."""
+    _shown_until_s: float = math.inf
 
     def blocks(self, action: Action, now_s: float) -> bool:
         """It was refused a moment ago."""
@@ -47,6 +50,7 @@ class Backoff:
         count = known.count + 1 if known and now_s < known.forget_s else 1
         wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
         changes = (action.devices, action.degree) if isinstance(action, ScaleUp | ScaleDown) else None
+        self._shown = None
         self._refused[_key(action)] = _Refusal(changes, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
         return wait_s
 
@@ -67,21 +71,21 @@ class Backoff:
                 continue
             done = bool(instances) and all(i.degree == action.degree for i in instances)
             ended.append((action, done))
-            if done:
-                self._refused.pop(_key(action), None)
+            if done and self._refused.pop(_key(action), None):
+                self._shown = None
         self._under_way = still
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
-        """For `ClusterView.refused`. Now and then drops what is long past."""
-        if not self._refused:
-            return frozenset()
-        if now_s >= self._forget_at_s:
-            self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
-            self._forget_at_s = now_s + self.config.longest_s
-        return frozenset(
-            [it.transformation for it in self._refused.values() if it.transformation and now_s < it.until_s]
-        )
+        """For `ClusterView.refused`: the same object until the set changes. Now and then drops what is long past."""
+        if self._shown is None or now_s >= self._shown_until_s:
+            if now_s >= self._forget_at_s:
+                self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
+                self._forget_at_s = now_s + self.config.longest_s
+            shown = [it for it in self._refused.values() if it.transformation and now_s < it.until_s]
+            self._shown = frozenset([it.transformation for it in shown if it.transformation])
+            self._shown_until_s = min([it.until_s for it in shown], default=math.inf)
+        return self._shown
 
 
 def _key(action: Action) -> tuple[object, ...]:

@@ -9,11 +9,11 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
     """Seconds until an instance has that many tokens free, if nothing else is given to it: its running requests end one
     after the other, at the latest when they have generated all that they may."""
-    step_s = view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
-    prompts_s = view.timing.prompt_s(instance.uncomputed_tokens, instance.degree)
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
         return 0.0
+    step_s = view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
+    prompts_s = view.timing.prompt_s(instance.uncomputed_tokens, instance.degree)
     if step_s is None or prompts_s is None:
         return None
     left, freed = room.facts.endings(instance)

@@ -51,9 +51,12 @@ class FlyingPolicy:
         self._for_load &= present
         changing = {device for instance in room.unsteady.values() for device in instance.devices}
         self._for_urgent = {it for it in self._for_urgent if it in present or not changing.isdisjoint(it)}
-        for instance in list(room.merged.values()):
+        largest = view.with_hidden(index.largest)
+        # While groups are to be there, none splits but those above paused requests.
+        for instance in paused if self.load.bound else list(room.merged.values()):
             if room.takes(instance):
-                actions += self._released(view, room, round_, instance, bool(urgent))
+                waiting = largest(instance.capacity_tokens)
+                actions += self._released(view, room, round_, instance, bool(urgent), waiting)
         for request in urgent:
             actions += round_.place_urgent(request)
         self._for_urgent |= round_.moved
@@ -73,19 +76,20 @@ class FlyingPolicy:
     # Groups split
 
     def _released(
-        self, view: ClusterView, room: Room, round_: FlyingRound, instance: InstanceView, urgent: bool
+        self, view: ClusterView, room: Room, round_: FlyingRound, instance: InstanceView, urgent: bool, waiting: int
     ) -> list[Action]:
-        """Split a group that is not needed any more, or whose paused requests have their turn."""
+        """Split a group that is not needed any more, or whose paused requests have their turn.
+
+        Args:
+            urgent: urgent requests wait.
+            waiting: tokens of the largest request that waits and that the group could hold.
+        """
         if instance.paused_degree is not None:
             return self._resumed(view, room, instance, urgent)
-        if self.load.bound or self._serves_urgent(instance, urgent):
+        if self._serves_urgent(instance, urgent):
             return []
-        size = max(instance.largest, view.with_hidden(self._index.largest)(instance.capacity_tokens))
-        if view.is_long(size):
-            degree = self._holding(view, size, instance)
-            why = f"TP{degree} holds its long requests"
-        else:
-            degree, why = view.base_degree, f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
+        long = view.is_long(size := max(instance.largest, waiting))
+        degree = self._holding(view, size, instance) if long else view.base_degree
         if degree >= instance.degree or (instance.devices, degree) in view.refused:
             return []
         if not room.facts.fits_split(instance, degree):
@@ -94,7 +98,8 @@ class FlyingPolicy:
             return []
         room.close(instance)
         round_.groups.busy.update(instance.devices)
-        return [ScaleDown(instance.devices, degree, why)]
+        serves = f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
+        return [ScaleDown(instance.devices, degree, f"TP{degree} holds its long requests" if long else serves)]
 
     def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
         """A group is kept for urgent requests: not one that was made for a light load, and none that others were given
@@ -105,12 +110,11 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _holding(self, view: ClusterView, size: int, instance: InstanceView) -> int:
-        """The least degree that an instance may split to whose parts hold a request of that size, weights kept; its own
-        while the load is light."""
-        if self.load.bound:
-            return instance.degree
-        holding = (d for d in view.limits if view.base_degree <= d < instance.degree and view.kept_tokens(d) >= size)
-        return min(holding, default=instance.degree)
+        """The least degree that an instance may split to whose parts hold a request of that size, weights kept."""
+        for degree in view.limits:
+            if view.base_degree <= degree < instance.degree and view.kept_tokens(degree) >= size:
+                return degree
+        return instance.degree
 
     def _resumed(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
         assert instance.paused_degree is not None, "the caller has looked"

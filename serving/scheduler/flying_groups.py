@@ -85,8 +85,7 @@ class FlyingGroups:
     def _find_candidates(self, limits: DegreeLimits, pause: bool) -> list[tuple[int, ...]]:
         """Groups for urgent requests, that with the fewest requests and tokens last."""
         if limits.degree not in self._mergeable:
-            refused = self.view.refused
-            free = (it for it in self.view.groups(limits.degree) if (it, limits.degree) not in refused)
+            free = self.view.free_groups(limits.degree)
             groups = ((devices, self.members(devices, limits.degree)) for devices in free)
             self._mergeable[limits.degree] = [(devices, members) for devices, members in groups if members is not None]
         found = []

@@ -52,6 +52,12 @@ class FlyingRound:
         """Instances beside whose requests others pause."""
         return [instance for instance in self.room.merged.values() if instance.paused_degree is not None]
 
+    @cached_property
+    def _steady_merged(self) -> list[InstanceView]:
+        """Instances above the base degree that will take requests when they have room."""
+        room = self.room
+        return [i for i in room.merged.values() if i.id not in room.unsteady and i.paused_degree is None]
+
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
@@ -173,11 +179,7 @@ class FlyingRound:
             instance = min(options, key=lambda i: (i.degree, room.load(i), i.id))
             return [self._dispatch(instance, request, "the least degree with room for a long request")]
         size = request.max_total_tokens
-        there = [
-            i
-            for i in room.merged.values()
-            if not i.draining and i.transition_to is None and i.capacity_tokens >= size and i.paused_degree is None
-        ]
+        there = [instance for instance in self._steady_merged if instance.capacity_tokens >= size]
         if (comes := any(tokens >= size for tokens, _ in self.groups.coming)) or there:
             merge = None if comes or self._long_waits else self._merge_again(request, there)
             if merge is None:

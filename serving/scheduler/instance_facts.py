@@ -1,7 +1,7 @@
 """What follows from the views of single instances."""
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast
 
 from serving.scheduler.queue_order import Key, QueueOrder
@@ -23,17 +23,19 @@ class InstanceFacts:
         self.view, self._growth = view, reserved_growth
         self._known: dict[Hashable, dict[int, tuple[InstanceView, Any]]] = {}
 
-    def growth_of(self, request: RunningRequest) -> int:
-        """Tokens kept free for a running request: a page, and the reserved share of what may come."""
-        left, page_size = request.max_total_tokens - request.num_tokens, self.view.page_size
-        if left <= 0:
-            return 0
-        kept = page_size + int(self._growth * left)
-        return self.view.whole_pages(left if left < kept else kept)
+    def growth(self, requests: Iterable[RunningRequest]) -> int:
+        """Tokens kept free for running requests: each a page, and the reserved share of what may come."""
+        share, page_size, num_pages = self._growth, self.view.page_size, 0
+        for request in requests:  # thousands in a decision: no call for each
+            left = request.max_total_tokens - request.num_tokens
+            if left > 0:
+                kept = page_size + int(share * left)
+                num_pages -= -(left if left < kept else kept) // page_size
+        return num_pages * page_size
 
     def freed_by(self, request: RunningRequest) -> int:
         """Tokens that the end of a running request would free."""
-        return self.view.whole_pages(request.num_tokens) + self.growth_of(request)
+        return self.view.whole_pages(request.num_tokens) + self.growth((request,))
 
     def endings(self, instance: InstanceView) -> tuple[list[int], list[int]]:
         """Return what an instance's requests may still generate, in tokens, the fewest first, and the tokens that each

@@ -48,14 +48,14 @@ def first_token_s(
     view: ClusterView, room: Room, instances: Iterable[InstanceView], request: WaitingRequest
 ) -> float | None:
     """Seconds until a request's first token on the instance that has room for it first; None if that is not known."""
-    times = []
+    need, first_s = room.need(request), None
+    prompt_s = {degree: view.timing.prompt_s(request.prompt_tokens, degree) for degree in view.limits}
     for instance in instances:
-        wait_s = estimates.wait_s(view, room, instance, room.need(request))
-        prompt_s = view.timing.prompt_s(request.prompt_tokens, instance.degree)
-        if wait_s is None or prompt_s is None:
+        wait_s, own_s = estimates.wait_s(view, room, instance, need), prompt_s[instance.degree]
+        if wait_s is None or own_s is None:
             return None
-        times.append(wait_s + prompt_s)
-    return min(times, default=None)
+        first_s = wait_s + own_s if first_s is None else min(first_s, wait_s + own_s)
+    return first_s
 
 
 def _step_s(view: ClusterView, instance: InstanceView) -> float | None:

@@ -75,7 +75,7 @@ class Room:
             self.merged.pop(number, None)
             self.unsteady.pop(number, None)
             return
-        free = instance.free_tokens - sum(self.facts.growth_of(request) for request in instance.running)
+        free = instance.free_tokens - self.facts.growth(instance.running)
         self._uncommitted[number] = free
         for device in instance.devices:
             self._home[device] = instance

@@ -170,6 +170,13 @@ def _aligned_groups(num_devices: int, degree: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(range(start, start + degree)) for start in starts)
 
 
+@lru_cache(maxsize=64)
+def _free_groups(
+    num_devices: int, degree: int, refused: frozenset[tuple[tuple[int, ...], int]]
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(devices for devices in _aligned_groups(num_devices, degree) if (devices, degree) not in refused)
+
+
 @dataclass(frozen=True)
 class ClusterView:
     """A snapshot of everything that a policy decides about."""
@@ -257,6 +264,10 @@ class ClusterView:
     def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
         """Devices that may make up an instance of a degree: aligned and contiguous."""
         return _aligned_groups(self.num_devices, degree)
+
+    def free_groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
+        """Those of `groups` that `refused` does not have, for that degree."""
+        return _free_groups(self.num_devices, degree, self.refused)
 
     def instances_on(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
         """Instances that have any of these devices."""

@@ -6,6 +6,7 @@ from tiny_models import tiny_config
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.plan import segment_layers
 
 
 def dims(num_layers: int) -> ModelDims:
@@ -38,3 +39,21 @@ def test_head_is_a_segment_without_layers():
     assert plan.is_head
     assert list(plan.layers) == []
     assert plan not in plan_segments(dims(8), 8)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_layers", "runs"),
+    [
+        ("cpu", 30, [5] * 6),
+        ("cpu", 48, [4] * 12),
+        ("cpu", 32, [4] * 8),
+        ("cpu", 12, [4] * 3),
+        ("cpu", 5, [4, 1]),
+        ("gpu", 30, [6] * 5),
+        ("gpu", 5, [5]),
+    ],
+)
+def test_default_runs_depend_on_platform_and_depth(platform: str, num_layers: int, runs: list[int]):
+    """On CPU a small model has two runs, which change their layout in turn."""
+    segments = plan_segments(dims(num_layers), segment_layers(platform, num_layers))
+    assert [len(plan.layers) for plan in segments] == runs
