@@ -30,8 +30,9 @@ class SwitchRates:
 class SwitchPace:
     """The pace of one transition.
 
-    `auto` begins with what is known to be bearable, or with one segment, and takes twice as many layers from one step
-    to the next until a step has taken too long: devices differ, and so do steps during a transition.
+    `auto` begins with one segment, as requests have waited for each other's steps by then. After that it takes as many
+    layers as are known to be bearable, and at most twice as many as before the step before. It follows what steps take
+    behind their switches: devices differ, and so do steps during a transition.
 
     Args:
         layers_per_step: what was asked for. `auto`: as many as keep the longest wait for a token under 1.25 steps.
@@ -45,7 +46,8 @@ class SwitchPace:
     def __init__(self, layers_per_step: LayersPerStep, step_s: float | None, rates: SwitchRates, *, up: bool):
         self._layers_per_step, self._step_s, self._rates, self._up = layers_per_step, step_s, rates, up
         self._limit = 0.0 if step_s is None else rates.limit(up, step_s)
-        self._is_known = self._limit > 0
+        self._latest_bytes = 0
+        self._extra_s = 0.0
         self.behind_step = 0
 
     def num_layers(self, layer_bytes: int) -> int:
@@ -54,21 +56,22 @@ class SwitchPace:
             return self._layers_per_step
         if not layer_bytes:
             return 1 << 30  # a matter of views
-        return max(1, int(self._limit / layer_bytes))
+        return max(1, int(min(self._limit, 2 * self._latest_bytes) / layer_bytes))
 
     def switched(self, num_bytes: int) -> None:
         """Take note of switches that were launched."""
-        self.behind_step = num_bytes
-        if not self._is_known:
-            self._limit = 2.0 * num_bytes
+        self.behind_step = self._latest_bytes = num_bytes
 
     def step_taken(self, seconds: float, num_bytes: int) -> None:
         """Take note of a decode step during the transition that was launched behind switches of that many bytes."""
         if self._step_s is None or not num_bytes:
             return
-        extra, bearable = seconds - self._step_s, _WAIT_SHARE * self._step_s
-        if extra <= bearable:
+        # Those that were launched since may have kept its result waiting.
+        num_bytes = max(num_bytes, self._latest_bytes)
+        latest_s, bearable_s = seconds - self._step_s, _WAIT_SHARE * self._step_s
+        extra_s, self._extra_s = max(latest_s, self._extra_s), latest_s
+        self._limit = num_bytes * (min(bearable_s / extra_s, 2.0) if extra_s > 0 else 2.0)
+        if extra_s <= bearable_s:
             self._rates.bore(self._up, num_bytes, self._step_s)
-            return
-        self._is_known, self._limit = True, num_bytes * bearable / extra
-        self._rates.set_limit(self._up, self._limit, self._step_s)
+        else:
+            self._rates.set_limit(self._up, self._limit, self._step_s)
