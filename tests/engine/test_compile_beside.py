@@ -241,6 +241,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_load_and_transformations_from_the_start(directory: Path, between: list[str]):
     """No one waits for a program that others need."""
     with LLM(directory, num_devices=4, **SETTINGS) as llm:

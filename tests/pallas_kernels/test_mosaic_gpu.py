@@ -52,7 +52,7 @@ if FINDS_RACES:
     CASES |= CASES_WITH_RACES
 
 
-SLOW = () if FINDS_RACES else ("prefill, a sliding window",)
+SLOW = () if FINDS_RACES else ("prefill, a sliding window", "decode, keys split over both warpgroups")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

@@ -70,6 +70,7 @@ def test_mappings_of_unlike_programs():
     assert len(store) < len(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are counted on Linux")
 def test_dropped_programs_give_their_mappings_back():
     def compiled(number: int) -> jax.stages.Compiled:

@@ -16,7 +16,7 @@ from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import views
 from amoeba_jax.weights.store import WeightStore
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
 @contextmanager

@@ -240,6 +240,7 @@ def test_without_programs_layers_switch_alone(idle: LLM, begun: list[tuple[int, 
     assert not begun
 
 
+@pytest.mark.slow
 def test_warm_ups_have_the_programs(tmp_path: Path, compile_cache: str, begun: list[tuple[int, int]]):
     """They run each once, and nothing is compiled afterwards."""
     directory = write_model({**tiny_config("llama2"), "num_hidden_layers": 3}, tmp_path / "model")
