@@ -61,6 +61,8 @@ class SwitchPace:
     def switched(self, num_bytes: int) -> None:
         """Take note of switches that were launched."""
         self.behind_step = self._latest_bytes = num_bytes
+        if self._step_s is None:  # nothing says what is too long
+            self._limit = 2.0 * num_bytes
 
     def step_taken(self, seconds: float, num_bytes: int) -> None:
         """Take note of a decode step during the transition that was launched behind switches of that many bytes."""

@@ -70,8 +70,12 @@ def test_the_next_transition_goes_on_with_what_was_bearable():
     assert other.num_layers(100) == 1, "the other direction is not known"
 
 
-def test_without_steps_before_it_takes_one_layer_first():
-    assert pace(step_s=None).num_layers(100) == 1
+def test_without_steps_before_it_takes_one_layer_first_and_then_twice_as_many():
+    auto, taken = pace(step_s=None), []
+    for _ in range(4):
+        taken.append(auto.num_layers(100))
+        switch(auto, taken[-1], 100, 9.0)
+    assert taken == [1, 2, 4, 8]
 
 
 def test_nothing_to_move_is_done_at_once():
