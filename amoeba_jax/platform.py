@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -18,11 +17,6 @@ MAX_CPU_DEVICES = 8
 # XLA's thread pool on CPU. A collective holds one thread per participant: with fewer threads than virtual devices
 # a program that waits for a thread and one that waits for a peer dead-lock.
 CPU_THREADS = 16
-# Where there are more of them than processors, a thread that launches steps or hands out tokens would wait for its turn
-# among them: theirs is a third of its share. Measured with 4 devices on 2 cores: the longest 1% of the gaps between two
-# tokens are 1.26 steps or more, where they were 1.42.
-COMPUTE_NICENESS = 5
-_COMPUTE_THREADS = "tf_XLAEigen"
 # XLA splits NCCL communicators off those that it has. A process with programs on 2 and on 4 GPUs can then hang: some
 # devices of a group take part in a split, and others use a communicator that they have already (openxla/xla#37063).
 NCCL_SPLITTING = "--xla_gpu_enable_nccl_comm_splitting"
@@ -56,19 +50,7 @@ def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
             "on 2 and on 4 of them may hang. Set it before anything else uses JAX",
             stacklevel=2,
         )
-    if devices[0].platform == "cpu" and sys.platform == "linux":
-        _lower_compute_threads()
     return tuple(devices[:num_devices])
-
-
-def _lower_compute_threads() -> None:
-    """Have XLA's threads that compute on CPU yield to those of this process that tell them what. Threads have
-    priorities of their own on Linux."""
-    niceness = os.getpriority(os.PRIO_PROCESS, 0) + COMPUTE_NICENESS
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            if (task / "comm").read_text().strip() == _COMPUTE_THREADS:
-                os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
 
 
 def jax_has_started() -> bool:

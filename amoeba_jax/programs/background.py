@@ -8,10 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from amoeba_jax.platform import COMPUTE_NICENESS
-
-# Of the threads that compile beside serving: their share of a processor that steps want is a third of theirs.
-_NICENESS = COMPUTE_NICENESS + 5
+# Of the threads that compile beside serving: their share of a processor that serving wants is a third of its.
+_NICENESS = 5
 _MAX_JOBS = 8
 # XLA's passes recurse, more deeply than the stack that a thread gets by default.
 STACK_BYTES = 64 << 20
