@@ -31,8 +31,8 @@ class SwitchPace:
     """The pace of one transition.
 
     `auto` begins with one segment, as requests have waited for each other's steps by then. After that it takes as many
-    layers as are known to be bearable, and at most twice as many as before the step before. It follows what steps take
-    behind their switches: devices differ, and so do steps during a transition.
+    layers as are known to be bearable, and at most twice as many as the time before. It follows what steps take behind
+    their switches: devices differ, and so do steps during a transition.
 
     Args:
         layers_per_step: what was asked for. `auto`: as many as keep the longest wait for a token under 1.25 steps.
@@ -68,7 +68,7 @@ class SwitchPace:
         """Take note of a decode step during the transition that was launched behind switches of that many bytes."""
         if self._step_s is None or not num_bytes:
             return
-        # Those that were launched since may have kept its result waiting.
+        # The launch of a later switch may have kept its result waiting.
         num_bytes = max(num_bytes, self._latest_bytes)
         latest_s, bearable_s = seconds - self._step_s, _WAIT_SHARE * self._step_s
         extra_s, self._extra_s = max(latest_s, self._extra_s), latest_s

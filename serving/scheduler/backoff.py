@@ -36,7 +36,7 @@ class Backoff:
     _under_way: list[Transformation] = field(default_factory=list)
     _forget_at_s: float = -math.inf
     _shown: frozenset[tuple[tuple[int, ...], int]] | None = None
-    """What `refused_transformations` returned last, if nothing was refused or accepted since."""
+    """What `refused_transformations` returned last; None where a transformation was refused, or succeeded, since."""
     _shown_until_s: float = math.inf
 
     def blocks(self, action: Action, now_s: float) -> bool:
@@ -82,9 +82,9 @@ class Backoff:
             if now_s >= self._forget_at_s:
                 self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
                 self._forget_at_s = now_s + self.config.longest_s
-            shown = [it for it in self._refused.values() if it.transformation and now_s < it.until_s]
-            self._shown = frozenset([it.transformation for it in shown if it.transformation])
-            self._shown_until_s = min([it.until_s for it in shown], default=math.inf)
+            until_s = {it.transformation: it.until_s for it in self._refused.values() if it.transformation}
+            until_s = {transformation: end_s for transformation, end_s in until_s.items() if now_s < end_s}
+            self._shown, self._shown_until_s = frozenset(until_s), min(until_s.values(), default=math.inf)
         return self._shown
 
 

@@ -98,8 +98,11 @@ class FlyingPolicy:
             return []
         room.close(instance)
         round_.groups.busy.update(instance.devices)
-        serves = f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
-        return [ScaleDown(instance.devices, degree, f"TP{degree} holds its long requests" if long else serves)]
+        if long:
+            why = f"TP{degree} holds its long requests"
+        else:
+            why = f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
+        return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
         """A group is kept for urgent requests: not one that was made for a light load, and none that others were given
