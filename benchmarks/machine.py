@@ -64,7 +64,7 @@ def local_copy_seconds(
     """
     phase_pages = min(phase_pages, num_pages // 2)
     pages, count, num_layers = (num_pages,), group.tp * phase_pages, 8
-    program = compile_exchange(geometry, dtype, group, pages, pages, 1, phase_pages, ExchangeKind(0, 1))
+    program = compile_exchange(geometry, dtype, group, pages, pages, phase_pages, ExchangeKind(0, 1))
     shape = (group.tp * num_pages, geometry.page_elems)
     kv = [[jnp.zeros(shape, dtype, device=group.sharded)] for _ in range(num_layers)]
     random = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def local_copy_seconds(
     def copy() -> None:
         for layer in range(num_layers):
             for send, receive in phases:
-                (kv[layer],) = program([kv[layer]], send, receive)
+                kv[layer] = program(kv[layer], send, receive)
         jax.block_until_ready(kv)
 
     copied = num_layers * len(phases) * group.tp * count * geometry.page_elems // group.tp * dtype.itemsize

@@ -107,14 +107,14 @@ class InPlace:
         low = place_down(high, references, GEOMETRY, allocators())
         self.high, self.low = high, low
         self.programs = {
-            kind: compile_exchange(GEOMETRY, F32, group, (num_pages,), (num_pages,), 1, PHASE_PAGES, kind)
-            for kind in exchange_kinds(TP)
+            kind: compile_exchange(GEOMETRY, F32, group, (num_pages,), (num_pages,), PHASE_PAGES, kind)
+            for kind in exchange_kinds(TP, loop=True)
         }
         # Up again from where the split has put the pages.
         self.exchanges = [
             [
                 (exchange.kind, *(jax.device_put(ids, group.sharded) for ids in (exchange.send, exchange.receive)))
-                for exchange in join_phases(plan_phases(*moves(old, new), TP, PHASE_PAGES))
+                for exchange in join_phases(plan_phases(*moves(old, new), TP, PHASE_PAGES), loop=True)
             ]
             for old, new in ((low, high), (high, low))
         ]
@@ -125,7 +125,7 @@ class InPlace:
 
     def move(self, pool: jax.Array, up: bool) -> jax.Array:
         for kind, send, receive in self.exchanges[0 if up else 1]:
-            ((pool,),) = self.programs[kind]([[pool]], send, receive)
+            (pool,) = self.programs[kind]([pool], send, receive)
         return pool
 
     def shares(self, pool: np.ndarray) -> np.ndarray:

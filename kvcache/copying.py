@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces, swap_pieces
+from kvcache.exchange import as_bits, as_pieces, gather_pieces, of_bits, scatter_pieces, swap_pieces
 from kvcache.extents import LayerKV
 from kvcache.geometry import PageGeometry
 from sharding.mesh import TP_AXIS, SubMesh
@@ -26,7 +26,8 @@ def compile_migrate(
 
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
         rows = as_pieces(extents, group.tp)
-        return [swap_pieces(gather_pieces(rows, send[0, i]), i) for i in range(1, group.tp)]
+        sent = [as_bits(gather_pieces(rows, send[0, i])) for i in range(1, group.tp)]
+        return [of_bits(swap_pieces(bits, i), dtype) for i, bits in enumerate(sent, 1)]
 
     extents, ids = _shapes(geometry, dtype, group, extent_pages, num_pieces)
     return _compile(run, group, (extents, ids))

@@ -1,5 +1,6 @@
 """Runs the phases of a migration plan on the devices of a group: gather, exchange, scatter, in place."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,42 +9,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
 
 from kvcache.extents import Extent, LayerKV, extent_starts
 from kvcache.geometry import PageGeometry
-from kvcache.migration import Phase, phase_shape
+from kvcache.migration import PADDING, Phase, phase_shape
 from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Phases of one distance that one program may run: launching a program of four devices takes 0.3 ms of a CPU, and most
-plans that are full enough for such phases have three or more of each distance."""
+"""Phases of one distance that one program runs, where it does not loop: launching a program of four devices takes
+0.3 ms of a CPU, and most plans that are full enough for such phases have three or more of each distance."""
+
+PHASES_OF_LOOP = 16
+"""Phases that one program may loop over. Most plans have fewer."""
+
+_NO_PHASE = PADDING
+"""Distance of a loop's phase that is not run, nor any after it."""
+
+_GENERAL = 0
+"""Distance of a loop's general phase; that of others is one more than theirs."""
 
 
 class ExchangeKind(NamedTuple):
-    """What one program runs: that many phases of this distance, one after the other."""
+    """What one program runs: that many phases of this distance, one after the other.
+
+    A loop runs at most that many, each of a distance of its own (`distance` says nothing). It is one program in place
+    of many, and one launch for a layer. Where a device runs ahead of the host, as a GPU does, the host would have to
+    wait for it in each phase, to know which way to go.
+    """
 
     distance: int | None
     num_phases: int
+    loop: bool = False
 
 
 class Exchange(NamedTuple):
-    """Phases that one program runs: their ids, `[p, num_phases, *pieces]`."""
+    """Phases that one program runs.
+
+    Their ids, `[p, num_phases, *pieces]`. Those of a loop are `[p, num_phases, p * K]` in all phases, and behind those
+    to be sent stands which way the ranks trade (`_GENERAL`, or what follows it).
+    """
 
     kind: ExchangeKind
     send: Int32[np.ndarray, "p phases *pieces"]
     receive: Int32[np.ndarray, "p phases *pieces"]
 
 
-def exchange_kinds(p: int) -> list[ExchangeKind]:
+def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
     """All that `join_phases` makes for `p` ranks. General phases, and those of a rank's own pieces, are few."""
+    if loop:
+        return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
     single = [ExchangeKind(distance, 1) for distance in (None, *range(p))]
     return single + [ExchangeKind(distance, PHASES_AT_ONCE) for distance in range(1, p)]
 
 
-def join_phases(phases: Sequence[Phase]) -> list[Exchange]:
+def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
     """A plan's phases in their order, those together that one program can run."""
+    if loop:
+        return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []
     for distance, group in itertools.groupby(phases, key=lambda phase: phase.distance):
         alike = list(group)
@@ -56,17 +80,28 @@ def join_phases(phases: Sequence[Phase]) -> list[Exchange]:
     return exchanges
 
 
+def _loop(phases: Sequence[Phase]) -> Exchange:
+    num_ranks = len(phases[0].send)
+    receive = np.full((num_ranks, PHASES_OF_LOOP, phases[0].receive[0].size), PADDING, np.int32)
+    send = np.full((num_ranks, PHASES_OF_LOOP, receive.shape[2] + 1), PADDING, np.int32)
+    for index, phase in enumerate(phases):
+        send[:, index, :-1] = phase.send.reshape(num_ranks, -1)
+        send[:, index, -1] = _GENERAL if phase.distance is None else _GENERAL + 1 + phase.distance
+        receive[:, index] = phase.receive.reshape(num_ranks, -1)
+    return Exchange(ExchangeKind(None, PHASES_OF_LOOP, loop=True), send, receive)
+
+
 def exchange_pieces(
     extents: Sequence[Extent],
     num_read: int,
     num_written: int,
     send: Int32[Array, "*pieces"],
     receive: Int32[Array, "*pieces"],
-    distance: int | None = None,
+    distance: int | Int32[Array, ""] | None = None,
 ) -> list[jax.Array]:
     """One rank's part of a `Phase`, for one layer, inside `shard_map` over `p` ranks.
 
-    In place where the extents are donated. Temporaries are the pieces to be sent and as many received.
+    In place where the extents are donated. Temporaries are the pieces to be sent, and as many received.
 
     Args:
         extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
@@ -74,15 +109,21 @@ def exchange_pieces(
         num_written: the first that many extents have slots that are received into.
         send: this rank's ids of the phase, `[p, K]` or `[p * K]`; a negative id sends anything (padding).
         receive: ids of where the pieces are put that come, likewise; a negative id puts nothing.
-        distance: of the phase.
+        distance: of the phase; or as a loop's phase has it, where all ranks find out only when they run it.
     """
-    rows = as_pieces(extents, jax.lax.axis_size(TP_AXIS))
+    p = jax.lax.axis_size(TP_AXIS)
+    rows = as_pieces(extents, p)
+    # All are gathered before any is put anywhere.
     if distance is None:
-        # In one array, so that all have been gathered before any is put anywhere.
-        received = jnp.concatenate([swap_pieces(gather_pieces(rows[:num_read], ids), i) for i, ids in enumerate(send)])
+        received = swap_blocks([as_bits(gather_pieces(rows[:num_read], ids)) for ids in send])
     else:
-        received = swap_pieces(gather_pieces(rows[:num_read], send), distance)
-    rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), received)
+        sent = as_bits(gather_pieces(rows[:num_read], send))
+        if isinstance(distance, int):
+            received = swap_pieces(sent, distance)
+        else:
+            ways = [functools.partial(swap_pieces, distance=d) for d in range(p)]
+            received = jax.lax.switch(distance - _GENERAL, [lambda bits: swap_blocks(jnp.split(bits, p)), *ways], sent)
+    rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), of_bits(received, rows[0].dtype))
     return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
 
 
@@ -101,12 +142,17 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[A
     return pieces
 
 
-def swap_pieces(pieces: Float[Array, "N elems"], distance: int) -> Float[Array, "N elems"]:
-    """Gives all to rank `r ^ distance`, `r` being one's own; returns what that rank gave."""
+def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N elems"]:
+    """Gives all to rank `r ^ distance`, `r` being one's own; returns what that rank gave. Takes bits: see `as_bits`."""
     if distance == 0:
         return pieces
     pairs = [(rank, rank ^ distance) for rank in range(jax.lax.axis_size(TP_AXIS))]
-    return jax.lax.bitcast_convert_type(jax.lax.ppermute(as_bits(pieces), TP_AXIS, pairs), pieces.dtype)
+    return jax.lax.ppermute(pieces, TP_AXIS, pairs)
+
+
+def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"]:
+    """`swap_pieces` of a general phase: block `i` goes to the rank that is `i` apart."""
+    return jnp.concatenate([swap_pieces(block, apart) for apart, block in enumerate(blocks)])
 
 
 def as_bits(array: jax.Array) -> jax.Array:
@@ -116,6 +162,11 @@ def as_bits(array: jax.Array) -> jax.Array:
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
+
+
+def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `as_bits` has made of an array of that dtype, turned back."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scatter_pieces(
@@ -138,16 +189,14 @@ def compile_exchange(
     group: SubMesh,
     old_extent_pages: tuple[int, ...],
     new_extent_pages: tuple[int, ...],
-    num_layers: int,
     phase_pieces: int,
     kind: ExchangeKind,
 ) -> jax.stages.Compiled:
-    """A program `(kv, send, receive) -> kv` that runs an `Exchange` in each of `num_layers` layers.
+    """A program `(extents, send, receive) -> extents` that runs an `Exchange` in one layer.
 
-    `kv[layer]` is the layer's list of extents `[tp * pages, page_elems]` over the group's ranks (donated, all of both
-    views), `send` and `receive` are the exchange's, over the ranks. The group is that of the higher degree in both
-    directions. XLA's CPU backend gathers for all layers before the first phase, so temporaries are at most
-    `num_layers + 2` times `tp * phase_pieces` pieces on each rank.
+    `extents` are the layer's, `[tp * pages, page_elems]` each over the group's ranks (donated, all of both views),
+    `send` and `receive` are the exchange's, over the ranks. The group is that of the higher degree in both directions.
+    Temporaries are at most twice `tp * phase_pieces` pieces on each rank, in a loop three times.
 
     Args:
         geometry: of the pages.
@@ -155,7 +204,6 @@ def compile_exchange(
         group: the devices.
         old_extent_pages: pages of each extent of a layer that may hold pages in the old view.
         new_extent_pages: likewise in the new view. One of the two begins with the other.
-        num_layers: layers that one run switches.
         phase_pieces: `K` of the phases.
         kind: of the exchange.
     """
@@ -167,16 +215,32 @@ def compile_exchange(
         )
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)
 
-    def run(kv: list[LayerKV], send: jax.Array, receive: jax.Array) -> list[LayerKV]:
+    def run(extents: LayerKV, send: jax.Array, receive: jax.Array) -> LayerKV:
         for phase in zip(send[0], receive[0], strict=True):
-            kv = [exchange_pieces(extents, num_old, num_new, *phase, kind.distance) for extents in kv]
-        return kv
+            extents = exchange_pieces(extents, num_old, num_new, *phase, kind.distance)
+        return extents
 
-    shapes = [(group.tp * pages, geometry.page_elems) for pages in many]
-    kv = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(num_layers)]
-    shape = phase_shape(group.tp, phase_pieces, kind.distance)
-    ids = jax.ShapeDtypeStruct((group.tp, kind.num_phases, *shape), jnp.int32)
+    def run_loop(extents: LayerKV, send: jax.Array, receive: jax.Array) -> LayerKV:
+        send, receive, distances = send[0, :, :-1], receive[0], send[0, :, -1]
+
+        def run_phase(index: jax.Array, extents: LayerKV) -> LayerKV:
+            return exchange_pieces(extents, num_old, num_new, send[index], receive[index], distances[index])
+
+        return jax.lax.fori_loop(0, jnp.sum(distances != _NO_PHASE), run_phase, extents)
+
+    extents = [jax.ShapeDtypeStruct((group.tp * pages, geometry.page_elems), dtype) for pages in many]
+    if kind.loop:
+        num_pieces = group.tp * phase_pieces
+        ids = [
+            jax.ShapeDtypeStruct((group.tp, kind.num_phases, count), jnp.int32)
+            for count in (num_pieces + 1, num_pieces)
+        ]
+    else:
+        shape = phase_shape(group.tp, phase_pieces, kind.distance)
+        ids = 2 * [jax.ShapeDtypeStruct((group.tp, kind.num_phases, *shape), jnp.int32)]
     spec = P(TP_AXIS)
-    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        run_loop if kind.loop else run, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+    )
     jitted = jax.jit(mapped, donate_argnums=0, in_shardings=group.sharded, out_shardings=group.sharded)
-    return jitted.lower(kv, ids, ids).compile()
+    return jitted.lower(extents, *ids).compile()

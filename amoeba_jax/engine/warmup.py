@@ -169,7 +169,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
         instance.launcher.copy_page(instance.lanes, instance.lane, *np.zeros((2, instance.tp), np.int32))
         results = site.kv
     elif spec.kind == "exchange":
-        (site.kv[0],) = program([site.kv[0]], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
+        site.kv[0] = program(site.kv[0], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
         results = site.kv[0]
     else:
         results = _run_restore(engine, instance, spec, program)

@@ -101,8 +101,8 @@ def hidden_bytes(dims: ModelDims, config: EngineConfig) -> int:
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
-    """Temporaries of an exchange of pages: those a rank sends, and those it receives."""
-    return phase_pages * (2 * page_bytes + STAGING_IDS)
+    """Temporaries of an exchange of pages: those a rank sends and those it receives, which may be copied once."""
+    return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
@@ -120,7 +120,7 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     phase_pages = staging = 0
     if config.max_tp > 1:
         left = budget - fixed
-        few = left // STAGING_SHARE // (2 * page_bytes)
+        few = left // STAGING_SHARE // (3 * page_bytes)
         phase_pages = config.phase_pages or max(2, min(DEFAULT_PHASE_PAGES, few))
         staging = staging_bytes(page_bytes, phase_pages)
     num_pages = (budget - fixed - staging) // all_layers

@@ -35,6 +35,7 @@ class EnginePlan:
         num_slots: sequences whose last tokens an instance remembers.
         max_model_len: longest prompt plus output.
         overlaps_exchanges: layers switch within steps: see `EngineConfig.overlap_exchange`.
+        loops_exchanges: one program runs all phases of an exchange of pages: see `ExchangeKind`.
 
     Raises `ConfigError` for a `max_model_len` above the context that the model was trained for.
     """
@@ -61,6 +62,7 @@ class EnginePlan:
         self.head = head_plan(dims)
         wanted = config.overlap_exchange
         self.overlaps_exchanges = devices[0].platform == "gpu" if wanted is None else wanted
+        self.loops_exchanges = devices[0].platform == "cpu"
         self.hidden_tokens = hidden_tokens(config)
         self.num_slots = config.max_num_seqs * dims.max_tp
         capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())

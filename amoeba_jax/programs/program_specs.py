@@ -293,13 +293,13 @@ class ProgramSpecs:
         phase_pieces: int,
         kind: ExchangeKind,
     ) -> ProgramSpec:
-        """`compile_exchange` for one layer."""
+        """`compile_exchange`."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
         def compile() -> jax.stages.Compiled:
             pages = self.dims.pages
-            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, 1, phase_pieces, kind)
+            return compile_exchange(pages, self._dtype, group, old_extents, new_extents, phase_pieces, kind)
 
         return ProgramSpec(key, compile, donated)
 

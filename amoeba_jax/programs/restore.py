@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from kvcache.exchange import as_bits
+from kvcache.exchange import as_bits, of_bits
 from sharding.mesh import TP_AXIS, SubMesh
 from sharding.release import ReleasedShard, holder
 
@@ -34,7 +34,7 @@ def compile_restore(
         def step(index: jax.Array, extent: jax.Array) -> jax.Array:
             start = jnp.minimum(index * size, num_pages - size)  # the last step goes over pages of the one before
             pages = lax.dynamic_slice_in_dim(shard, start, size)
-            received = lax.bitcast_convert_type(lax.ppermute(as_bits(pages), TP_AXIS, exchange), pages.dtype)
+            received = of_bits(lax.ppermute(as_bits(pages), TP_AXIS, exchange), pages.dtype)
             return lax.dynamic_update_slice_in_dim(extent, received, start, axis=0)
 
         return lax.fori_loop(0, -(-num_pages // size), step, extent)

@@ -133,13 +133,17 @@ class TransitionPrograms:
 
     def exchange_specs(self) -> list[ProgramSpec]:
         """What moves pages: a program for each kind of exchange."""
-        return [self._exchange_spec(kind) for kind in exchange_kinds(self.group.tp)]
+        return [self._exchange_spec(kind) for kind in self._exchange_kinds]
+
+    @property
+    def _exchange_kinds(self) -> list[ExchangeKind]:
+        return exchange_kinds(self.group.tp, loop=self.plan.loops_exchanges)
 
     def _exchange_spec(self, kind: ExchangeKind) -> ProgramSpec:
         specs, old, new = self._executables.specs, self.old_extents, self.new_extents
         if not kind.distance:
-            # Few phases are general, or of a rank's own pieces: one program for both directions, and for all lower
-            # degrees, reads and writes the extents of either view.
+            # One program for both directions, and for all lower degrees, reads and writes the extents of either view:
+            # few phases are general, or of a rank's own pieces, and a loop is no slower for it.
             old = new = max(old, new, key=len)
         return specs.exchange(self.group, old, new, self.phase_pieces, kind)
 
@@ -162,8 +166,7 @@ class TransitionPrograms:
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
         """What runs phases of a plan in one layer, by their kind."""
-        kinds = exchange_kinds(self.group.tp)
-        return {kind: self._executables.get(self._exchange_spec(kind)) for kind in kinds}
+        return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
         """Bytes on a device of the temporaries of the programs that restore weights and, if `pages`, exchange pages."""

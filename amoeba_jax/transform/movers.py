@@ -109,7 +109,7 @@ class InPlaceMover:
         programs = self._programs
         source, target = moves(old, new)
         self._phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
-        self.exchanges = self._placed(join_phases(self._phases))
+        self.exchanges = self._placed(self._joined(self._phases))
         self._divided.clear()
         return Plan(len(source), len(self._phases))
 
@@ -121,9 +121,12 @@ class InPlaceMover:
             while count < min(most, len(self._phases)) and self._phases[-1 - count].distance != 0:
                 count += 1
             first, last = self._phases[: len(self._phases) - count], self._phases[len(self._phases) - count :]
-            single = [exchange for phase in last for exchange in join_phases([phase])]
-            self._divided[most] = self._placed(join_phases(first)), self._placed(single)
+            single = [exchange for phase in last for exchange in join_phases([phase], loop=False)]
+            self._divided[most] = self._placed(self._joined(first)), self._placed(single)
         return self._divided[most]
+
+    def _joined(self, phases: list[Phase]) -> list[Exchange]:
+        return join_phases(phases, loop=self._programs.plan.loops_exchanges)
 
     def _placed(self, exchanges: list[Exchange]) -> list[PlacedExchange]:
         return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
@@ -134,7 +137,7 @@ class InPlaceMover:
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
         """`move` by some exchanges of the plan."""
         for kind, send, receive in exchanges:
-            (extents,) = self._programs.exchanges[kind]([extents], send, receive)
+            extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
     def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
