@@ -1,6 +1,8 @@
 """Flying Serving's policy: groups of a high degree while few requests are there, for urgent and for long ones;
 instances of the base degree for bursts."""
 
+import functools
+
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.flying_config import FlyingConfig
@@ -51,7 +53,7 @@ class FlyingPolicy:
         self._for_load &= present
         changing = {device for instance in room.unsteady.values() for device in instance.devices}
         self._for_urgent = {it for it in self._for_urgent if it in present or not changing.isdisjoint(it)}
-        largest = view.with_hidden(index.largest)
+        largest = functools.cache(view.with_hidden(index.largest))
         # While groups are to be there, none splits but those above paused requests.
         for instance in paused if self.load.bound else list(room.merged.values()):
             if room.takes(instance):

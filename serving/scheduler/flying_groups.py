@@ -1,6 +1,6 @@
 """Groups that the policy `flying` makes: which instances may merge, for whom, and what will be there."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, ScaleDown, ScaleUp
@@ -102,14 +102,14 @@ class FlyingGroups:
         return len({i.degree for i in members}) == 1 and not any(map(runs_urgent, members))
 
     def merge(
-        self, request: WaitingRequest, claim: bool = False, sooner_than_s: float | None = None
+        self, request: WaitingRequest, claim: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
         """Merge a group of the least degree that holds a request; nothing where it waits for a group to be empty, None
         where there is none.
 
         Args:
             claim: keep others from a group that has to be emptied first.
-            sooner_than_s: only if the request has its first token in less time than that.
+            pays: whether to merge where the request has its first token that many seconds later; None: not known.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
@@ -119,10 +119,8 @@ class FlyingGroups:
                 free = capacity - sum(i.capacity_tokens - room.free(i) for i in members)
                 running = sum(len(i.running) for i in members)
                 if free >= room.need(request) and running < limits.max_requests:
-                    if sooner_than_s is not None:
-                        merge_s = estimates.merge_s(view, members, limits.degree, request)
-                        if merge_s is None or merge_s >= sooner_than_s:
-                            continue
+                    if pays is not None and not pays(estimates.merge_s(view, members, limits.degree, request)):
+                        continue
                     self.claim(members)
                     self.coming.append((capacity, limits.max_requests))
                     how = "with weights kept" if kept else "with weights released"

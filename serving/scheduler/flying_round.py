@@ -1,6 +1,6 @@
 """One decision of the policy `flying`: which request goes where."""
 
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 
 from serving.scheduler import request_slos
@@ -195,12 +195,19 @@ class FlyingRound:
         sooner on the group, while no short request lacks room."""
         view, config = self.view, self.config
         slo_s = config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
-        wait_s = request_slos.first_token_s(view, self.room, there, request)
-        if slo_s is None or wait_s is None or self.split_at_s is not None:
+        if slo_s is None or self.split_at_s is not None:
             return None
-        if view.now_s - request.arrival_s + wait_s <= slo_s:
-            return None
-        return self.groups.merge(request, sooner_than_s=wait_s)
+        allowed_s = slo_s - (view.now_s - request.arrival_s)
+
+        @cache
+        def wait_s() -> float | None:
+            return request_slos.first_token_s(view, self.room, there, request)
+
+        def pays(merge_s: float | None) -> bool:
+            waits_s = wait_s()
+            return waits_s is not None and waits_s > allowed_s and merge_s is not None and merge_s < waits_s
+
+        return self.groups.merge(request, pays=pays)
 
     def _dispatch(self, instance: InstanceView, request: WaitingRequest, why: str) -> Dispatch:
         load = self.room.load(instance)

@@ -137,7 +137,7 @@ def _compare(engine: Engine, distance: int | None, num_layers: int) -> None:
     alone = step(executables.get(plan.layers_spec(executables.specs, group, segment, shape, programs.high_extents)))
     moved = extents(2, num_layers)
     exchange = executables.get(programs._exchange_spec(kind))
-    moved = [exchange([layer], send, receive)[0] for layer in moved]
+    moved = [exchange(layer, send, receive) for layer in moved]
     both = step(
         executables.get(programs._step_with_exchange(segment, shape, num_layers, distance)),
         extents(2, num_layers), send, receive,
