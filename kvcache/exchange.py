@@ -24,12 +24,6 @@ PHASES_AT_ONCE = 3
 PHASES_OF_LOOP = 16
 """Phases that one program may loop over. Most plans have fewer."""
 
-_NO_PHASE = PADDING
-"""Distance of a loop's phase that is not run, nor any after it."""
-
-_GENERAL = 0
-"""Distance of a loop's general phase; that of others is one more than theirs."""
-
 
 class ExchangeKind(NamedTuple):
     """What one program runs: that many phases of this distance, one after the other.
@@ -48,7 +42,8 @@ class Exchange(NamedTuple):
     """Phases that one program runs.
 
     Their ids, `[p, num_phases, *pieces]`. Those of a loop are `[p, num_phases, p * K]` in all phases, and behind those
-    to be sent stands which way the ranks trade (`_GENERAL`, or what follows it).
+    to be sent stands the phase's way: 0 if it is general, one more than its distance if it has one, `PADDING` where
+    there are no more phases.
     """
 
     kind: ExchangeKind
@@ -86,7 +81,7 @@ def _loop(phases: Sequence[Phase]) -> Exchange:
     send = np.full((num_ranks, PHASES_OF_LOOP, receive.shape[2] + 1), PADDING, np.int32)
     for index, phase in enumerate(phases):
         send[:, index, :-1] = phase.send.reshape(num_ranks, -1)
-        send[:, index, -1] = _GENERAL if phase.distance is None else _GENERAL + 1 + phase.distance
+        send[:, index, -1] = 0 if phase.distance is None else 1 + phase.distance
         receive[:, index] = phase.receive.reshape(num_ranks, -1)
     return Exchange(ExchangeKind(None, PHASES_OF_LOOP, loop=True), send, receive)
 
@@ -109,7 +104,7 @@ def exchange_pieces(
         num_written: the first that many extents have slots that are received into.
         send: this rank's ids of the phase, `[p, K]` or `[p * K]`; a negative id sends anything (padding).
         receive: ids of where the pieces are put that come, likewise; a negative id puts nothing.
-        distance: of the phase; or as a loop's phase has it, where all ranks find out only when they run it.
+        distance: of the phase; in a loop its way, as of an `Exchange`.
     """
     p = jax.lax.axis_size(TP_AXIS)
     rows = as_pieces(extents, p)
@@ -122,7 +117,7 @@ def exchange_pieces(
             received = swap_pieces(sent, distance)
         else:
             ways = [functools.partial(swap_pieces, distance=d) for d in range(p)]
-            received = jax.lax.switch(distance - _GENERAL, [lambda bits: swap_blocks(jnp.split(bits, p)), *ways], sent)
+            received = jax.lax.switch(distance, [lambda bits: swap_blocks(jnp.split(bits, p)), *ways], sent)
     rows[:num_written] = scatter_pieces(rows[:num_written], receive.reshape(-1), of_bits(received, rows[0].dtype))
     return [r.reshape(extent.shape) for r, extent in zip(rows, extents, strict=True)]
 
@@ -221,12 +216,12 @@ def compile_exchange(
         return extents
 
     def run_loop(extents: LayerKV, send: jax.Array, receive: jax.Array) -> LayerKV:
-        send, receive, distances = send[0, :, :-1], receive[0], send[0, :, -1]
+        send, ways, receive = send[0, :, :-1], send[0, :, -1], receive[0]
 
         def run_phase(index: jax.Array, extents: LayerKV) -> LayerKV:
-            return exchange_pieces(extents, num_old, num_new, send[index], receive[index], distances[index])
+            return exchange_pieces(extents, num_old, num_new, send[index], receive[index], ways[index])
 
-        return jax.lax.fori_loop(0, jnp.sum(distances != _NO_PHASE), run_phase, extents)
+        return jax.lax.fori_loop(0, jnp.sum(ways != PADDING), run_phase, extents)
 
     extents = [jax.ShapeDtypeStruct((group.tp * pages, geometry.page_elems), dtype) for pages in many]
     if kind.loop:

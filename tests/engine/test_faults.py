@@ -54,7 +54,7 @@ CALLS = {
     "step": 126,
     "head": 39,
     "sample_full": 31,
-    "exchange": 9,
+    "exchange": 6,
     "set_state": 7,
     "page_copy": 6,
     "restore": 6,
