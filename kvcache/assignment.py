@@ -13,22 +13,20 @@ def assign_down(
     pages: Sequence[Int[np.ndarray, " _"]],
     room: Sequence[int],
     *,
-    together: bool = True,
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " S"]:
     """The instance that each of `S` sequences of a group goes to when the group splits.
 
     Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
-    needed once on each instance that gets one of them. Cached pages that no sequence uses are not listed, and dropped.
+    needed once on each instance that gets one of them. Those that share pages, directly or through others, go to one
+    instance only where they do not fit otherwise: a system prompt in common is no reason to leave instances idle.
+    Cached pages that no sequence uses are not listed, and dropped.
 
     Args:
         pages: for each sequence the numbers of its distinct pages, such as their ids on rank 0. Equal numbers are the
             same page.
         room: pages at the lower degree that each instance has room for.
-        together: whether sequences that share pages, directly or through others, go to the same instance as long as
-            they fit there. It takes least memory, yet sequences that have only a system prompt in common all end up on
-            one instance. False lets each go its own way, and keeps them together only where they do not fit otherwise.
         staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`). It
             goes to the one with most, but for those that are moved on until the free pages of instances differ by no
             more than the longest sequence.
@@ -47,12 +45,10 @@ def assign_down(
             return assignment
     singles = [[sequence] for sequence in range(len(pages))]
     attempts: list[tuple[_Preference, list[list[int]]]] = [
-        (lambda free, need: (need, -free), _sharing(pages)),
         (lambda free, need: (-free, need), singles),
+        (lambda free, need: (need, -free), _sharing(pages)),
         (lambda free, need: (free - need, need), singles),
     ]
-    if not together:
-        attempts[:2] = attempts[1::-1]
     for preference, groups in attempts:
         assignment = _assign(pages, len(numbers), room, groups, preference, most)
         if assignment is not None:

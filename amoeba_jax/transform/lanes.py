@@ -67,7 +67,7 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
     if lane.running:
         tables = [s.pages.table for s in lane.running if s.pages is not None]
         staying = [staying_pieces(table, len(room)) for table in tables]
-        indices = assign_down([table[0] for table in tables], room, together=False, staying=staying, limit=limits)
+        indices = assign_down([table[0] for table in tables], room, staying=staying, limit=limits)
         for sequence, index in zip(lane.running, indices, strict=True):
             parts[index].append(sequence)
     cached = _deal_prefixes(lane.cache.pages(), parts, room)

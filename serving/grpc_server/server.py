@@ -39,7 +39,7 @@ OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceSe
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # How long a drain waits for requests that were aborted, and for calls that are just ending.
-_LAST_WORDS_S = 2.0
+_SHUTDOWN_GRACE_S = 2.0
 # Calls of one connection at once, beyond the requests that a client may have: of health, of the admin, refused ones.
 _MORE_STREAMS = 64
 _MIN_STREAMS = 1024
@@ -132,7 +132,7 @@ class Server:
     async def _show_draining(self) -> None:
         # A watcher that reads nothing must not hold this up.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_SHUTDOWN_GRACE_S):
                 await self._show_readiness()
 
     async def drain(self, timeout_s: float) -> int:
@@ -144,7 +144,7 @@ class Server:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        await asyncio.gather(*(server.stop(_SHUTDOWN_GRACE_S) for server in self._servers))
         self._servers.clear()  # gRPC's servers must be gone before their event loop is closed
         self.request_handler.close()
 

@@ -289,17 +289,16 @@ def alone(*lengths: int) -> list[np.ndarray]:
     lengths=st.lists(st.integers(0, 12), max_size=12),
     room=st.lists(st.integers(0, 40), min_size=2, max_size=4),
     universe=st.integers(12, 60),
-    together=st.booleans(),
     stay=st.booleans(),
     limit=st.none() | st.integers(1, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_assignment_fits(lengths, room, universe, together, stay, limit, seed):
+def test_assignment_fits(lengths, room, universe, stay, limit, seed):
     random = np.random.default_rng(seed)
     pages = [random.permutation(universe)[:length] for length in lengths]
     staying = [random.integers(0, 4, len(room)) for _ in lengths] if stay else None
     try:
-        assignment = assign_down(pages, room, together=together, staying=staying, limit=limit)
+        assignment = assign_down(pages, room, staying=staying, limit=limit)
     except OutOfPagesError:
         # Never where everything fits on one instance.
         fits = len(np.unique(np.concatenate(pages))) <= max(room)
@@ -316,18 +315,17 @@ def test_longest_sequences_go_first_to_the_emptiest_instance():
     assert assign_down([], [3, 3]).tolist() == []
 
 
-def test_sharing_sequences_go_together_where_they_fit():
+def test_sharing_sequences_go_together_where_they_do_not_fit_otherwise():
     prompt = np.arange(100, 104)
     forks = [np.concatenate([prompt, own]) for own in alone(2, 2, 2)]
-    assert assign_down([*forks, np.arange(200, 203)], [10, 9]).tolist() == [0, 0, 0, 1]
+    # A system prompt is no reason to leave instances idle.
+    assert assign_down(forks, [20, 20, 20]).tolist() == [0, 1, 2]
+    assert assign_down(forks, [10, 3, 3]).tolist() == [0, 0, 0]
     # The longest sequence does not take the only room that they have.
-    assert assign_down([*forks, np.arange(200, 207)], [11, 8, 8]).tolist() == [0, 0, 0, 1]
+    assert assign_down([*forks, np.arange(200, 207)], [11, 7, 5]).tolist() == [0, 0, 0, 1]
     # Of a group that fits nowhere, as many as fit; the prompt is on both then.
     assignment = assign_down(forks, [9, 8])
     assert used(forks, assignment, 2) == [8, 6]
-    # A system prompt is no reason to leave instances idle.
-    assert assign_down(forks, [20, 20, 20], together=False).tolist() == [0, 1, 2]
-    assert assign_down(forks, [10, 3, 3], together=False).tolist() == [0, 0, 0]
 
 
 def test_sequences_return_to_where_they_came_from_unless_that_is_much_fuller():
@@ -338,30 +336,30 @@ def test_sequences_return_to_where_they_came_from_unless_that_is_much_fuller():
     staying = [staying_pieces(table, b) for table in parts]
     np.testing.assert_array_equal(staying[:4], 3 * np.eye(4, dtype=int)[[2, 0, 3, 1]])
     pages = [table[0] for table in parts]
-    assert assign_down(pages, [8] * 4, together=False, staying=staying).tolist() == [2, 0, 3, 1] * 2
+    assert assign_down(pages, [8] * 4, staying=staying).tolist() == [2, 0, 3, 1] * 2
     # However many of one instance come first.
     homes = [i for i in range(4) for _ in range(4)]
     pages, staying = alone(*[3] * 16), [3 * np.eye(4, dtype=int)[i] for i in homes]
-    assert assign_down(pages, [12] * 4, together=False, staying=staying).tolist() == homes
+    assert assign_down(pages, [12] * 4, staying=staying).tolist() == homes
     # All of instance 2: it keeps two of them, for others have much more room.
     pages, staying = alone(*[3] * 5), [np.array([0, 0, 3, 0])] * 5
-    assert sorted(assign_down(pages, [9] * 4, together=False, staying=staying).tolist()) == [0, 1, 2, 2, 3]
-    assert assign_down(pages[:2], [9, 9, 2, 9], together=False, staying=staying[:2]).tolist() == [0, 1]
+    assert sorted(assign_down(pages, [9] * 4, staying=staying).tolist()) == [0, 1, 2, 2, 3]
+    assert assign_down(pages[:2], [9, 9, 2, 9], staying=staying[:2]).tolist() == [0, 1]
     # Those go on that lose least by it.
     staying = [np.array(stays) for stays in ([3, 0], [3, 2], [3, 0], [3, 1])]
-    assert assign_down(alone(3, 3, 3, 3), [12, 12], together=False, staying=staying).tolist() == [0, 1, 0, 1]
+    assert assign_down(alone(3, 3, 3, 3), [12, 12], staying=staying).tolist() == [0, 1, 0, 1]
 
 
 def test_no_instance_gets_more_sequences_than_it_takes():
     pages, staying = alone(*[2] * 8), [np.array([2, 0, 0, 0])] * 8
-    assignment = assign_down(pages, [40] * 4, together=False, staying=staying, limit=2)
+    assignment = assign_down(pages, [40] * 4, staying=staying, limit=2)
     assert Counter(assignment.tolist()) == {0: 2, 1: 2, 2: 2, 3: 2}
     # Many short ones beside a long one, which would even out the pages.
     pages = alone(20, *[1] * 7)
-    assert max(Counter(assign_down(pages, [40] * 2, together=False, limit=4).tolist()).values()) == 4
-    assert Counter(assign_down(pages, [40] * 2, together=False, limit=[7, 1]).tolist()) == {0: 7, 1: 1}
+    assert max(Counter(assign_down(pages, [40] * 2, limit=4).tolist()).values()) == 4
+    assert Counter(assign_down(pages, [40] * 2, limit=[7, 1]).tolist()) == {0: 7, 1: 1}
     with pytest.raises(OutOfPagesError, match=r"and for \[3, 3\] sequences"):
-        assign_down(pages, [40] * 2, together=False, limit=3)
+        assign_down(pages, [40] * 2, limit=3)
 
 
 def test_tight_room_is_found():
