@@ -51,7 +51,7 @@ class Machine:
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
     """A call of `paged_attention`, compiled, over fresh arguments. Options of `Workload.make` are taken out."""
-    made = {name: options.pop(name) for name in ("extents", "kv_dtype", "layout") if name in options}
+    made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
     if "layout" in made:
         options["stride_order"] = made["layout"].value
@@ -149,6 +149,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
     heads = workload.kv_heads * workload.group
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"1 extent": one}
     calls |= {f"{n} extents": partial(one, extents=n) for n in (4, 13)}
+    calls |= {f"{n} extents, a sequence in one": partial(one, extents=n, scattered=False) for n in (4, 13)}
     orders = [order for order in PageLayout if order is not PageLayout.HEADER_CENTRIC]
     calls |= {f"{order.name.lower()} order": partial(one, layout=order) for order in orders}
     calls["soft cap"] = partial(one, soft_cap=30.0)

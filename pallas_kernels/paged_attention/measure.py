@@ -74,22 +74,25 @@ class Workload:
         *,
         kv_dtype: Any = None,
         extents: int = 1,
+        scattered: bool = True,
         layout: PageLayout = PageLayout.HEADER_CENTRIC,
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
         """Queries, extents, tables and positions: random contents in pages that lie at random.
 
-        With several extents, a sequence's pages are dealt over them in turn.
+        With several extents, each sequence's pages are dealt over them in turn if they are `scattered`; otherwise
+        whole sequences are, as after a merge.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0)
-        width = -(-self.pages // extents)
+        width = -(-self.pages // extents) if scattered else self.pages
         pool, tables = [], []
         for extent in range(extents):
-            places = np.arange(extent, self.pages, extents, dtype=np.int32)
+            places = np.arange(extent, self.pages, extents) if scattered else np.arange(self.pages)
             ids = random.permutation(self.batch * width).astype(np.int32).reshape(self.batch, width)
             row = np.zeros((self.batch, width), np.int32)
             row[:, : len(places)] = places
-            tables.append(PageTable(*map(jnp.asarray, (ids, row, np.full(self.batch, len(places), np.int32)))))
+            here = scattered | (np.arange(self.batch) % extents == extent)
+            tables.append(PageTable(*map(jnp.asarray, (ids, row, np.where(here, len(places), 0).astype(np.int32)))))
             shape = (self.batch * width, self.kv_heads, 2, self.page_size, self.head_dim)
             physical = layout.physical_shape(shape)
             contents = jax.random.normal(jax.random.fold_in(key, extent), physical, jnp.dtype(dtype))

@@ -1,11 +1,13 @@
 """Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
 
-Online softmax over blocks of pages, extent after extent: a block is gathered, used and forgotten, so the working
-set stays in cache. The number of blocks is read at run time from the longest sequence of the batch, so one
-executable serves every context length and costs nothing for table entries that are not used.
+Online softmax over blocks of a sequence's pages: a block is gathered, used and forgotten, so the working set stays in
+cache. The first extent has a loop of its own, all others have one together. How many blocks each goes through is read
+at run time from the sequence with the most pages there, so one executable serves every context length and costs nothing
+for table entries that are not used.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +50,11 @@ def xla_paged_attention(
         max_logit = jnp.broadcast_to(sinks, (batch, kv_heads, length * group))
         total = jnp.ones((batch, kv_heads, length * group), jnp.float32)
     carry = (jnp.zeros((batch, kv_heads, length * group, head_dim), jnp.float32), max_logit, total)
-    for extent, table in zip(extents, tables, strict=True):
-        carry = _accumulate(carry, rows, extent, table, query_positions, options)
+    # Most pages are in the first extent; the others are memory that weights released. Gathering from several takes
+    # longer, and each loop goes on for the sequence with the most pages in it.
+    carry = _accumulate(carry, rows, extents[:1], tables[:1], query_positions, options)
+    if len(extents) > 1:
+        carry = _accumulate(carry, rows, extents[1:], tables[1:], query_positions, options)
     out, _, total = carry
     out = out / jnp.where(total > 0, total, 1)[..., None]
     if options.kv_scales is not None:
@@ -58,38 +63,80 @@ def xla_paged_attention(
     return out.reshape(batch, length, heads, head_dim).astype(queries.dtype)
 
 
+class _Pages(NamedTuple):
+    """The pages of each sequence in some extents, one after another: those in the first of them come first."""
+
+    ids: Int32[Array, "B N"]
+    """Rows of all tables, side by side."""
+    positions: Int32[Array, "B N"]
+    ends: Int32[Array, "B E"]
+    """How many pages of a sequence are in an extent and those before it."""
+    offsets: Int32[Array, "B E"]
+    """From a page's place in its sequence to its column here."""
+
+    @classmethod
+    def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
+        """Tables filled up to whole blocks."""
+        widths = [table.page_ids.shape[1] for table in tables]
+        counts = jnp.stack([table.num_pages for table in tables], axis=1)
+        ends = jnp.cumsum(counts, axis=1)
+        starts = jnp.asarray([sum(widths[:extent]) for extent in range(len(tables))], jnp.int32)
+        padding = jnp.zeros((len(counts), -sum(widths) % block), jnp.int32)
+        ids = jnp.concatenate([*(table.page_ids for table in tables), padding], axis=1)
+        positions = jnp.concatenate([*(table.page_positions for table in tables), padding], axis=1)
+        return cls(ids, positions, ends, starts - (ends - counts))
+
+    def block(self, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Extents, ids and positions `[B, size]` of a block of pages; at position -1 there is none."""
+        place = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (self.ids.shape[0], size))
+        if self.ends.shape[1] == 1:  # as below, in less time
+            ids = lax.dynamic_slice_in_dim(self.ids, index * size, size, axis=1)
+            positions = lax.dynamic_slice_in_dim(self.positions, index * size, size, axis=1)
+            return jnp.zeros_like(ids), ids, jnp.where(place < self.ends, positions, -1)
+        extent = jnp.sum(place[:, :, None] >= self.ends[:, None, :-1], axis=2, dtype=jnp.int32)
+        column = place + jnp.take_along_axis(self.offsets, extent, axis=1)
+        ids = jnp.take_along_axis(self.ids, column, axis=1, mode="clip")
+        positions = jnp.take_along_axis(self.positions, column, axis=1, mode="clip")
+        return extent, ids, jnp.where(place < self.ends[:, -1:], positions, -1)
+
+
 def _accumulate(
     carry: tuple[jax.Array, jax.Array, jax.Array],
     rows: jax.Array,
-    extent: jax.Array,
-    table: PageTable,
+    extents: Sequence[jax.Array],
+    tables: Sequence[PageTable],
     query_positions: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Continue an online softmax `(sum of weighted values, running maximum, sum of weights)` over one extent."""
+    """Continue an online softmax `(sum of weighted values, running maximum, sum of weights)` over some extents."""
     batch, kv_heads, num_rows, head_dim = rows.shape
     length = query_positions.shape[1]
     group = num_rows // length
     layout = PageLayout.of(options.stride_order)
-    page_size, width = layout.logical_shape(extent.shape)[3], table.page_ids.shape[1]
-    block = min(max(block_tokens(batch, kv_heads) // page_size, 1), width)
-    padding = -width % block
-    page_ids = jnp.pad(table.page_ids, ((0, 0), (0, padding)))
-    page_positions = jnp.pad(table.page_positions, ((0, 0), (0, padding)))
+    page_size = layout.logical_shape(extents[0].shape)[3]
+    widest = max(table.page_ids.shape[1] for table in tables)
+    block = min(max(block_tokens(batch, kv_heads) // page_size, 1), widest)
+    pages = _Pages.of(tables, block)
 
     # A (page, head, key or value) tile is contiguous, so a block is a gather of whole rows of this view, straight
     # into [B, K, block, S, h] order. (A gather with the head as a slice dimension made XLA copy the whole extent
     # where a rank has one KV head.) In the other layouts a row has all heads, and the block is transposed.
-    tiles = layout.rows(extent, page_size)
-    num_tiles = tiles.shape[0]
-    tiles = tiles.reshape(num_tiles, -1)
+    views = [layout.rows(extent, page_size) for extent in extents]
+    views = [view.reshape(view.shape[0], -1) for view in views]
     heads = jnp.arange(kv_heads)[:, None]
 
-    def gather(ids: jax.Array, key_or_value: int) -> jax.Array:
+    def gather(extent: jax.Array, ids: jax.Array, key_or_value: int) -> jax.Array:
         if not layout.heads_inside_tokens:
-            ids = ids[:, None, :]
-        index = layout.row(ids, heads, key_or_value, 0, num_rows=num_tiles, kv_heads=kv_heads, pieces=1)
-        picked = tiles.at[index].get(mode="clip")  # [B, K, block, S*h], or [B, block, S*K*h]
+            ids, extent = ids[:, None, :], extent[:, None, :]
+
+        def tiles(view: jax.Array) -> jax.Array:
+            index = layout.row(ids, heads, key_or_value, 0, num_rows=view.shape[0], kv_heads=kv_heads, pieces=1)
+            return view.at[index].get(mode="clip")  # [B, K, block, S*h], or [B, block, S*K*h]
+
+        # One kernel reads all extents at the same ids and takes what is wanted.
+        picked = tiles(views[0])
+        for number, view in enumerate(views[1:], start=1):
+            picked = jnp.where((extent == number)[..., None], tiles(view), picked)
         if layout.heads_inside_tokens:
             picked = picked.reshape(batch, -1, kv_heads, head_dim).swapaxes(1, 2)
         return picked.reshape(batch, kv_heads, block * page_size, head_dim).astype(rows.dtype)
@@ -103,19 +150,16 @@ def _accumulate(
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         acc, max_logit, total = carry
-        first = index * block
-        ids = lax.dynamic_slice_in_dim(page_ids, first, block, axis=1)
-        places = lax.dynamic_slice_in_dim(page_positions, first, block, axis=1)
-        used = first + jnp.arange(block) < table.num_pages[:, None]
+        extent, ids, places = pages.block(index, block)
         key_positions = places[:, :, None] * page_size + jnp.arange(page_size)
-        key_positions = jnp.where(used[:, :, None], key_positions, -1).reshape(batch, -1)
+        key_positions = jnp.where(places[:, :, None] >= 0, key_positions, -1).reshape(batch, -1)
         mask = visible(key_positions, query_positions, options.sliding_window)  # [B, T, N]
         live = jnp.any(mask, axis=1)[:, None, :, None]
         mask = jnp.broadcast_to(mask[:, None, :, None], (batch, 1, length, group, mask.shape[-1]))
         mask = mask.reshape(batch, 1, num_rows, -1)
         precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
         scores = jnp.einsum(
-            "bkmh,bknh->bkmn", rows, gather(ids, 0), precision=precision, preferred_element_type=jnp.float32
+            "bkmh,bknh->bkmn", rows, gather(extent, ids, 0), precision=precision, preferred_element_type=jnp.float32
         )
         scores = jnp.where(mask, scaled(scores), -jnp.inf)
         new_max = jnp.maximum(max_logit, scores.max(axis=-1))
@@ -123,7 +167,7 @@ def _accumulate(
         weights = jnp.exp(scores - finite_max[..., None])
         decay = jnp.exp(max_logit - finite_max)
         # Slots that no query sees may hold anything: zero weight times NaN would still be NaN.
-        value = jnp.where(live, gather(ids, 1), 0)
+        value = jnp.where(live, gather(extent, ids, 1), 0)
         update = jnp.einsum(
             "bkmn,bknh->bkmh",
             weights.astype(value.dtype),
@@ -133,5 +177,5 @@ def _accumulate(
         )
         return acc * decay[..., None] + update, new_max, total * decay + weights.sum(axis=-1)
 
-    num_blocks = (jnp.max(table.num_pages) + block - 1) // block
+    num_blocks = (jnp.max(pages.ends[:, -1]) + block - 1) // block
     return lax.fori_loop(0, num_blocks, step, carry)

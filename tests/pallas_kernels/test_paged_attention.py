@@ -122,6 +122,16 @@ def test_sequence_is_served_alike_whatever_its_neighbours_are(implementation):
     np.testing.assert_allclose(attend(shape, moved, implementation), whole[order], rtol=1e-6, atol=1e-6)
 
 
+def test_all_extents_but_the_first_share_a_loop():
+    """Sequences may lie in extents of their own: with a loop for each extent, decoding took as many times as long."""
+    case = make_case(SHAPES[1], [20] * SHAPES[1].B, seed=0)
+    assert len(case.extents) == 3
+    lowered = jax.jit(lambda *arguments: paged_attention(*arguments, scale=1.0, implementation="xla")).lower(
+        *case.arguments
+    )
+    assert lowered.as_text().count("stablehlo.while") == 2
+
+
 # --- memory -------------------------------------------------------------------------------------------------
 
 

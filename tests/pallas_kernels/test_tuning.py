@@ -131,16 +131,17 @@ def test_tuner_says_that_there_is_nothing_to_tune_without_a_gpu(monkeypatch):
         tune.main()
 
 
-@pytest.mark.parametrize("extents", [1, 3])
-def test_workloads_name_every_token_once(extents):
+@pytest.mark.parametrize(("extents", "scattered"), [(1, True), (3, True), (3, False)])
+def test_workloads_name_every_token_once(extents, scattered):
     workload = Workload(2, 100, 3, kv_heads=2, group=1, head_dim=8, page_size=16)
-    queries, pool, tables, positions = workload.make(jnp.float32, extents=extents)
+    queries, pool, tables, positions = workload.make(jnp.float32, extents=extents, scattered=scattered)
     assert queries.shape == (2, 3, 2, 8)
     assert len(pool) == extents
     assert positions.tolist() == [[97, 98, 99]] * 2
     for row in range(2):
         places = [p for t in tables for p in t.page_positions[row, : int(t.num_pages[row])].tolist()]
         assert sorted(places) == list(range(7))
+        assert sum(int(t.num_pages[row]) > 0 for t in tables) == (extents if scattered else 1)
 
 
 @pytest.mark.slow
