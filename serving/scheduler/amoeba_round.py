@@ -51,6 +51,8 @@ class Round:
         """Instances that may hold long requests, now or when their transition has ended."""
         self._sorted: dict[int, tuple[int, list[_Group]]] = {}
         """Groups that may merge to a degree, and how many of `Room.changed_free` they are ordered by."""
+        self._too_much: dict[int, int] = {}
+        """Free tokens that no group which may merge to a degree has: none will, as tokens only become fewer."""
         self._roomiest: list[InstanceView] | None = None
         """Merged instances where no room is set aside yet for a long request that waits; most room first."""
         self.to_come: list[int] = []
@@ -127,40 +129,20 @@ class Round:
         if patience_s is not None and waited_s >= patience_s:
             return self._merge(request)
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
-        if slo_s is None or self.was_pressed or self.pressed:
+        coming = any(capacity >= request.max_total_tokens for capacity in self.to_come)
+        if slo_s is None or self.was_pressed or self.pressed or coming:
             return None
-        wait_s = self._first_token_s(request)
-        if wait_s is None or waited_s + wait_s <= slo_s:
+        if (members := self._group_with_room(request)) is None:
             return None
-        degree = self._degree_for(request)
-        members = next(self._groups(request), None)
-        merge_s = None if members is None else estimates.merge_s(self.view, members, degree, request)
-        if merge_s is None or merge_s >= wait_s:
+        merge_s = estimates.merge_s(self.view, members, self._degree_for(request), request)
+        if merge_s is None:
             return None
-        return self._merge(
-            request, f"; its first token would come after {wait_s:.1f} s, and here after {merge_s:.1f} s"
-        )
-
-    def _first_token_s(self, request: WaitingRequest) -> float | None:
-        """Seconds until a request's first token on the present instance that has room for it first; None if that cannot
-        be told, or while an instance that could hold it is being made."""
-        times = []
-        if any(capacity >= request.max_total_tokens for capacity in self.to_come):
+        instances, later_than_s = self.special.values(), max(merge_s, slo_s - waited_s)
+        wait_s = estimates.late_s(self.view, self.room, instances, request, self.taken_s, later_than_s)
+        if wait_s is None:
             return None
-        for instance in self.special.values():
-            to = instance.transition_to
-            if to is not None and self.view.capacity_to_come(instance) >= request.max_total_tokens:
-                return None
-            if to is not None or instance.draining or instance.capacity_tokens < request.max_total_tokens:
-                continue
-            wait_s = self.taken_s.get(instance.id)
-            if wait_s is None:
-                wait_s = estimates.wait_s(self.view, self.room, instance, self.room.need(request))
-            prompt_s = self.view.timing.prompt_s(request.prompt_tokens, instance.degree)
-            if wait_s is None or prompt_s is None:
-                return None
-            times.append(wait_s + prompt_s)
-        return min(times, default=None)
+        why = f"; its first token would come after {wait_s:.1f} s, and here after {merge_s:.1f} s"
+        return self._merge(request, why)
 
     def _release(self, request: WaitingRequest) -> ScaleDown | None:
         """Split an instance that was merged without releasing weights, so that a merge can release them."""
@@ -232,11 +214,11 @@ class Round:
         num_seen, ranked = self._sorted.get(degree, (0, None))
         room, changed_free = self.room, self.room.changed_free
         if ranked is None:
-            options = ((devices, room.parts(devices)) for devices in self.view.groups(degree))
+            options = ((devices, room.parts(devices)) for devices in self.view.free_groups(degree))
             ranked = sorted(
                 _Group.of(room, degree, devices, members)
                 for devices, members in options
-                if members is not None and self._may_merge(members) and (devices, degree) not in self.view.refused
+                if members is not None and self._may_merge(members)
             )
         elif changed := set(changed_free[num_seen:]):  # a few, so that most are in order
             ranked = sorted(
@@ -249,19 +231,29 @@ class Round:
     def _may_merge(self, members: tuple[InstanceView, ...]) -> bool:
         return self.busy.isdisjoint([i.id for i in members])
 
+    def _group_with_room(self, request: WaitingRequest) -> tuple[InstanceView, ...] | None:
+        """The least-loaded group that would make an instance with room for a request at once."""
+        degree, need = self._degree_for(request), self.room.need(request)
+        if need >= self._too_much.get(degree, need + 1):
+            return None
+        for members in self._groups(request):
+            if self.room.merged_free(members, degree) >= need:
+                return members
+        self._too_much[degree] = need
+        return None
+
     def _merge(self, request: WaitingRequest, why: str = "") -> ScaleUp | None:
         """Merge the least-loaded group, if the instance that it makes has room for the request at once."""
+        if (members := self._group_with_room(request)) is None:
+            return None
         degree = self._degree_for(request)
-        capacity = self.view.limits[degree].capacity_tokens
-        for members in self._groups(request):
-            if (free := self.room.merged_free(members, degree)) >= self.room.need(request):
-                self._claim(members, capacity)
-                reason = (
-                    f"{request.request_id} may grow to {request.max_total_tokens} tokens, which fit at TP{degree} "
-                    f"first; of its {capacity} tokens {free} will be free{why}"
-                )
-                return ScaleUp(tuple(d for i in members for d in i.devices), degree, reason)
-        return None
+        capacity, free = self.view.limits[degree].capacity_tokens, self.room.merged_free(members, degree)
+        self._claim(members, capacity)
+        reason = (
+            f"{request.request_id} may grow to {request.max_total_tokens} tokens, which fit at TP{degree} "
+            f"first; of its {capacity} tokens {free} will be free{why}"
+        )
+        return ScaleUp(tuple(d for i in members for d in i.devices), degree, reason)
 
     def _claim_group(self, request: WaitingRequest) -> None:
         """No group has room, even merged: keep others from the one that has most, until it has enough."""

@@ -60,13 +60,11 @@ class CacheRule:
     @staticmethod
     def _have_slots(view: ClusterView) -> bool:
         """Whether at least half of the instances of the base degree, or of all where there is none, have slots."""
-        base_degree, by_degree = view.base_degree, [[0, 0], [0, 0]]
-        for instance in view.instances:
-            if instance.transition_to is None:
-                counts = by_degree[instance.degree == base_degree]
-                counts[instance.free_slots > 0] += 1
-        without, having = by_degree[1] if any(by_degree[1]) else by_degree[0]
-        return having >= without
+        base_degree = view.base_degree
+        steady = [i for i in view.instances if i.transition_to is None]
+        of_base = [i for i in steady if i.degree == base_degree]
+        have = [i.free_slots > 0 for i in of_base or steady]
+        return 2 * sum(have) >= len(have)
 
     @staticmethod
     def _rates(view: ClusterView, instances: Iterable[InstanceView], *, full: bool = True) -> dict[int, list[float]]:

@@ -1,6 +1,7 @@
 """When a waiting request would have its first token, by what was measured. None where a measurement is missing."""
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
@@ -21,6 +22,37 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
         return 0.0
     # Where more was promised to others than ends: not before all of it.
     return prompts_s + left[min(bisect_left(freed, lacks), len(left) - 1)] * step_s
+
+
+def late_s(
+    view: ClusterView,
+    room: Room,
+    instances: Iterable[InstanceView],
+    request: WaitingRequest,
+    taken_s: Mapping[int, float],
+    later_than_s: float,
+) -> float | None:
+    """Seconds until a request's first token on the instance that has room for it first, if they are more than
+    `later_than_s`. None if they are not, if that cannot be told, or while an instance that could hold it is being made.
+
+    Args:
+        taken_s: seconds until others that wait for an instance's room have ended, where there are any.
+    """
+    times = []
+    for instance in instances:
+        to = instance.transition_to
+        if to is not None and view.capacity_to_come(instance) >= request.max_total_tokens:
+            return None
+        if to is not None or instance.draining or instance.capacity_tokens < request.max_total_tokens:
+            continue
+        start_s = taken_s.get(instance.id)
+        if start_s is None:
+            start_s = wait_s(view, room, instance, room.need(request))
+        prompt_s = view.timing.prompt_s(request.prompt_tokens, instance.degree)
+        if start_s is None or prompt_s is None or start_s + prompt_s <= later_than_s:
+            return None
+        times.append(start_s + prompt_s)
+    return min(times, default=None)
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:

@@ -245,14 +245,24 @@ class ClusterView:
 
         Where it is above the base degree, `merge_to` counts too.
         """
+        if max_total_tokens in self._degrees_for:
+            return self._degrees_for[max_total_tokens]
         holding = [
             limits.degree
             for limits in self.degrees
             if limits.degree >= self.base_degree and limits.capacity_tokens >= max_total_tokens
         ]
         if not holding or holding[0] == self.base_degree:
-            return min(holding, default=None)
-        return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
+            degree = min(holding, default=None)
+        else:
+            degree = next((degree for degree in holding if degree >= self.merge_to), holding[-1])
+        self._degrees_for[max_total_tokens] = degree
+        return degree
+
+    @cached_property
+    def _degrees_for(self) -> dict[int, int | None]:
+        """What `degree_for` has found."""
+        return {}
 
     def capacity_to_come(self, instance: InstanceView) -> int:
         """Tokens that an instance will hold when its transition has ended; its own where it is in none."""
