@@ -209,15 +209,15 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
 
 
 def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """A shard of weights goes where pages are, none of which is in use."""
-    assert spec.shard is not None, "it restores one"
-    weights, group = engine.cluster.weights, instance.group
-    place = source_place(spec.shard, weights.dims.max_tp, group)
-    source = weights.assembled(group, spec.shard.spec, place)
-    index = 1 + weights.released(0, instance.released).index(spec.shard)  # the first extent is never weights
-    kv = instance.site.kv
-    kv[0][index] = program(source, kv[0][index])
-    return kv[0]
+    """Shards of weights go where pages are, none of which is in use."""
+    weights, group, kv = engine.cluster.weights, instance.group, instance.site.kv[0]
+    places = [source_place(one, weights.dims.max_tp, group) for one in spec.restored]
+    sources = [weights.assembled(group, one.spec, place) for one, place in zip(spec.restored, places, strict=True)]
+    released = weights.released(0, instance.released)
+    indices = [1 + released.index(one) for one in spec.restored]  # the first extent is never weights
+    for index, extent in zip(indices, program(sources, [kv[index] for index in indices]), strict=True):
+        kv[index] = extent
+    return kv
 
 
 def _filled(program: jax.stages.Compiled, index: int, value: int = 0) -> jax.Array:

@@ -58,7 +58,7 @@ class ProgramSpec:
         compile: does it.
         donated_bytes: what it must update in place, on each device.
         plan: of a step, layers that it may be run for; others of the same shape share it.
-        shard: of a restored weight, one that it may be run for.
+        restored: of restored weights, some that it may be run for.
         on: the devices that it runs on.
         first: makes the spec for the first group of devices of its degree; None for that group itself.
         model: sizes of the model that it is for.
@@ -68,7 +68,7 @@ class ProgramSpec:
     compile: Callable[[], jax.stages.Compiled] = field(compare=False, repr=False)
     donated_bytes: int = 0
     plan: SegmentPlan | None = None
-    shard: ReleasedShard | None = None
+    restored: tuple[ReleasedShard, ...] = ()
     on: tuple[jax.Device, ...] = field(default=(), compare=False, repr=False)
     first: "Callable[[], ProgramSpec] | None" = field(default=None, compare=False, repr=False)
     model: str = field(default="", compare=False, repr=False)
@@ -322,17 +322,18 @@ class ProgramSpecs:
         return ProgramSpec(key, compile)
 
     @_of_any_group
-    def restore(self, group: SubMesh, released: ReleasedShard, step_pages: int) -> ProgramSpec:
-        """`compile_restore` for a shard; those of other layers, and others that peers trade alike, share it."""
-        dims, shape = self.dims, released.spec.stored_shape
-        places = tuple(released.shards[device % dims.max_tp] for device in group.device_indices)
-        key = ProgramKey("restore", group.device_indices, (shape, places, step_pages))
-        donated = released.num_pages * self._page_bytes
+    def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
+        """`compile_restore` for some shards of a layer; those of other layers share it."""
+        dims = self.dims
+        places = [tuple(one.shards[device % dims.max_tp] for device in group.device_indices) for one in released]
+        shapes = [one.spec.stored_shape for one in released]
+        key = ProgramKey("restore", group.device_indices, (tuple(shapes), tuple(places), step_pages))
+        donated = sum(one.num_pages for one in released) * self._page_bytes
 
         def compile() -> jax.stages.Compiled:
             return compile_restore(released, dims.max_tp, self._dtype, group, step_pages)
 
-        return ProgramSpec(key, compile, donated, shard=released)
+        return ProgramSpec(key, compile, donated, restored=released)
 
     @property
     def _page_bytes(self) -> int:

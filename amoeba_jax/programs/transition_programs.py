@@ -128,8 +128,10 @@ class TransitionPrograms:
         return needed
 
     def restore_specs(self) -> list[ProgramSpec]:
-        """What makes weights again of the extents that are none afterwards: the same in every layer."""
-        return [self._restore_spec(shard) for shard in self.restored(0)]
+        """What makes weights again of the extents that are none afterwards, if any: the same in every layer."""
+        if not (released := self.restored(0)):
+            return []
+        return [self._executables.specs.restore(self.group, released, self.phase_pieces)]
 
     def exchange_specs(self) -> list[ProgramSpec]:
         """What moves pages: a program for each kind of exchange."""
@@ -182,12 +184,11 @@ class TransitionPrograms:
         specs = self._executables.specs
         return self._executables.get(specs.defragment(self.group, self.old_extents, self.new_extents, num_pieces))
 
-    def restore(self, shard: ReleasedShard) -> jax.stages.Compiled:
-        """What makes one of `restored` weights again."""
-        return self._executables.get(self._restore_spec(shard))
-
-    def _restore_spec(self, shard: ReleasedShard) -> ProgramSpec:
-        return self._executables.specs.restore(self.group, shard, self.phase_pieces)
+    @cached_property
+    def restore(self) -> jax.stages.Compiled:
+        """What makes all `restored` weights of a layer again; there must be some."""
+        (spec,) = self.restore_specs()
+        return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
         """Compile what steps need. Raises what the compiler raises."""

@@ -20,6 +20,7 @@ from sharding.mesh import assemble, disassemble
 from sharding.release import ReleasedShard, holder
 
 Tables = list[np.ndarray]
+Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
@@ -68,8 +69,9 @@ class Mover(Protocol):
         """
         ...
 
-    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
-        """The weights of a shard in the place of the extent that stood for it, which is no longer valid."""
+    def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
+        """The weights of all shards of a layer that come back, in the place of the extents that stood for them, which
+        are no longer valid."""
         ...
 
     def renew(self, layer: int) -> list[jax.Array]:
@@ -140,8 +142,8 @@ class InPlaceMover:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
-    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
-        return self._programs.restore(released)(_source(self._programs, self._weights, released), extent)
+    def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
+        return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
     def renew(self, layer: int) -> list[jax.Array]:
         return []
@@ -162,9 +164,9 @@ class CopyMover:
         programs, itemsize = self._programs, jnp.dtype(self._programs.dims.dtype).itemsize
         specs = [shard.spec for shard in self._weights.released(0, programs.dims.max_tp)]
         extra = max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
-        for shard in programs.restored(0):
-            extra = max(extra, shard.num_pages * shard.spec.stored_shape[1] * itemsize * 2)
-            programs.restore(shard)
+        if restored := programs.restored(0):
+            assert programs.restore, "it is compiled before anything changes"
+            extra = max(extra, sum(one.num_pages * one.spec.stored_shape[1] for one in restored) * itemsize * 2)
         if max_pieces:
             self._max_pieces = 1 << max(1, (max_pieces - 1).bit_length())
             migrate, defragment = self._programs.migrate(self._max_pieces), self._programs.defragment(self._max_pieces)
@@ -196,9 +198,9 @@ class CopyMover:
         fresh = programs.defragment(self._max_pieces)(old, received, send, receive)
         return fresh + extents[len(fresh) :]
 
-    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
-        fresh = jnp.zeros(extent.shape, extent.dtype, device=extent.sharding)
-        return self._programs.restore(released)(_source(self._programs, self._weights, released), fresh)
+    def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
+        fresh = [jnp.zeros(extent.shape, extent.dtype, device=extent.sharding) for extent in extents]
+        return self._programs.restore(_sources(self._programs, self._weights, released), fresh)
 
     def renew(self, layer: int) -> list[jax.Array]:
         return self._weights.replace(self._programs.group, layer, jnp.copy)
@@ -256,16 +258,19 @@ class HostMover:
         extent = np.searchsorted(starts, slots[:, 1], side="right") - 1
         return extent * group.tp + slots[:, 0], slots[:, 1] - starts[extent]
 
-    def restore(self, released: ReleasedShard, extent: jax.Array) -> jax.Array:
+    def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
         group, max_tp = self._programs.group, self._programs.dims.max_tp
-        extent.delete()
-        buffers = []
-        for device, place in zip(group.devices, group.device_indices, strict=True):
-            shard = released.shards[place % max_tp]
-            rank, _ = holder(released.spec, group.tp, shard)
-            source = self._weights.shard(group.device_indices[rank], released.spec.name, shard)
-            buffers += put_copies(np.asarray(source), (device,))
-        return assemble(group, buffers)
+        restored = []
+        for one, extent in zip(released, extents, strict=True):
+            extent.delete()
+            buffers = []
+            for device, place in zip(group.devices, group.device_indices, strict=True):
+                shard = one.shards[place % max_tp]
+                rank, _ = holder(one.spec, group.tp, shard)
+                source = self._weights.shard(group.device_indices[rank], one.spec.name, shard)
+                buffers += put_copies(np.asarray(source), (device,))
+            restored.append(assemble(group, buffers))
+        return restored
 
     def renew(self, layer: int) -> list[jax.Array]:
         def through_host(shard: jax.Array) -> jax.Array:
@@ -280,10 +285,10 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
     return jax.device_put(moved.send, sharding), jax.device_put(moved.receive, sharding)
 
 
-def _source(programs: TransitionPrograms, weights: WeightStore, released: ReleasedShard) -> jax.Array:
-    """The shards that the ranks send each other when one of `released` is restored."""
-    place = source_place(released, programs.dims.max_tp, programs.group)
-    return weights.assembled(programs.group, released.spec, place)
+def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
+    """The shards that the ranks send each other when `released` are restored."""
+    places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
+    return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]
 
 
 def _temporaries(program: jax.stages.Compiled) -> int:

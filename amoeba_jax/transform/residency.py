@@ -110,8 +110,7 @@ def _restore_layer(
 ) -> None:
     site, num_kept = instance.site, len(programs.new_extents)
     site.kv[layer] = mover.move(site.kv[layer])
-    pairs = zip(programs.restored(layer), site.kv[layer][num_kept:], strict=True)
-    weights = [mover.restore(shard, extent) for shard, extent in pairs]
+    weights = mover.restore(programs.restored(layer), site.kv[layer][num_kept:])
     cluster.weights.put_back(instance.group, layer, *programs.released, weights)
     del site.kv[layer][num_kept:]
 

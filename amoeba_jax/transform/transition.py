@@ -229,8 +229,7 @@ class Transition:
         num_kept = len(programs.new_extents)
         kept, given_back = kv[:num_kept], kv[num_kept:]
         if given_back:
-            pairs = zip(programs.restored(layer), given_back, strict=True)
-            given_back = [self._mover.restore(shard, extent) for shard, extent in pairs]
+            given_back = self._mover.restore(programs.restored(layer), given_back)
             self._weights.put_back(group, layer, *programs.released, given_back)
             self.restored = given_back
         self.high.kv[layer] = []

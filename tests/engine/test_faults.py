@@ -57,7 +57,7 @@ CALLS = {
     "exchange": 6,
     "set_state": 7,
     "page_copy": 6,
-    "restore": 6,
+    "restore": 3,
     "migrate": 6,
     "defragment": 6,
     "sample": 6,

@@ -39,24 +39,25 @@ def test_each_rank_gets_the_shard_that_its_extent_stands_for(start, tp, dtype):
         pairs = zip(arrays, group.devices, strict=True)
         return assemble(group, [jax.device_put(jnp.array(array, copy=True), device) for array, device in pairs])
 
-    for shard in released:
-        program = compile_restore(shard, MAX_TP, jnp.dtype(dtype), group, STEP_PAGES)
-        place = source_place(shard, MAX_TP, group)
-        source = put([shards[SPEC.shard_indices(tp, rank)[place]] for rank in range(tp)])
-        extent = put([np.full((PAGES, PAGE_ELEMS), 7, jnp.dtype(dtype))] * tp)
-        places = pointers(extent)
-        restored = program(source, extent)
-        for buffer, device in zip(disassemble(group, restored), group.device_indices, strict=True):
+    program = compile_restore(released, MAX_TP, jnp.dtype(dtype), group, STEP_PAGES)
+    places = [source_place(one, MAX_TP, group) for one in released]
+    sources = [put([shards[SPEC.shard_indices(tp, rank)[place]] for rank in range(tp)]) for place in places]
+    extents = [put([np.full((PAGES, PAGE_ELEMS), 7, jnp.dtype(dtype))] * tp) for _ in released]
+    before = [pointers(extent) for extent in extents]
+    restored = program(sources, extents)
+    for one, array in zip(released, restored, strict=True):
+        for buffer, device in zip(disassemble(group, array), group.device_indices, strict=True):
             np.testing.assert_array_equal(
-                np.asarray(buffer).view(np.uint8), shards[shard.shards[device % MAX_TP]].view(np.uint8)
+                np.asarray(buffer).view(np.uint8), shards[one.shards[device % MAX_TP]].view(np.uint8)
             )
-        assert pointers(restored) == places
-        assert extent.is_deleted()
-        assert not source.is_deleted()
-        memory = program.memory_analysis()
-        assert memory is not None
-        assert memory.alias_size_in_bytes == bytes_of
-        if dtype != "bfloat16":
-            assert memory.temp_size_in_bytes == 0
-        elif not BFLOAT16_IS_CONVERTED:  # what a step sends and receives, and its counter
-            assert memory.temp_size_in_bytes <= 2 * STEP_PAGES * PAGE_ELEMS * jnp.dtype(dtype).itemsize + 1024
+    assert [pointers(array) for array in restored] == before
+    assert all(extent.is_deleted() for extent in extents)
+    assert not any(source.is_deleted() for source in sources)
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == bytes_of * len(released)
+    if dtype != "bfloat16":
+        assert memory.temp_size_in_bytes <= 64 * len(released)
+    elif not BFLOAT16_IS_CONVERTED:  # what a step sends and receives, and its counter
+        each = 2 * STEP_PAGES * PAGE_ELEMS * jnp.dtype(dtype).itemsize + 1024
+        assert memory.temp_size_in_bytes <= each * len(released)

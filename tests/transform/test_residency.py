@@ -118,11 +118,11 @@ def test_restoring_that_fails_loses_no_request(idle: LLM, monkeypatch: pytest.Mo
     real = InPlaceMover.restore
     calls: list[Any] = []
 
-    def failing(self: InPlaceMover, released: Any, extent: Any) -> Any:
+    def failing(self: InPlaceMover, released: Any, extents: Any) -> Any:
         calls.append(released)
-        if len(calls) > layer * len(engine_of(idle).cluster.weights.released(0, 4)):
+        if len(calls) > layer:
             raise RuntimeError("no memory")
-        return real(self, released, extent)
+        return real(self, released, extents)
 
     with monkeypatch.context() as patch:
         patch.setattr(residency.InPlaceMover, "restore", failing)

@@ -178,7 +178,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, mover: t
 
     def fails(self: Any, *arguments: Any) -> Any:
         calls.append(where)
-        if len(calls) == (4 if where == "restore" else 2):
+        if len(calls) == 2:
             raise RuntimeError("injected")
         return method(self, *arguments)
 
