@@ -164,9 +164,8 @@ class CopyMover:
         programs, itemsize = self._programs, jnp.dtype(self._programs.dims.dtype).itemsize
         specs = [shard.spec for shard in self._weights.released(0, programs.dims.max_tp)]
         extra = max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
-        if restored := programs.restored(0):
-            assert programs.restore, "it is compiled before anything changes"
-            extra = max(extra, sum(one.num_pages * one.spec.stored_shape[1] for one in restored) * itemsize * 2)
+        fresh = sum(one.num_pages * one.spec.stored_shape[1] for one in programs.restored(0)) * itemsize
+        extra = max(extra, fresh + programs.move_temporaries(pages=False))
         if max_pieces:
             self._max_pieces = 1 << max(1, (max_pieces - 1).bit_length())
             migrate, defragment = self._programs.migrate(self._max_pieces), self._programs.defragment(self._max_pieces)
