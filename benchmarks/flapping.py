@@ -102,18 +102,18 @@ def main() -> None:
                 found = [run(config, options.policy, change) for config in configs]
                 own, changes = mean(it[0] for it in found), mean(it[2] for it in found)
                 ratio = own / mean(best)
-                around = interval([it[0] / other for it, other in zip(found, best, strict=True)])
+                ratios = [it[0] / other for it, other in zip(found, best, strict=True)]
                 if ratio < 1 and breaks[gap, tokens] is None:
                     breaks[gap, tokens] = change
                 cells = (
                     f"{own:.0f}",
                     *(f"{fixed[name]:.0f}" for name in STATIC),
-                    f"{ratio:.3f} ±{around:.3f}",
+                    f"{ratio:.3f} ±{interval(ratios):.3f}",
                     f"{changes:.0f}",
                 )
                 table.add_row(f"{gap:g}", str(tokens), f"{change:g}", *cells)
                 rows.append({"gap_s": gap, "tokens": tokens, "change_s": change, options.policy: own, **fixed,
-                             "ratio": ratio, "interval": around, "changes": changes})  # fmt: skip
+                             "ratio": ratio, "ratios": ratios, "changes": changes})  # fmt: skip
     console = Console(width=130)
     console.print(table)
     for (gap, tokens), change in breaks.items():

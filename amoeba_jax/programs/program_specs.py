@@ -58,7 +58,7 @@ class ProgramSpec:
         compile: does it.
         donated_bytes: what it must update in place, on each device.
         plan: of a step, layers that it may be run for; others of the same shape share it.
-        restored: of restored weights, some that it may be run for.
+        restored: of one that restores weights, shards of a layer that it may be run for.
         on: the devices that it runs on.
         first: makes the spec for the first group of devices of its degree; None for that group itself.
         model: sizes of the model that it is for.

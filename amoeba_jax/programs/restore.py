@@ -23,7 +23,7 @@ def compile_restore(
     without temporaries.
 
     XLA's CPU backend sends bf16 as f32. There it goes as integers, `step_pages` pages at a time, and temporaries are
-    twice as many.
+    twice as many pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 

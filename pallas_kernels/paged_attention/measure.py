@@ -80,7 +80,7 @@ class Workload:
         """Queries, extents, tables and positions: random contents in pages that lie at random.
 
         With several extents, each sequence's pages are dealt over them in turn if they are `scattered`; otherwise
-        whole sequences are, as after a merge.
+        whole sequences are.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0)

@@ -64,11 +64,12 @@ def xla_paged_attention(
 
 
 class _Pages(NamedTuple):
-    """The pages of each sequence in some extents, one after another: those in the first of them come first."""
+    """The pages of each sequence in E extents, one after another: those in the first of them come first."""
 
     ids: Int32[Array, "B N"]
-    """Rows of all tables, side by side."""
+    """Rows of the tables, side by side."""
     positions: Int32[Array, "B N"]
+    """Logical places of these pages."""
     ends: Int32[Array, "B E"]
     """How many pages of a sequence are in an extent and those before it."""
     offsets: Int32[Array, "B E"]
@@ -76,7 +77,7 @@ class _Pages(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
-        """Tables filled up to whole blocks."""
+        """Those of the extents' tables, filled up to whole blocks of `block` pages."""
         widths = [table.page_ids.shape[1] for table in tables]
         counts = jnp.stack([table.num_pages for table in tables], axis=1)
         ends = jnp.cumsum(counts, axis=1)

@@ -138,7 +138,7 @@ class Round:
         if merge_s is None:
             return None
         instances, later_than_s = self.special.values(), max(merge_s, slo_s - waited_s)
-        wait_s = estimates.late_s(self.view, self.room, instances, request, self.taken_s, later_than_s)
+        wait_s = estimates.first_token_s(self.view, self.room, instances, request, self.taken_s, later_than_s)
         if wait_s is None:
             return None
         why = f"; its first token would come after {wait_s:.1f} s, and here after {merge_s:.1f} s"

@@ -24,7 +24,7 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
     return prompts_s + left[min(bisect_left(freed, lacks), len(left) - 1)] * step_s
 
 
-def late_s(
+def first_token_s(
     view: ClusterView,
     room: Room,
     instances: Iterable[InstanceView],
@@ -36,7 +36,8 @@ def late_s(
     `later_than_s`. None if they are not, if that cannot be told, or while an instance that could hold it is being made.
 
     Args:
-        taken_s: seconds until others that wait for an instance's room have ended, where there are any.
+        instances: those that may hold long requests, now or when their transition has ended.
+        taken_s: seconds until others that wait for an instance's room have ended, by its id, where there are any.
     """
     times = []
     for instance in instances:

@@ -90,10 +90,10 @@ class Room:
 
     def need(self, request: WaitingRequest) -> int:
         """Tokens that must be free for a request to start, in whole pages."""
-        page_size, left = self._view.page_size, request.max_total_tokens - request.prompt_tokens
-        kept = page_size + int(self._growth * left)  # a hundred calls in a decision: none of others
-        tokens = request.prompt_tokens + (0 if left < 0 else left if left < kept else kept)
-        return -(-tokens // page_size) * page_size
+        left = max(request.max_total_tokens - request.prompt_tokens, 0)
+        return self._view.whole_pages(
+            request.prompt_tokens + min(left, self._view.page_size + int(self._growth * left))
+        )
 
     @property
     def open(self) -> Iterator[InstanceView]:

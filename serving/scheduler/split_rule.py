@@ -46,16 +46,13 @@ class SplitRule:
         before, self._wanted_s = self._wanted_s, {}
         leaving = []
         waiting: dict[int, int] = {}  # the largest by capacity: many instances have the same
-        least: dict[tuple[int, int], int] = {}  # the degree that is needed, by the instance's and the size
         lower = {degree: [d for d in view.limits if view.base_degree <= d < degree] for degree in view.limits}
         for instance in merged:
             if instance.degree <= view.base_degree or instance.transition_to is not None or instance.draining:
                 continue
             if (capacity := instance.capacity_tokens) not in waiting:
                 waiting[capacity] = largest(capacity)
-            size = max(instance.largest, waiting[capacity])
-            if (needed := least.get((instance.degree, size))) is None:
-                needed = least[instance.degree, size] = self._needed(view, instance.degree, size)
+            needed = self._needed(view, instance, max(instance.largest, waiting[capacity]))
             for degree in lower[instance.degree]:
                 # As long as a degree is needed, it is wanted to split to none below it.
                 known = before.get((instance.devices, degree), view.now_s)
@@ -64,14 +61,14 @@ class SplitRule:
                 leaving.append((instance, needed))
         return leaving
 
-    def _needed(self, view: ClusterView, degree: int, size: int) -> int:
-        """The degree that an instance of `degree` is still needed at, for a request of that many tokens."""
+    def _needed(self, view: ClusterView, instance: InstanceView, size: int) -> int:
+        """The degree that an instance is still needed at, for a request of that many tokens."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
-            return degree
-        holding = view.degree_for(size)
-        return degree if holding is None else min(holding, degree)
+            return instance.degree
+        degree = view.degree_for(size)
+        return instance.degree if degree is None else min(degree, instance.degree)
 
     def _ends(self, view: ClusterView, instance: InstanceView, degree: int, pressed: bool) -> bool:
         """It has lingered long enough, or others need what it splits into."""

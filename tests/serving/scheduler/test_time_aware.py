@@ -102,18 +102,18 @@ def test_requests_behind_each_other_wait_for_each_other():
 def test_many_late_requests_look_for_a_group_once(monkeypatch):
     """No group has room, and no request that needs as much looks through them again, or estimates when it would begin:
     with hundreds of groups a decision took 7 ms."""
-    late, room_of = Mock(wraps=estimates.late_s), Mock(wraps=Room.merged_free)
-    monkeypatch.setattr(estimates, "late_s", late)
+    estimate, room_of = Mock(wraps=estimates.first_token_s), Mock(wraps=Room.merged_free)
+    monkeypatch.setattr(estimates, "first_token_s", estimate)
     monkeypatch.setattr(Room, "merged_free", lambda *arguments: room_of(*arguments))
     view = behind_a_long_one()
     queue = [waiting(f"late-{n}", TP4_LONG, arrival_s=1.0) for n in range(20)]
     full = [filled(device, 0.99) for device in range(4, 8)]  # merged they have 32,000 more, and need 50,000
     assert decide(cluster(*view.instances[:1], *full, queue=queue, now_s=12.0, timing=TIMING)) == []
-    assert late.call_count == 0
+    assert estimate.call_count == 0
     assert room_of.call_count <= 8
     merges = decide(cluster(*view.instances[:1], queue=queue, now_s=12.0, timing=TIMING))
     assert [type(action) for action in merges] == [ScaleUp]
-    assert late.call_count == 1
+    assert estimate.call_count == 1
 
 
 def test_wait_is_until_enough_has_ended():
