@@ -6,11 +6,13 @@ Every instance runs as many requests as it can, but for those that have just end
 ended and one has come, and `--changed` instances have other views than before, as after their steps; all other views
 are the same objects, as an executor keeps them. "full": no instance has room for any request that waits. "flow": the
 request that has ended makes room for one. One in 20 requests that wait is too long for one device, and one device in
-four is a part of a TP4 instance with a long request. In "urgent" the request that comes is ahead of all that run.
+four is a part of a TP4 instance with a long request. In "urgent" the request that comes is ahead of all that run. In
+"change" four instances become one before each decision, or one becomes four.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import logging
 import time
@@ -43,7 +45,7 @@ from serving.scheduler import (
 SLOTS, SHORT, LONG = 32, 1_000, 50_000
 DEGREES = (DegreeLimits(1, SLOTS * SHORT, SLOTS), DegreeLimits(2, 80_000, 64), DegreeLimits(4, 180_000, 128))
 TIMING = Timing({1: 0.03, 4: 0.02}, {1: 4_000.0, 4: 10_000.0}, {(1, 4): 1.0})
-CASES = ("full", "flow", "urgent")
+CASES = ("full", "flow", "urgent", "change")
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ class Fleet:
             self.views.append(self._full(device, degree))
             device += degree
         self.num_devices = device
-        self._place = {view.id: place for place, view in enumerate(self.views)}
+        self._find_places()
         for _ in range(waiting):
             self.arrive()
+
+    def _find_places(self) -> None:
+        self._place = {view.id: place for place, view in enumerate(self.views)}
 
     def _full(self, first: int, degree: int) -> InstanceView:
         size = LONG if degree > 1 else 0
@@ -105,6 +110,15 @@ class Fleet:
             else:
                 grown = replace(view.running[-1], num_tokens=view.running[-1].num_tokens % SHORT + 1)
                 self.views[place] = replace(view, running=(*view.running[:-1], grown))
+
+    def change(self, place: int) -> None:
+        """The instances of four devices become one, or the other way round; as full as before."""
+        first = self.views[place].devices[0] // 4 * 4
+        here = [view for view in self.views if first <= view.id < first + 4]
+        new = [self._full(first, 4)] if len(here) > 1 else [self._full(device, 1) for device in range(first, first + 4)]
+        start = self.views.index(here[0])
+        self.views[start : start + len(here)] = new
+        self._find_places()
 
     def snapshot(self) -> ClusterView:
         return ClusterView(
@@ -144,10 +158,12 @@ def measure(name: str, case: str, options: argparse.Namespace) -> Figures:
         return actions
 
     policy.decide = timed  # type: ignore[method-assign]
-    changed = (place for _ in iter(int, 1) for place in range(len(fleet.views)))
+    changed = (place % len(fleet.views) for place in itertools.count())
     tick_ms = []
     for _ in range(2 * options.ticks):
         fleet.step(changed, options.changed, ends=case == "flow")
+        if case == "change":
+            fleet.change(next(changed))
         fleet.arrive(priority=-1 if case == "urgent" else 1)
         start = time.perf_counter()
         scheduler.tick()

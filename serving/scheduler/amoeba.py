@@ -40,14 +40,15 @@ class AmoebaPolicy:
             view = dataclasses.replace(view, merge_to=self.config.merge_to)
         index, longest = self._index, view.longest
         index.update(view.queue)
-        self._cache.update(view, self._pressed)
+        room = self._room.of(view) if view.queue or self._pressed else None
+        self._cache.update(view, self._pressed and room is not None and room.most_have_slots)
         if not view.queue and self._rests(view):
             return []
         actions: list[Action] = [
             *self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
         ]
         gone = {action.request_id for action in actions if isinstance(action, Reject)}
-        room = self._room.of(view)
+        room = room or self._room.of(view)
         leaving = self._leaving(view, room.merged.values())
         splits = self._splits.split(view, room, leaving, self._pressed)
         actions += splits

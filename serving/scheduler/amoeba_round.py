@@ -2,32 +2,18 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.idle_room import IdleRoom
 from serving.scheduler.instance_facts import fits_split
+from serving.scheduler.merge_groups import MergeGroup
 from serving.scheduler.preemption import Preemptions
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.reserve import Reserve
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
-
-
-class _Group(NamedTuple):
-    """Instances that may merge, in the order in which they are chosen; `devices` differ, so `members` do not count."""
-
-    mixed: bool
-    minus_free: int
-    devices: tuple[int, ...]
-    members: tuple[InstanceView, ...]
-
-    @classmethod
-    def of(cls, room: Room, degree: int, devices: tuple[int, ...], members: tuple[InstanceView, ...]) -> "_Group":
-        """By the room that is left."""
-        return cls(len({len(i.devices) for i in members}) > 1, -room.merged_free(members, degree), devices, members)
 
 
 class Round:
@@ -49,8 +35,6 @@ class Round:
         """Instances that no merge may take: they split or merge, or make room for someone."""
         self.special = {**room.merged, **room.unsteady}
         """Instances that may hold long requests, now or when their transition has ended."""
-        self._sorted: dict[int, tuple[int, list[_Group]]] = {}
-        """Groups that may merge to a degree, and how many of `Room.changed_free` they are ordered by."""
         self._too_much: dict[int, int] = {}
         """Free tokens that no group which may merge to a degree has: none will, as tokens only become fewer."""
         self._roomiest: list[InstanceView] | None = None
@@ -132,9 +116,9 @@ class Round:
         coming = any(capacity >= request.max_total_tokens for capacity in self.to_come)
         if slo_s is None or self.was_pressed or self.pressed or coming:
             return None
-        if (members := self._group_with_room(request)) is None:
+        if (group := self._group_with_room(request)) is None:
             return None
-        merge_s = estimates.merge_s(self.view, members, self._degree_for(request), request)
+        merge_s = estimates.merge_s(self.view, group.members, self._degree_for(request), request)
         if merge_s is None:
             return None
         instances, later_than_s = self.special.values(), max(merge_s, slo_s - waited_s)
@@ -191,9 +175,7 @@ class Round:
         """Keep room for a long request that waits until those before it on a merged instance are done."""
         room = self.room
         if self._roomiest is None:
-            self._roomiest = sorted(
-                room.merged.values(), key=lambda i: (-room.free(i) - room.facts.freed_by_long(i), i.id)
-            )
+            self._roomiest = room.roomiest()
         options = (i for i in self._roomiest if room.takes(i) and i.capacity_tokens >= request.max_total_tokens)
         if (instance := next(options, None)) is not None:
             self._roomiest.remove(instance)
@@ -208,60 +190,45 @@ class Round:
         else:
             self.room.keep_coming(request)
 
-    def _groups(self, request: WaitingRequest) -> Iterator[tuple[InstanceView, ...]]:
-        """Groups of instances that may merge into one that holds a request: those of one degree first, then by load."""
-        degree = self._degree_for(request)
-        num_seen, ranked = self._sorted.get(degree, (0, None))
-        room, changed_free = self.room, self.room.changed_free
-        if ranked is None:
-            options = ((devices, room.parts(devices)) for devices in self.view.free_groups(degree))
-            ranked = sorted(
-                _Group.of(room, degree, devices, members)
-                for devices, members in options
-                if members is not None and self._may_merge(members)
-            )
-        elif changed := set(changed_free[num_seen:]):  # a few, so that most are in order
-            ranked = sorted(
-                group if changed.isdisjoint(group.devices) else _Group.of(room, degree, group.devices, group.members)
-                for group in ranked
-            )
-        self._sorted[degree] = len(changed_free), ranked
-        return filter(self._may_merge, (group.members for group in ranked))
+    def _groups(self, request: WaitingRequest) -> Iterator[MergeGroup]:
+        """Groups of instances that may merge into one that holds a request: those of one degree first, then by room."""
+        degree, refused = self._degree_for(request), self.view.refused
+        return (
+            group
+            for group in self.room.merge_groups(degree)
+            if self.busy.isdisjoint([i.id for i in group.members]) and (group.devices, degree) not in refused
+        )
 
-    def _may_merge(self, members: tuple[InstanceView, ...]) -> bool:
-        return self.busy.isdisjoint([i.id for i in members])
-
-    def _group_with_room(self, request: WaitingRequest) -> tuple[InstanceView, ...] | None:
+    def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
         """The least-loaded group that would make an instance with room for a request at once."""
         degree, need = self._degree_for(request), self.room.need(request)
         if need >= self._too_much.get(degree, need + 1):
             return None
-        for members in self._groups(request):
-            if self.room.merged_free(members, degree) >= need:
-                return members
-        self._too_much[degree] = need
-        return None
+        found = next((group for group in self._groups(request) if group.minus_free <= -need), None)
+        if found is None:
+            self._too_much[degree] = need
+        return found
 
     def _merge(self, request: WaitingRequest, why: str = "") -> ScaleUp | None:
         """Merge the least-loaded group, if the instance that it makes has room for the request at once."""
-        if (members := self._group_with_room(request)) is None:
+        if (group := self._group_with_room(request)) is None:
             return None
         degree = self._degree_for(request)
-        capacity, free = self.view.limits[degree].capacity_tokens, self.room.merged_free(members, degree)
-        self._claim(members, capacity)
+        capacity, free = self.view.limits[degree].capacity_tokens, -group.minus_free
+        self._claim(group, capacity)
         reason = (
             f"{request.request_id} may grow to {request.max_total_tokens} tokens, which fit at TP{degree} "
             f"first; of its {capacity} tokens {free} will be free{why}"
         )
-        return ScaleUp(tuple(d for i in members for d in i.devices), degree, reason)
+        return ScaleUp(group.devices, degree, reason)
 
     def _claim_group(self, request: WaitingRequest) -> None:
         """No group has room, even merged: keep others from the one that has most, until it has enough."""
-        if (members := next(self._groups(request), None)) is not None:
-            self._claim(members, self.view.limits[self._degree_for(request)].capacity_tokens)
+        if (group := next(self._groups(request), None)) is not None:
+            self._claim(group, self.view.limits[self._degree_for(request)].capacity_tokens)
 
-    def _claim(self, members: tuple[InstanceView, ...], capacity: int) -> None:
-        for instance in members:
+    def _claim(self, group: MergeGroup, capacity: int) -> None:
+        for instance in group.members:
             self.room.close(instance)
             self.busy.add(instance.id)
         self.to_come.append(capacity)

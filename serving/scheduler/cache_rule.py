@@ -41,11 +41,12 @@ class CacheRule:
         self._proved: set[int] = set()
         """Degrees that were seen to generate as much on each device as the base degree."""
 
-    def update(self, view: ClusterView, pressed: bool) -> None:
-        """Take note of a snapshot. `pressed`: a short request found no room when decisions were last made."""
+    def update(self, view: ClusterView, lacks_room: bool) -> None:
+        """Take note of a snapshot. `lacks_room`: a short request found no room when decisions were last made, although
+        most instances have slots."""
         if self._after_s is None:
             return
-        if pressed and self._have_slots(view):
+        if lacks_room:
             self._since_s = view.now_s if self._since_s is None else self._since_s
             self._lacked_s = view.now_s
         else:
@@ -56,15 +57,6 @@ class CacheRule:
             changing = {device for i in view.instances if i.transition_to is not None for device in i.devices}
             self._made = {it for it in self._made if it in present or not changing.isdisjoint(it)}
             self._compare(view, steady)
-
-    @staticmethod
-    def _have_slots(view: ClusterView) -> bool:
-        """Whether at least half of the instances of the base degree, or of all where there is none, have slots."""
-        base_degree = view.base_degree
-        steady = [i for i in view.instances if i.transition_to is None]
-        of_base = [i for i in steady if i.degree == base_degree]
-        have = [i.free_slots > 0 for i in of_base or steady]
-        return 2 * sum(have) >= len(have)
 
     @staticmethod
     def _rates(view: ClusterView, instances: Iterable[InstanceView], *, full: bool = True) -> dict[int, list[float]]:

@@ -3,7 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
-from serving.scheduler.instance_facts import InstanceFacts
+from serving.scheduler.instance_tables import InstanceTables, discard
+from serving.scheduler.merge_groups import MergeGroup, MergeGroups
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
@@ -16,80 +17,50 @@ class Room:
     Args:
         reserved_growth: share kept free of what requests may still grow by. 0 admits as vLLM does, where requests that
             find no page are preempted; with 1 no request ever is.
+
+    Attributes:
+        merged: instances above the base degree, by id, in the order of devices.
+        unsteady: instances that are in transition or draining.
+        num_requests: of all instances, paused ones included.
+        most_have_slots: as of `InstanceTables`.
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):
-        self._growth = reserved_growth
-        self._instances: tuple[InstanceView, ...] = ()
-        self._home: dict[int, InstanceView] = {}
-        self._uncommitted: dict[int, int] = {}
-        self._base_by_free: list[tuple[int, int]] = []
-        self._base_by_load: list[tuple[bool, float, int]] = []
-        self.facts = InstanceFacts(view, reserved_growth)
+        self._growth, self._tables = reserved_growth, InstanceTables(view, reserved_growth)
+        self.facts = self._tables.facts
+        self._merge_groups: dict[int, MergeGroups] = {}
+        self._slots: dict[int, int] = {}
+        self._asked: tuple[WaitingRequest | None, int] = (None, 0)
+        """The request that `need` was asked for last, and what it needs."""
         self.refresh(view)
 
     def refresh(self, view: ClusterView) -> None:
         """Begin again, with another snapshot."""
-        before, self._instances, self._view, self.facts.view = self._instances, view.instances, view, view
-        pairs = list(zip(before, view.instances, strict=False))
-        changed = [(old, new) for old, new in pairs if old is not new]
-        same = len(before) == len(view.instances) and all(old.devices == new.devices for old, new in changed)
-        if not same or 2 * len(changed) > len(before):
-            self._rebuild()
-        else:
-            for old, new in changed:
-                self._index(old, remove=True)
-                self._index(new)
-            self.merged = dict(sorted(self.merged.items()))
-        self._by_free, self._by_load = list(self._base_by_free), list(self._base_by_load)
-        self._free = dict(self._uncommitted)
-        self._slots: dict[int, int] = {}
+        tables, self._view = self._tables, view
+        for number in self._slots:  # what was given away comes back
+            self._touch(tables.home[number])
+        for instance in tables.update(view):
+            self._touch(instance)
+        self._home = tables.home
+        self.merged, self.unsteady = tables.merged, tables.unsteady
+        self.num_requests, self.most_have_slots = tables.num_requests, tables.most_have_slots
+        self._by_free, self._by_load = list(tables.by_free), list(tables.by_load)
+        self._free = dict(tables.uncommitted)
+        self._slots = {}
         self._given: dict[int, int] = {}
         self._closed: set[int] = set()
-        self.changed_free: list[int] = []
-        """Ids of instances whose free tokens have changed, in that order."""
 
-    def _rebuild(self) -> None:
-        self._home, self._uncommitted, self._base_by_free, self._base_by_load = {}, {}, [], []
-        self.merged: dict[int, InstanceView] = {}
-        """Instances above the base degree."""
-        self.unsteady: dict[int, InstanceView] = {}
-        """Instances that are in transition or draining."""
-        self.num_requests = 0
-        """Requests of all instances, paused ones included."""
-        for instance in self._instances:
-            self._index(instance, sort=False)
-        self._base_by_free.sort()
-        self._base_by_load.sort()
-
-    def _index(self, instance: InstanceView, remove: bool = False, sort: bool = True) -> None:
-        """Put an instance into all tables, or take it out."""
-        number = instance.id
-        steady = instance.transition_to is None and not instance.draining
-        count = len(instance.running) + sum(map(len, instance.paused))
-        self.num_requests += -count if remove else count
-        if remove:
-            if steady and instance.free_slots > 0:
-                _discard(self._base_by_free, (self._uncommitted[number], -number))
-                _discard(self._base_by_load, (self._view.has_long(instance), instance.load, number))
-            self.merged.pop(number, None)
-            self.unsteady.pop(number, None)
-            return
-        free = instance.free_tokens - self.facts.growth(instance.running)
-        self._uncommitted[number] = free
-        for device in instance.devices:
-            self._home[device] = instance
-        if not steady:
-            self.unsteady[number] = instance
-        if instance.degree > self._view.base_degree:
-            self.merged[number] = instance
-        if steady and instance.free_slots > 0:
-            put = insort if sort else list.append
-            put(self._base_by_free, (free, -number))
-            put(self._base_by_load, (self._view.has_long(instance), instance.load, number))
+    def _touch(self, instance: InstanceView) -> None:
+        for groups in self._merge_groups.values():
+            groups.touch(instance.devices)
 
     def need(self, request: WaitingRequest) -> int:
         """Tokens that must be free for a request to start, in whole pages."""
+        if request is not self._asked[0]:  # a decision asks for one request several times
+            self._asked = request, self._need(request)
+        return self._asked[1]
+
+    def _need(self, request: WaitingRequest) -> int:
         left = max(request.max_total_tokens - request.prompt_tokens, 0)
         return self._view.whole_pages(
             request.prompt_tokens + min(left, self._view.page_size + int(self._growth * left))
@@ -99,7 +70,7 @@ class Room:
     def open(self) -> Iterator[InstanceView]:
         """Instances that take requests, in the order of devices."""
         closed, unsteady = self._closed, self.unsteady
-        return (i for i in self._instances if i.id not in closed and i.id not in unsteady)
+        return (i for i in self._tables.instances if i.id not in closed and i.id not in unsteady)
 
     @property
     def any_open(self) -> bool:
@@ -124,9 +95,34 @@ class Room:
         whole = len(members) > 1 and sum([len(i.devices) for i in members]) == len(devices)
         return members if whole else None
 
+    def merge_groups(self, degree: int) -> MergeGroups:
+        """Groups of instances that may merge to a degree by the room that is left, whatever becomes of them: some may
+        be in transition, or closed."""
+        if degree not in self._merge_groups:
+
+            def rank(devices: tuple[int, ...]) -> MergeGroup | None:
+                if (members := self.parts(devices)) is None:
+                    return None
+                mixed = len({len(i.devices) for i in members}) > 1
+                return MergeGroup(mixed, -self.merged_free(members, degree), devices, members)
+
+            self._merge_groups[degree] = MergeGroups(degree, self._view.num_devices, rank)
+        return self._merge_groups[degree]
+
     def free(self, instance: InstanceView) -> int:
         """Tokens that no one has or was promised; below zero where more was promised than there is."""
         return self._free[instance.id]
+
+    def roomiest(self) -> list[InstanceView]:
+        """Instances above the base degree, those first that have most room once their long requests are done."""
+        tables, free = self._tables, self._free
+        entries = list(tables.by_room_to_come)
+        for number in self._slots.keys() & self.merged.keys():  # what they have was given away
+            taken = tables.uncommitted[number] - free[number]
+            room = tables.room_to_come(self.merged[number])
+            discard(entries, (-room, number))
+            insort(entries, (taken - room, number))
+        return [self.merged[number] for _, number in entries]
 
     def has_slot(self, instance: InstanceView) -> bool:
         """It can run one more request."""
@@ -148,8 +144,8 @@ class Room:
 
     def _unlist(self, instance: InstanceView) -> None:
         if self.has_slot(instance):
-            _discard(self._by_free, (self._free[instance.id], -instance.id))
-            _discard(self._by_load, (self._view.has_long(instance), self.load(instance), instance.id))
+            discard(self._by_free, (self._free[instance.id], -instance.id))
+            discard(self._by_load, (self._view.has_long(instance), self.load(instance), instance.id))
 
     def _list(self, instance: InstanceView) -> None:
         if self.has_slot(instance):
@@ -208,7 +204,7 @@ class Room:
         self._slots[number] = self._slots.get(number, instance.free_slots) - slots
         self._given[number] = self._given.get(number, 0) + given
         if tokens:
-            self.changed_free.append(number)
+            self._touch(instance)
         if listed:
             self._list(instance)
 
@@ -242,19 +238,13 @@ class KeptRoom:
     def __init__(self, reserved_growth: float):
         self._growth = reserved_growth
         self._room: Room | None = None
-        self._sizes: tuple[int, int, int] | None = None
+        self._sizes: object = None
 
     def of(self, view: ClusterView) -> Room:
         """The room of a snapshot; what was given away of the one before counts no more."""
-        sizes = view.page_size, view.base_degree, view.limits[view.base_degree].capacity_tokens
+        sizes = view.page_size, view.num_devices, view.base_degree, view.limits
         if self._room is None or self._sizes != sizes:
             self._room, self._sizes = Room(view, self._growth), sizes
         else:
             self._room.refresh(view)
         return self._room
-
-
-def _discard(entries: list, entry: tuple) -> None:
-    place = bisect_left(entries, entry)
-    assert entries[place] == entry, "it was listed"
-    del entries[place]

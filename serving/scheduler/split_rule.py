@@ -30,8 +30,8 @@ class SplitRule:
 
     def __init__(self, config: SplitConfig):
         self.config = config
-        self._wanted_s: dict[tuple[tuple[int, ...], int], float] = {}
-        """By devices and the degree that was needed less than."""
+        self._wanted_s: dict[tuple[int, ...], dict[int, float]] = {}
+        """By devices, and the degree that would not have been enough."""
 
     def leaving(
         self, view: ClusterView, merged: Iterable[InstanceView], largest: Callable[[int], int], pressed: bool
@@ -44,31 +44,37 @@ class SplitRule:
             pressed: a short request found no room when decisions were last made: no instance lingers.
         """
         before, self._wanted_s = self._wanted_s, {}
-        leaving = []
+        now_s, leaving = view.now_s, []
         waiting: dict[int, int] = {}  # the largest by capacity: many instances have the same
+        needs: dict[tuple[int, int], int] = {}  # by degree and size
         lower = {degree: [d for d in view.limits if view.base_degree <= d < degree] for degree in view.limits}
         for instance in merged:
-            if instance.degree <= view.base_degree or instance.transition_to is not None or instance.draining:
+            degree = instance.degree
+            if degree <= view.base_degree or instance.transition_to is not None or instance.draining:
                 continue
             if (capacity := instance.capacity_tokens) not in waiting:
                 waiting[capacity] = largest(capacity)
-            needed = self._needed(view, instance, max(instance.largest, waiting[capacity]))
-            for degree in lower[instance.degree]:
-                # As long as a degree is needed, it is wanted to split to none below it.
-                known = before.get((instance.devices, degree), view.now_s)
-                self._wanted_s[instance.devices, degree] = view.now_s if degree < needed else known
-            if needed < instance.degree and self._ends(view, instance, needed, pressed):
+            size = max(instance.largest, waiting[capacity])
+            if (needed := needs.get((degree, size))) is None:
+                needed = needs[degree, size] = self._needed(view, degree, size)
+            # As long as a degree is needed, it is wanted to split to none below it.
+            wanted_s = before.get(instance.devices) or dict.fromkeys(lower[degree], now_s)
+            for other in wanted_s:
+                if other < needed:
+                    wanted_s[other] = now_s
+            self._wanted_s[instance.devices] = wanted_s
+            if needed < degree and self._ends(view, instance, needed, pressed):
                 leaving.append((instance, needed))
         return leaving
 
-    def _needed(self, view: ClusterView, instance: InstanceView, size: int) -> int:
-        """The degree that an instance is still needed at, for a request of that many tokens."""
+    def _needed(self, view: ClusterView, degree: int, size: int) -> int:
+        """The degree that an instance of a degree is still needed at, for a request of that many tokens."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
-            return instance.degree
-        degree = view.degree_for(size)
-        return instance.degree if degree is None else min(degree, instance.degree)
+            return degree
+        enough = view.degree_for(size)
+        return degree if enough is None else min(enough, degree)
 
     def _ends(self, view: ClusterView, instance: InstanceView, degree: int, pressed: bool) -> bool:
         """It has lingered long enough, or others need what it splits into."""
@@ -76,7 +82,7 @@ class SplitRule:
             return degree == view.base_degree
         if degree > view.base_degree and not fits_split(view, instance, degree):
             return False  # its long requests run on, and it would be closed for as long as they do
-        lingered_s = view.now_s - self._wanted_s[instance.devices, degree]
+        lingered_s = view.now_s - self._wanted_s[instance.devices][degree]
         return pressed or lingered_s >= self.config.linger_s
 
     def split(

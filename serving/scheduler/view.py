@@ -125,22 +125,22 @@ class InstanceView:
     @cached_property
     def largest(self) -> int:
         """Most tokens that any of its requests may grow to; 0 if it runs none."""
-        return max((request.max_total_tokens for request in self.running), default=0)
+        return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
     def first_priority(self) -> int:
         """The lowest priority of its requests, which are served first; the highest there is if it runs none."""
-        return min((request.priority for request in self.running), default=2**31 - 1)
+        return min([request.priority for request in self.running], default=2**31 - 1)
 
     @cached_property
     def last_rank(self) -> tuple[bool, int]:
         """The highest rank of its requests, which are preempted first: see `RunningRequest.rank`."""
-        return max((request.rank for request in self.running), default=(False, -(2**31)))
+        return max([(request.beyond_share, request.priority) for request in self.running], default=(False, -(2**31)))
 
     @cached_property
     def uncomputed_tokens(self) -> int:
         """Tokens of its requests that are still to be computed before these decode."""
-        return sum(request.uncomputed_tokens for request in self.running)
+        return sum([request.uncomputed_tokens for request in self.running])
 
     @cached_property
     def load(self) -> float:

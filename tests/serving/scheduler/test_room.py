@@ -1,0 +1,90 @@
+"""A room that is kept from one snapshot to the next is the room made from the last one alone."""
+
+import dataclasses
+import random
+
+from cluster_views import TP4_LONG, cluster, instance, running, waiting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.scheduler.room import KeptRoom, Room
+from serving.scheduler.view import ClusterView, InstanceView
+
+NUM_DEVICES = 64
+
+
+def some_instance(chance: random.Random, first: int, degree: int) -> InstanceView:
+    """An instance in any state."""
+    requests = [running(f"r{first}-{n}", priority=chance.randint(-1, 1)) for n in range(chance.randint(0, 3))]
+    if degree == 4 and chance.random() < 0.5:
+        requests.append(running(f"long{first}", TP4_LONG))
+    state = {"transition_to": chance.choice([2, 4])} if chance.random() < 0.1 else {}
+    free = {"free_slots": 0} if chance.random() < 0.2 else {}
+    return instance(first, degree, *requests, draining=chance.random() < 0.05, **state, **free)
+
+
+def another(chance: random.Random, view: ClusterView, share: float) -> ClusterView:
+    """The snapshot after some instances have changed, merged or split."""
+    instances = []
+    for first in range(0, NUM_DEVICES, 4):
+        here = [i for i in view.instances if first <= i.id < first + 4]
+        if chance.random() < share:
+            degree = chance.choice([1, 2, 4, here[0].degree])
+            here = [some_instance(chance, device, degree) for device in range(first, first + 4, degree)]
+        instances += here
+    return cluster(*instances, num_devices=NUM_DEVICES)
+
+
+def tables(room: Room, view: ClusterView) -> dict[str, object]:
+    """What a policy can see of a room."""
+    request = waiting("w")
+    return {
+        "free": {i.id: room.free(i) for i in view.instances},
+        "by_load": list(room.by_load()),
+        "with_room": room.with_room(request),
+        "count": room.num_with_room(request),
+        "merged": list(room.merged.values()),
+        "unsteady": sorted(room.unsteady),
+        "num_requests": room.num_requests,
+        "slots": room.most_have_slots,
+        "roomiest": room.roomiest(),
+        "members": [room.members((device,)) for device in range(NUM_DEVICES)],
+        "groups": {degree: list(room.merge_groups(degree)) for degree in (2, 4)},
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from([0.0, 0.03, 0.1, 1.0]), min_size=1, max_size=6))
+def test_a_kept_room_is_the_room_of_its_last_snapshot(seed: int, shares: list[float]):
+    chance = random.Random(seed)
+    view = another(chance, cluster(num_devices=NUM_DEVICES), 1.0)
+    kept = KeptRoom(0.0)
+    for share in shares:
+        room, new = kept.of(view), Room(view, 0.0)
+        assert tables(room, view) == tables(new, view)
+        for number in range(chance.randint(0, 3)):  # what a decision gives away shows at once, and only in it
+            options = room.with_room(waiting("w"))
+            if options:
+                taken = chance.choice(options)
+                for one in (room, new):
+                    one.give(taken, waiting(f"w{number}"))
+            if (steady := list(room.open)) and chance.random() < 0.5:
+                closed = chance.choice(steady)
+                room.close(closed)
+                new.close(closed)
+        assert tables(room, view) == tables(new, view)
+        assert room.roomiest() == sorted(
+            room.merged.values(), key=lambda i: (-room.free(i) - room.facts.freed_by_long(i), i.id)
+        )
+        groups = list(room.merge_groups(4))
+        assert groups == sorted(groups, key=lambda group: group[:3])
+        view = another(chance, view, share)
+
+
+def test_a_kept_room_knows_other_limits():
+    view, kept = cluster(), KeptRoom(0.0)
+    before = [group.minus_free for group in kept.of(view).merge_groups(4)]
+    more = tuple(dataclasses.replace(limits, capacity_tokens=2 * limits.capacity_tokens) for limits in view.degrees)
+    after = [group.minus_free for group in kept.of(dataclasses.replace(view, degrees=more)).merge_groups(4)]
+    assert before == [-80_000] * 2
+    assert after == [-80_000 - 80_000] * 2
