@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serving.scheduler.actions import Action, Dispatch, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.reserve import Reserve
-from serving.scheduler.room import Room
+from serving.scheduler.room import KeptRoom, Room
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
@@ -27,6 +27,8 @@ class PaperConfig:
     """Room is reserved for a long request as large as the largest that came within this time."""
     reserved_growth: float = 0.0
     """See `AmoebaConfig`."""
+    lookahead: int = 32
+    """See `AmoebaConfig`."""
 
 
 class AmoebaPaperPolicy:
@@ -36,38 +38,49 @@ class AmoebaPaperPolicy:
 
     def __init__(self, config: PaperConfig | None = None, admission: Admission | None = None):
         self.config, self.admission = config or PaperConfig(), admission or Admission()
-        self._index = self.admission.index()
+        self._index, self._room = self.admission.index(), KeptRoom(self.config.reserved_growth)
         self._splits = SplitRule(SplitConfig(free_share=0.5, linger_s=0.0, partial=False))
         self._scaling: dict[str, tuple[int, ...]] = {}
         """Devices that become one instance for a waiting request, in steps of two."""
         self._largest = (0.0, 0)
+        self._fits_nowhere: int | None = None
+        """Most tokens of the smallest request that no group was left for in this decision: none is for larger ones."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        rejects, queue = self.admission.screen(view, self._index, f"a TP{view.longest.degree} instance")
-        waiting = {request.request_id for request in queue}
-        self._scaling = {name: devices for name, devices in self._scaling.items() if name in waiting}
+        index, room, longest = self._index, self._room.of(view), view.longest
+        index.update(view.queue)
+        rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        gone = {reject.request_id for reject in rejects}
+        self._scaling = {n: devices for n, devices in self._scaling.items() if n in index and n not in gone}
         between = {device for devices in self._scaling.values() for device in devices}
-        leaving = self._splits.leaving(view, view.instances, view.with_hidden(self._index.largest), pressed=False)
-        room = Room(view, self.config.reserved_growth)
+        leaving = self._splits.leaving(view, room.merged.values(), view.with_hidden(index.largest), pressed=False)
         actions: list[Action] = [*rejects]
         actions += self._splits.split(view, room, [it for it in leaving if between.isdisjoint(it[0].devices)])
-        reserve = Reserve(view, room, self._largest_long(view))
-        for request in queue:
+        reserve = Reserve(view, room, self._largest_long(view, room))
+        self._fits_nowhere = None
+        num_unplaced = 0
+        for request in index.ordered(view.now_s):
+            if request.request_id in gone:
+                continue
             if (chosen := self._candidate(view, room, reserve, request)) is not None:
                 self._scaling.pop(request.request_id, None)
                 reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
                 room.give(chosen, request)
                 actions.append(Dispatch(request.request_id, chosen.id, reason))
-            elif self.config.scale_up_under_load or view.is_long(request.max_total_tokens):
+                continue
+            if self.config.scale_up_under_load or view.is_long(request.max_total_tokens):
                 actions += self._scale_up(view, room, request)
             else:
                 room.keep_for(request)
+            num_unplaced += 1
+            if num_unplaced >= self.config.lookahead:
+                break
         return actions
 
-    def _largest_long(self, view: ClusterView) -> int:
+    def _largest_long(self, view: ClusterView, room: Room) -> int:
         """Tokens of the largest recent long request, whose transformation room is reserved for (Gyges 5)."""
-        running = [i.largest for i in view.instances if view.has_long(i)]
+        running = [i.largest for i in room.merged.values() if view.has_long(i)]
         waiting = self._index.largest(view.longest.capacity_tokens)
         size = max([waiting if view.is_long(waiting) else 0, *running])
         seen_s, largest = self._largest
@@ -90,12 +103,12 @@ class AmoebaPaperPolicy:
         """Begin or continue to double the degree of the group that is to serve a request. Its instances take nothing
         else; it begins once the group, merged, has room for the request."""
         devices = self._scaling.get(request.request_id)
-        if devices is None or (merged := self._members(view, devices)) is None:
+        if devices is None or (merged := self._members(room, devices)) is None:
             self._scaling.pop(request.request_id, None)
             if (devices := self._best_group(view, room, request)) is None:
                 return []
             self._scaling[request.request_id] = devices
-            merged = view.instances_on(devices)
+            merged = room.members(devices)
         free = room.merged_free(merged, len(devices))
         for instance in merged:
             room.close(instance)
@@ -108,31 +121,35 @@ class AmoebaPaperPolicy:
             f"no available instance can serve {request.request_id} with {request.prompt_tokens} tokens; {gain:.0%} of "
             f"the group's tokens/s are expected at TP{len(devices)}"
         )
-        pairs = [group for group in view.groups(2 * lowest) if set(group) <= set(devices)]
+        pairs = [tuple(range(first, first + 2 * lowest)) for first in range(devices[0], devices[-1] + 1, 2 * lowest)]
         return [
             ScaleUp(pair, 2 * lowest, reason)
             for pair in pairs
-            if all(i.degree == lowest for i in view.instances_on(pair)) and (pair, 2 * lowest) not in view.refused
+            if all(i.degree == lowest for i in room.members(pair)) and (pair, 2 * lowest) not in view.refused
         ]
 
     @staticmethod
-    def _members(view: ClusterView, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
+    def _members(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
         """Instances that make up a group; None where there is no such group any more."""
-        members = view.instances_on(devices)
+        members = room.members(devices)
         whole = {d for i in members for d in i.devices} == set(devices) and not any(i.draining for i in members)
         return members if whole else None
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
         """The group with the best expected performance after scaling up, then the least load, among available
         instances: at the least degree that holds the request with what runs there, or, where none does now, would."""
+        if self._fits_nowhere is not None and request.max_total_tokens >= self._fits_nowhere:
+            return None
         taken = {device for devices in self._scaling.values() for device in devices}
         fits: list[tuple[int, float, float, tuple[int, ...]]] = []
         for limits in view.degrees:
             if limits.degree <= view.base_degree or limits.capacity_tokens < request.max_total_tokens:
                 continue
             for devices in view.groups(limits.degree):
-                members = self._members(view, devices)
-                if members is None or len(members) < 2 or not taken.isdisjoint(devices):
+                if not taken.isdisjoint(devices):
+                    continue
+                members = self._members(room, devices)
+                if members is None or len(members) < 2:
                     continue
                 if not all(room.takes(i) for i in members) or any(
                     (devices, 2 * i.degree) in view.refused for i in members
@@ -143,7 +160,10 @@ class AmoebaPaperPolicy:
                 fits.append((lacks, -self._performance(view, members, limits.degree), load, devices))
             if fits and min(fits)[0] == 0:
                 break
-        return min(fits)[3] if fits else None
+        if not fits:
+            self._fits_nowhere = request.max_total_tokens
+            return None
+        return min(fits)[3]
 
     @staticmethod
     def _performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:

@@ -2,16 +2,14 @@
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterator
-from itertools import islice
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from serving.scheduler.ordered_requests import FEW, OrderedRequests
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.view import WaitingRequest
 from serving.scheduler.waiting_queue import QueueSnapshot
 
-_FEW = 64
-"""From this many new requests on, sorting again is cheaper than inserting each."""
 _SPENT_DEADLINES = 256
 """From this many more deadlines than twice the requests on, those of requests that have gone are dropped."""
 
@@ -24,10 +22,7 @@ class QueueIndex:
 
     def __init__(self, order: QueueOrder):
         self.order = order
-        self._requests: dict[str, WaitingRequest] = {}
-        self._by_due: list[tuple[Any, ...]] = []
-        self._by_since: list[tuple[float, float, str]] = []
-        """Requests within their client's share: those that have waited longest first."""
+        self._requests = OrderedRequests(order)
         self._by_size: list[tuple[int, str]] = []
         self._urgent: list[tuple[Any, ...]] = []
         """Requests with a priority below 0."""
@@ -37,8 +32,12 @@ class QueueIndex:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def update(self, queue: Collection[WaitingRequest]) -> None:
-        """Take over the queue of a snapshot."""
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def update(self, queue: Collection[WaitingRequest]) -> Mapping[str, WaitingRequest | None]:
+        """Take over the queue of a snapshot. Returns what has changed by the requests' ids: those that are new or
+        others than before, and None for those that have gone."""
         changes = None
         if isinstance(queue, QueueSnapshot):
             source, version = self._seen
@@ -47,66 +46,50 @@ class QueueIndex:
             self._seen = queue.source, queue.version
         if changes is None:
             new = {request.request_id: request for request in queue}
-            changes = [(name, None) for name in self._requests if name not in new]
+            changes = [(r.request_id, None) for r in self._requests if r.request_id not in new]
             changes += [(name, r) for name, r in new.items() if self._requests.get(name) is not r]
         latest = dict(changes)
         for name in latest:
-            if (known := self._requests.pop(name, None)) is not None:
-                self._remove(known)
-        self._add([request for request in latest.values() if request is not None])
+            if (known := self._requests.remove(name)) is not None:
+                self._unlist(known)
+        requests = [request for request in latest.values() if request is not None]
+        self._requests.add(requests)
+        self._list(requests)
         if len(self._deadlines) > 2 * len(self._requests) + _SPENT_DEADLINES:
-            self._deadlines = [
-                (r.deadline_s, r.request_id) for r in self._requests.values() if r.deadline_s is not None
-            ]
+            self._deadlines = [(r.deadline_s, r.request_id) for r in self._requests if r.deadline_s is not None]
             heapq.heapify(self._deadlines)
+        return latest
 
-    def _entries(self, request: WaitingRequest) -> tuple[tuple[list[Any], Any], ...]:
-        """The lists that have a request, and its entry in each."""
-        name = request.request_id
-        entries: list[tuple[list[Any], Any]] = [
-            (self._by_due, self.order.due_key(request)),
-            (self._by_size, (request.max_total_tokens, name)),
-        ]
+    def _unlist(self, request: WaitingRequest) -> None:
+        del self._by_size[bisect_left(self._by_size, (request.max_total_tokens, request.request_id))]
         if request.priority < 0:
-            entries.append((self._urgent, self.order.due_key(request)))
-        if not request.beyond_share:
-            entries.append((self._by_since, (request.since_s, request.arrival_s, name)))
-        return tuple(entries)
+            del self._urgent[bisect_left(self._urgent, self.order.due_key(request))]
 
-    def _remove(self, request: WaitingRequest) -> None:
-        for entries, entry in self._entries(request):
-            del entries[bisect_left(entries, entry)]
-
-    def _add(self, requests: list[WaitingRequest]) -> None:
+    def _list(self, requests: list[WaitingRequest]) -> None:
+        many = len(requests) >= FEW
+        put = list.append if many else insort
         for request in requests:
-            self._requests[request.request_id] = request
-            for entries, entry in self._entries(request):
-                if len(requests) < _FEW:
-                    insort(entries, entry)
-                else:
-                    entries.append(entry)
+            put(self._by_size, (request.max_total_tokens, request.request_id))
+            if request.priority < 0:
+                put(self._urgent, self.order.due_key(request))
             if request.deadline_s is not None:
                 heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
-        if len(requests) >= _FEW:
-            for entries in (self._by_due, self._by_since, self._by_size, self._urgent):
-                entries.sort()
+        if many:
+            self._by_size.sort()
+            self._urgent.sort()
 
     def ordered(self, now_s: float) -> Iterator[WaitingRequest]:
-        """Requests as they are served: those that starve by the time that they have waited, then all by when they are
-        due. To be read before the next `update`."""
-        starving = 0
-        if self.order.starving_s is not None:
-            starving = bisect_right(self._by_since, (now_s - self.order.starving_s, float("inf"), ""))
-            for _, _, name in islice(self._by_since, starving):
-                yield self._requests[name]
-        for *_, name in self._by_due:
-            request = self._requests[name]
-            if not starving or not self.order.starves(request, now_s):
-                yield request
+        """Requests as they are served. To be read before the next `update`."""
+        return self._requests.ordered(now_s)
 
     def urgent(self, most: int) -> list[WaitingRequest]:
         """The first requests with a priority below 0, by when they are due; at most that many."""
-        return [self._requests[name] for *_, name in self._urgent[:most]]
+        return [self._present(name) for *_, name in self._urgent[:most]]
+
+    def _present(self, name: str) -> WaitingRequest:
+        request = self._requests.get(name)
+        assert request is not None, "it is listed"
+        return request
 
     def expired(self, now_s: float) -> list[WaitingRequest]:
         """Requests whose deadline has passed. They are told again until they are gone."""
@@ -119,14 +102,21 @@ class QueueIndex:
                 again.append(entry)
         for entry in again:
             heapq.heappush(self._deadlines, entry)
-        return [self._requests[name] for name in names]
+        return [self._present(name) for name in names]
 
     def larger_than(self, num_tokens: int) -> list[WaitingRequest]:
         """Requests that may grow beyond that many tokens, the smallest first."""
-        first = bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
-        return [self._requests[name] for _, name in self._by_size[first:]]
+        return [self._present(name) for _, name in self._by_size[self.count(num_tokens) :]]
+
+    def count(self, num_tokens: int) -> int:
+        """How many requests may not grow beyond that many tokens."""
+        return bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
+
+    def size(self, request_id: str) -> int:
+        """Most tokens that a request of the queue may grow to."""
+        return self._present(request_id).max_total_tokens
 
     def largest(self, num_tokens: int) -> int:
         """Most tokens of the largest request that may not grow beyond that many; 0 if there is none."""
-        place = bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
+        place = self.count(num_tokens)
         return self._by_size[place - 1][0] if place else 0

@@ -19,6 +19,7 @@ class Room:
             find no page are preempted; with 1 no request ever is.
 
     Attributes:
+        home: instances by device.
         merged: instances above the base degree, by id, in the order of devices.
         unsteady: instances that are in transition or draining.
         num_requests: of all instances, paused ones included.
@@ -41,7 +42,7 @@ class Room:
             self._touch(tables.home[number])
         for instance in tables.update(view):
             self._touch(instance)
-        self._home = tables.home
+        self.home = tables.home
         self.merged, self.unsteady = tables.merged, tables.unsteady
         self.num_requests, self.most_have_slots = tables.num_requests, tables.most_have_slots
         self._by_free, self._by_load = list(tables.by_free), list(tables.by_load)
@@ -79,7 +80,7 @@ class Room:
 
     def members(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
         """Instances that have any of these devices."""
-        found, home = {}, self._home
+        found, home = {}, self.home
         for device in devices:
             if (instance := home.get(device)) is not None:
                 found[instance.id] = instance
@@ -88,7 +89,7 @@ class Room:
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
         """Instances that would merge into one on these devices: more than one, and on no others. None where there are
         no such instances."""
-        first = self._home.get(devices[0])
+        first = self.home.get(devices[0])
         if first is None or len(first.devices) >= len(devices):
             return None
         members = self.members(devices)
@@ -135,6 +136,10 @@ class Room:
     def takes(self, instance: InstanceView) -> bool:
         """It is not closed."""
         return instance.id not in self._closed and instance.id not in self.unsteady
+
+    def is_untouched(self, instance: InstanceView) -> bool:
+        """It was not closed since the snapshot, and nothing of it was given away."""
+        return instance.id not in self._closed and instance.id not in self._slots
 
     def close(self, instance: InstanceView) -> None:
         """Keep everybody else away."""
@@ -186,7 +191,7 @@ class Room:
     def keep_for(self, request: WaitingRequest) -> None:
         """Keep everybody else away from where a request that finds no room now will find it first."""
         for _, number in reversed(self._by_free):
-            if (instance := self._home[-number]).capacity_tokens >= request.max_total_tokens:
+            if (instance := self.home[-number]).capacity_tokens >= request.max_total_tokens:
                 return self.close(instance)
         return None
 
@@ -214,13 +219,18 @@ class Room:
 
     def by_load(self) -> Iterable[InstanceView]:
         """Open instances with a slot, those without long requests first, and of these the least loaded first."""
-        return (self._home[number] for _, _, number in self._by_load)
+        return (self.home[number] for _, _, number in self._by_load)
 
     def with_room(self, request: WaitingRequest) -> list[InstanceView]:
         """Open instances with room for a request now, and capacity for what it may grow to."""
         first = bisect_left(self._by_free, (self.need(request), -(2**31)))
-        options = (self._home[-number] for _, number in self._by_free[first:])
+        options = (self.home[-number] for _, number in self._by_free[first:])
         return [i for i in options if i.capacity_tokens >= request.max_total_tokens]
+
+    def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
+        """It is one of `with_room`."""
+        fits = instance.capacity_tokens >= request.max_total_tokens and self.free(instance) >= self.need(request)
+        return fits and self.takes(instance) and self.has_slot(instance)
 
     def give(self, instance: InstanceView, request: WaitingRequest) -> None:
         """Take a request's tokens and slot."""

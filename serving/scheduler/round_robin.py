@@ -1,13 +1,12 @@
 """Baseline: instances take turns."""
 
-from serving.scheduler.actions import Action
 from serving.scheduler.admission import Admission
-from serving.scheduler.naive import BoundRequests
+from serving.scheduler.naive import BindingPolicy
 from serving.scheduler.split_rule import SplitConfig
-from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+from serving.scheduler.view import InstanceView, WaitingRequest
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(BindingPolicy):
     """Gives each request to the next instance in the order of devices. The instance merges with its neighbours for one
     that it can't hold, and splits by `SplitRule`."""
 
@@ -16,14 +15,11 @@ class RoundRobinPolicy:
     def __init__(
         self, admission: Admission | None = None, reserved_growth: float = 0.0, splits: SplitConfig | None = None
     ):
-        self._bound = BoundRequests(admission or Admission(), reserved_growth, splits or SplitConfig())
+        super().__init__(admission, reserved_growth, splits)
         self._next_device = 0
 
-    def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
-        return self._bound.decide(view, self._choose)
-
-    def _choose(self, choices: list[InstanceView], request: WaitingRequest) -> InstanceView:
+    def choose(self, choices: list[InstanceView], request: WaitingRequest) -> InstanceView:
+        """See `BindingPolicy.choose`."""
         chosen = min(choices, key=lambda i: (i.devices[0] < self._next_device, i.devices[0]))
         self._next_device = chosen.devices[-1] + 1
         return chosen

@@ -12,6 +12,7 @@ from serving.scheduler import (
     Policy,
     RoundRobinPolicy,
     ScaleUp,
+    WaitingRequest,
 )
 
 POLICIES = [AmoebaPolicy, FlyingPolicy, RoundRobinPolicy, LeastLoadFirstPolicy]
@@ -28,30 +29,33 @@ def places(policy: Policy, *instances: InstanceView, queue, num_devices: int = 4
     return [(a.request_id, a.instance_id) for a in actions if isinstance(a, Dispatch)]
 
 
-def bound(policy: Policy, *names: str) -> Policy:
-    """Baselines bind requests to instances before these are transformed."""
+def bound(policy: Policy, queue: list[WaitingRequest]) -> Policy:
+    """Baselines bind requests to instances before these are transformed: here to the first."""
     if isinstance(policy, RoundRobinPolicy | LeastLoadFirstPolicy):
-        policy._bound.device_of = dict.fromkeys(names, 0)
+        others = [instance(device, draining=True) for device in (1, 2, 3)]
+        policy.decide(cluster(instance(0, free_slots=0), *others, queue=queue, num_devices=4))
     return policy
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_a_short_request_begins_while_layers_change(make):
-    assert places(bound(make(), "a"), merging(4_000), queue=[waiting("a")]) == [("a", 0)]
+    queue = [waiting("a")]
+    assert places(bound(make(), queue), merging(4_000), queue=queue) == [("a", 0)]
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_it_waits_where_there_is_no_room(make):
-    assert places(bound(make(), "a"), merging(1_000), queue=[waiting("a")]) == []
-    assert places(bound(make(), "a"), merging(0), queue=[waiting("a")]) == []
-    assert places(bound(make(), "a"), merging(4_000, draining=True), queue=[waiting("a")]) == []
-    assert places(bound(make(), "a"), merging(4_000, free_slots=0), queue=[waiting("a")]) == []
+    queue = [waiting("a")]
+    assert places(bound(make(), queue), merging(1_000), queue=queue) == []
+    assert places(bound(make(), queue), merging(0), queue=queue) == []
+    assert places(bound(make(), queue), merging(4_000, draining=True), queue=queue) == []
+    assert places(bound(make(), queue), merging(4_000, free_slots=0), queue=queue) == []
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_one_at_a_time_as_the_parts_have_different_room(make):
     queue = [waiting("a"), waiting("b", arrival_s=1.0)]
-    assert places(bound(make(), "a", "b"), merging(4_000), queue=queue) == [("a", 0)]
+    assert places(bound(make(), queue), merging(4_000), queue=queue) == [("a", 0)]
 
 
 @pytest.mark.parametrize("make", [AmoebaPolicy, FlyingPolicy])
@@ -69,7 +73,7 @@ def test_room_for_the_long_request_that_waits_for_the_merge_is_kept(make, free: 
     queue = [waiting("long", TP4_LONG), waiting("short", arrival_s=1.0)]
     if make in (RoundRobinPolicy, LeastLoadFirstPolicy):
         expected = []  # they serve in order
-    policy = bound(make(), "long", "short")
+    policy = bound(make(), queue)
     view = merging(8_000, running("r"), free_tokens=free)
     assert places(policy, view, queue=queue) == expected
 
