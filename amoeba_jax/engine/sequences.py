@@ -62,8 +62,7 @@ class Sequences:
         self._has_shares = len(clients) > 1
         slots = sum(instance.max_running for instance in self._cluster.instances)
         tokens = sum(instance.capacity_tokens for instance in self._cluster.instances)
-        if changed := mark_beyond_share(running, self.waiting, slots, tokens):
-            self.waiting.sort(changed)
+        if mark_beyond_share(running, self.waiting, slots, tokens):
             self.num_changes += 1
 
     def home(self, sequence: Sequence) -> Instance:

@@ -1,28 +1,34 @@
 """The sequences that wait, in order, and what has changed of them recently."""
 
-import bisect
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from amoeba_jax.instances.sequence import Sequence
 
 _MOST_CHANGES = 4096
+_FEW = 64
+"""Up to this many sequences that are marked, moving each is cheaper than sorting all again."""
+
+_order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 
 
 class Waiting:
     """Sequences by `Sequence.order`. Used by the dispatcher thread only.
 
     Attributes:
-        clients: how many sequences each client has here.
         version: number of changes since the start.
     """
 
     def __init__(self) -> None:
         self._ordered: list[Sequence] = []
         self._members: dict[int, Sequence] = {}
+        self._by_client: dict[str, list[Sequence]] = {}
+        self._within: dict[str, dict[int, Sequence]] = {}
         self._changes: deque[int] = deque(maxlen=_MOST_CHANGES)
         """Ids alone: sequences that have ended are not kept alive."""
-        self.clients: Counter[str] = Counter()
         self.version = 0
 
     def __len__(self) -> int:
@@ -34,43 +40,66 @@ class Waiting:
     def __contains__(self, sequence: object) -> bool:
         return id(sequence) in self._members
 
+    @property
+    def clients(self) -> KeysView[str]:
+        """Clients that have sequences here."""
+        return self._by_client.keys()
+
+    def of_client(self, client: str) -> SequenceOf[Sequence]:
+        """The sequences of a client, by `Sequence.order_of_client`. Not to be changed."""
+        return self._by_client.get(client, ())
+
+    def within_share(self, client: str) -> Mapping[int, Sequence]:
+        """Those that are not beyond the client's share, by their Python ids."""
+        return self._within.get(client, {})
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place."""
-        bisect.insort(self._ordered, sequence, key=lambda s: s.order)
+        insort(self._ordered, sequence, key=_order)
+        insort(self._by_client.setdefault(sequence.client, []), sequence, key=_order_of_client)
         self._members[id(sequence)] = sequence
-        self.clients[sequence.client] += 1
+        if not sequence.beyond_share:
+            self._within.setdefault(sequence.client, {})[id(sequence)] = sequence
         self._change(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out. Raises `ValueError` if it does not wait."""
-        place = bisect.bisect_left(self._ordered, sequence.order, key=lambda s: s.order)
-        if place == len(self._ordered) or self._ordered[place] is not sequence:
-            place = self._ordered.index(sequence)  # its order has changed since it came
-        del self._ordered[place]
+        _take(self._ordered, sequence, _order)
         del self._members[id(sequence)]
-        self.clients[sequence.client] -= 1
-        if not self.clients[sequence.client]:
-            del self.clients[sequence.client]
+        mine, within = self._by_client[sequence.client], self._within.get(sequence.client, {})
+        _take(mine, sequence, _order_of_client)
+        within.pop(id(sequence), None)
+        if not mine:
+            del self._by_client[sequence.client]
+        if not within:
+            self._within.pop(sequence.client, None)
         self._change(sequence)
 
-    def sort(self, changed: Iterable[Sequence] | None = None) -> None:
-        """Orders have changed: those of `changed`, which need not all wait. None: of any, so that all changes up to
-        now are forgotten, and everything is read again."""
-        self._ordered.sort(key=lambda s: s.order)
-        if changed is None:
-            self._changes.clear()
-            self.version += 1
-            return
-        for sequence in changed:
-            if sequence in self:
-                self._change(sequence)
+    def mark(self, sequences: SequenceOf[Sequence], beyond: bool) -> None:
+        """Set `Sequence.beyond_share` of sequences that wait, and put them in their new places."""
+        if len(sequences) <= _FEW:
+            for sequence in sequences:
+                _take(self._ordered, sequence, _order)
+                sequence.beyond_share = beyond
+                insort(self._ordered, sequence, key=_order)
+        else:
+            for sequence in sequences:
+                sequence.beyond_share = beyond
+            self._ordered.sort(key=_order)
+        for sequence in sequences:
+            within = self._within.setdefault(sequence.client, {})
+            if beyond:
+                within.pop(id(sequence), None)
+            else:
+                within[id(sequence)] = sequence
+            if not within:
+                del self._within[sequence.client]
+            self._change(sequence)
 
     def clear(self) -> None:
         """Forget all."""
-        self._ordered.clear()
-        self._members.clear()
-        self.clients.clear()
-        self._changes.clear()
+        for table in (self._ordered, self._members, self._by_client, self._within, self._changes):
+            table.clear()
         self.version += 1
 
     def _change(self, sequence: Sequence) -> None:
@@ -85,3 +114,11 @@ class Waiting:
             return None
         latest = (self._changes[place] for place in range(len(self._changes) - count, len(self._changes)))
         return {number: self._members.get(number) for number in latest}
+
+
+def _take(ordered: list[Sequence], sequence: Sequence, order: attrgetter) -> None:
+    """Take a sequence out of a list in order. Raises `ValueError` if it is not there."""
+    place = bisect_left(ordered, order(sequence), key=order)
+    if place == len(ordered) or ordered[place] is not sequence:
+        raise ValueError(f"sequence {sequence.request_id} does not wait")
+    del ordered[place]

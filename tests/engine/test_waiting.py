@@ -30,18 +30,24 @@ def test_sequences_are_in_order_and_found():
         waiting.remove(made[3])
 
 
-def test_a_sequence_whose_order_has_changed_is_still_found():
-    waiting, made = Waiting(), [sequence(n) for n in range(4)]
+@pytest.mark.parametrize("count", [3, 80])
+def test_marked_sequences_move_to_their_places(count: int):
+    waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(2 * count)]
     for one in made:
         waiting.add(one)
-    made[0].beyond_share = True
-    waiting.remove(made[0])
-    made[1].beyond_share = True
-    waiting.sort()
-    assert [s.number for s in waiting] == [2, 3, 1]
+    version, marked = waiting.version, made[:count]
+    waiting.mark(marked, True)
+    assert [*waiting] == made[count:] + marked
+    assert waiting.changes_since(version) == {id(one): one for one in marked}
+    assert [*waiting.of_client("a")] == made[::2]
+    assert {*waiting.within_share("a").values()} == {*made[::2]} - {*marked}
+    waiting.remove(marked[1])
+    assert marked[1] not in waiting
+    waiting.mark([made[0]], False)
+    assert [*waiting] == [made[0], *made[count:], *marked[2:]]
 
 
-def test_changes_can_be_followed_until_orders_change():
+def test_changes_can_be_followed():
     waiting, made = Waiting(), [sequence(n) for n in range(3)]
     waiting.add(made[0])
     version = waiting.version
@@ -54,24 +60,10 @@ def test_changes_can_be_followed_until_orders_change():
     assert waiting.changes_since(waiting.version) == {}
     waiting.add(made[0])
     assert waiting.changes_since(version + 1) == {id(made[0]): made[0]}, "the latest is what counts"
-    waiting.sort()
-    assert waiting.changes_since(version) is None
-    assert waiting.changes_since(waiting.version) == {}
     version = waiting.version
     waiting.clear()
     assert waiting.changes_since(version) is None
     assert len(waiting) == 0
-
-
-def test_orders_that_have_changed_are_changes_of_those_that_wait():
-    waiting, made = Waiting(), [sequence(n) for n in range(101)]
-    for one in made[:100]:
-        waiting.add(one)
-    version = waiting.version
-    made[3].beyond_share = made[100].beyond_share = True
-    waiting.sort([made[3], made[100]])
-    assert [*waiting][-1] is made[3]
-    assert waiting.changes_since(version) == {id(made[3]): made[3]}
 
 
 def test_a_sequence_that_has_gone_is_not_kept():
@@ -85,11 +77,12 @@ def test_a_sequence_that_has_gone_is_not_kept():
     assert waiting.changes_since(version) == {number: None}
 
 
-def test_clients_are_counted():
+def test_sequences_are_known_by_client():
     waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(4)]
     for one in made:
         waiting.add(one)
-    assert dict(waiting.clients) == {"a": 2, "b": 2}
+    assert {client: [*waiting.of_client(client)] for client in waiting.clients} == {"a": made[::2], "b": made[1::2]}
     waiting.remove(made[0])
     waiting.remove(made[2])
-    assert dict(waiting.clients) == {"b": 2}
+    assert {*waiting.clients} == {"b"}
+    assert not waiting.of_client("a")

@@ -1,7 +1,7 @@
 """No client takes all slots or pages from others, and none waits for what no one else wants."""
 
 import asyncio
-from collections import Counter
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +13,7 @@ from tiny_models import tiny_config, write_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.shares import mark_beyond_share
+from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.sampling.rows import sampling_row
 
@@ -36,35 +37,91 @@ client_names = st.sampled_from(["red", "blue", "green"])
 queued = st.lists(st.tuples(client_names, st.integers(1, 64), st.integers(-1, 1)), max_size=30)
 
 
+def beyond_by_definition(running: list[Sequence], waiting: list[Sequence], slots: int, tokens: int) -> set[int]:
+    """Numbers of the sequences that are beyond their client's share, found by going through all of them."""
+    clients = {s.client for s in running + waiting}
+    found: set[int] = set()
+    for client in clients if len(clients) > 1 else ():
+        mine = [
+            sorted((s for s in group if s.client == client), key=lambda s: s.order_of_client)
+            for group in (running, waiting)
+        ]
+        used = 0
+        for count, one in enumerate([*mine[0], *mine[1]], 1):
+            used += one.num_tokens
+            if count > 1 and (count * len(clients) > slots or used * len(clients) > tokens):
+                found.add(one.number)
+    return found
+
+
+def queue_of(sequences: list[Sequence]) -> Waiting:
+    waiting = Waiting()
+    for one in sequences:
+        waiting.add(one)
+    return waiting
+
+
 @given(running=queued, waiting=queued, slots=st.integers(1, 32), tokens=st.integers(64, 512))
 def test_shares(running: list, waiting: list, slots: int, tokens: int):
     made = [sequence(client, i, length, priority) for i, (client, length, priority) in enumerate(running + waiting)]
     run, wait = made[: len(running)], made[len(running) :]
-    changed = mark_beyond_share(run, wait, slots, tokens)
-    assert {s.number for s in changed} == {s.number for s in made if s.beyond_share}
+    queue = queue_of(wait)
+    assert mark_beyond_share(run, queue, slots, tokens) == any(s.beyond_share for s in made)
+    assert {s.number for s in made if s.beyond_share} == beyond_by_definition(run, wait, slots, tokens)
     clients = {s.client for s in made}
     within = [s for s in made if not s.beyond_share]
     if len(clients) < 2:
         assert within == made, "there is no one to share with"
         return
     assert {s.client for s in within} == clients, "everyone has something"
-    for client, count in Counter(s.client for s in within).items():
-        held = sum(s.num_tokens for s in within if s.client == client)
-        assert count == 1 or (count * len(clients) <= slots and held * len(clients) <= tokens)
+    for client in clients:
         beyond = [s for s in run if s.client == client and s.beyond_share]
         if beyond:  # those that wait take nothing from those that run
             assert all(s.beyond_share for s in wait if s.client == client)
-    assert not mark_beyond_share(run, wait, slots, tokens), "what is marked once stays so"
+    assert not mark_beyond_share(run, queue, slots, tokens), "what is marked once stays so"
 
 
-def test_those_whose_share_has_changed_are_told():
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(64, 512))
+def test_marks_follow_what_changes(seed: int, slots: int, tokens: int):
+    """Sequences come, start, are preempted and end; clients come and go."""
+    chance, queue = random.Random(seed), Waiting()
+    run: list[Sequence] = []
+    for number in range(60):
+        wait = [*queue]
+        match chance.choice(["come", "come", "start", "end", "preempt", "cancel"]):
+            case "come":
+                client = chance.choice(["red", "red", "red", "blue", "green"])
+                queue.add(sequence(client, number, chance.randint(1, 64), chance.randint(-1, 1)))
+            case "start" if wait:
+                run.append(one := chance.choice(wait))
+                queue.remove(one)
+            case "cancel" if wait:
+                queue.remove(chance.choice(wait))
+            case "preempt" if run:
+                queue.add(run.pop(chance.randrange(len(run))))
+            case "end" if run:
+                run.pop(chance.randrange(len(run)))
+        wait, before = [*queue], {s.number for s in [*run, *queue] if s.beyond_share}
+        changed = mark_beyond_share(run, queue, slots, tokens)
+        expected = beyond_by_definition(run, wait, slots, tokens)
+        assert {s.number for s in run + wait if s.beyond_share} == expected
+        assert changed == (before != expected)
+        assert [*queue] == sorted(wait, key=lambda s: s.order)
+
+
+def test_those_whose_share_has_changed_move():
     """Those of a client that is alone again too."""
-    run, wait = [sequence("red", 0)], [sequence("red", n) for n in range(1, 6)]
-    other = sequence("blue", 6)
-    assert mark_beyond_share(run, wait, 4, 1_000) == []
-    assert mark_beyond_share(run, [*wait, other], 4, 1_000) == wait[1:]
-    assert mark_beyond_share([], [*wait, other], 4, 1_000) == wait[1:2], "one more of them is within it"
-    assert mark_beyond_share([], wait, 4, 1_000) == wait[2:]
+    run, wait, other = [sequence("red", 0)], [sequence("red", n) for n in range(1, 6)], sequence("blue", 6)
+    queue = queue_of(wait)
+    assert not mark_beyond_share(run, queue, 4, 1_000)
+    queue.add(other)
+    assert mark_beyond_share(run, queue, 4, 1_000)
+    assert [*queue] == [wait[0], other, *wait[1:]]
+    assert mark_beyond_share([], queue, 4, 1_000), "one more of them is within it"
+    assert [*queue] == [*wait[:2], other, *wait[2:]]
+    queue.remove(other)
+    assert mark_beyond_share([], queue, 4, 1_000)
+    assert not any(s.beyond_share for s in queue)
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,7 @@ def test_a_mark_that_changes_is_the_only_change(waiting: Waiting, view: WaitingV
     for one in made:
         waiting.add(one)
     before = view.snapshot().version
-    made[40].beyond_share = True
-    waiting.sort([made[40]])
+    waiting.mark([made[40]], True)
     after = view.snapshot()
     assert {name for name, _ in after.changes_since(before) or ()} == {"r40"}
     assert [name for name, beyond in shown(after).items() if beyond] == ["r40"]
