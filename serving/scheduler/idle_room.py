@@ -12,14 +12,19 @@ class IdleRoom:
     def __init__(self, view: ClusterView, room: Room):
         self._view, self._room = view, room
         self._idle: dict[int, tuple[InstanceView, float, int]] = {}
+        self._most = 0
+        """No instance here has more tokens: they only become fewer."""
 
     def add(self, instance: InstanceView, wait_s: float, set_aside: int) -> None:
         """That many tokens are set aside for a request that begins in that many seconds."""
         self._idle[instance.id] = instance, wait_s, set_aside
+        self._most = max(self._most, self._room.free(instance) + set_aside)
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, str] | None:
         """An instance where a request ends in time, by what was measured, and why."""
         room, need = self._room, self._room.need(request)
+        if need > self._most:
+            return None
         times: dict[int, float | None] = {}  # by degree
         for instance, wait_s, set_aside in self._idle.values():
             if room.free(instance) + set_aside < need or instance.capacity_tokens < request.max_total_tokens:
