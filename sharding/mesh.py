@@ -144,8 +144,9 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
     if group.tp == 1:
         return [array]
     if not array.is_fully_replicated:
-        # In the order of the mesh's devices; a tenth of the time that making `addressable_shards` takes.
-        return [array.addressable_data(rank) for rank in range(group.tp)]
+        # In the order of the mesh's devices. JAX keeps this to itself: `addressable_data` of each rank takes a fifth
+        # longer, and making `addressable_shards` ten times as long.
+        return list(array._arrays)  # type: ignore[attr-defined]
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in group.devices]
 
