@@ -139,7 +139,6 @@ class Cluster:
 
     def release_more(self, instance: Instance, degree: int) -> None:
         """Give an instance the weights as cache that are released at a higher degree than its present one."""
-        instance.site.forget_weights()
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
         instance.site.extent_pages = self.plan.extent_pages(degree)

@@ -42,7 +42,6 @@ class Site:
     ):
         self.group, self.kv, self.extent_pages = group, kv, extent_pages
         self._plan, self._store, self._executables = plan, weights, executables
-        self._weights: dict[SegmentPlan, list[jax.Array]] = {}
         self._begins = begins
 
     def specs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramSpec]:
@@ -93,16 +92,8 @@ class Site:
         return hidden
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """A segment's weights, as its programs take them. Kept until `forget_weights`."""
-        found = self._weights.get(segment)
-        if found is None:
-            found = self._weights[segment] = self._store.view(self.group, segment)
-        return found
-
-    def forget_weights(self, segments: Iterable[SegmentPlan] | None = None) -> None:
-        """Let go of views of weights, so that those that become cache, or are replaced, are no longer held."""
-        for segment in list(self._weights) if segments is None else segments:
-            self._weights.pop(segment, None)
+        """A segment's weights, as its programs take them."""
+        return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
         """Put zeros in the place of extents that failed programs have taken along."""

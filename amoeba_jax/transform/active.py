@@ -197,7 +197,6 @@ class ActiveTransitions:
             for instance in instances:
                 give_up(instance, self._requeue)
                 instance.site.kv.clear()
-                instance.site.forget_weights()
             active.transition.let_go()
             # What was restored counts as released again, and is loaded.
             programs, weights = active.transition.programs, self._cluster.weights
@@ -209,8 +208,6 @@ class ActiveTransitions:
 
     def _end_failed(self, active: GroupTransition, error: BaseException, how: str) -> None:
         drop_frames(error)
-        for site in (active.transition.high, *active.transition.members):
-            site.forget_weights()  # those that were replaced by then live as long as views of them
         reserve_staging(self._cluster, active.devices, 0)
         active.call.fail(error, active.devices, how)
         active.call.active -= 1

@@ -69,7 +69,6 @@ def restart(
             recomputed += 1
         instance.lane.cache.clear()
         instance.site.kv.clear()
-        instance.site.forget_weights()
     failed = "the weights cannot be read again"
     try:
         with cluster.open_weights() as reader:

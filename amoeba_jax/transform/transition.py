@@ -138,14 +138,11 @@ class Transition:
         """Let go of all device buffers. To be called before they are made again from nothing."""
         for site in (self.high, *self.members):
             site.kv.clear()
-            site.forget_weights()
         self.restored, self._deferred = [], None
         self.drop_spent()
 
     def _switch(self, segment: SegmentPlan, plan_s: float) -> None:
         self.started = True
-        for site in (self.high, *self.members):
-            site.forget_weights([segment])
         for layer in reversed(segment.layers):
             self._switch_layer(layer, plan_s)
             plan_s = 0.0
@@ -155,8 +152,6 @@ class Transition:
         """Take the extents of a segment that was deferred, and launch some exchanges of pages."""
         assert isinstance(self._mover, InPlaceMover), "others defer nothing"
         self._deferred = None
-        for site in (self.high, *self.members):
-            site.forget_weights([segment])
         for layer in reversed(segment.layers):
             self.high.kv[layer] = self._mover.run(exchanges, self.take_extents(layer))
 

@@ -127,9 +127,13 @@ class WeightStore(WeightLayout):
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
         """Weights of one segment for an instance on `group`, in the order in which its programs take them.
 
-        Zero copy: the arrays share the buffers of the devices. Views are kept, so switching back is free.
+        Zero copy: the arrays share the buffers of the devices. Views are kept, so switching back is free, until one of
+        the segment's shards is released, put back or replaced. The list is not to be changed.
         """
-        arrays = []
+        segments = self._views.of_segments(group)
+        if (found := segments.get(plan)) is not None:
+            return found
+        arrays: list[jax.Array] = []
         for spec, place, sharded in self._segment_leaves(plan, group.tp):
             if sharded:
                 arrays.append(self.assembled(group, spec, place))
@@ -140,6 +144,7 @@ class WeightStore(WeightLayout):
                 buffers = [self._shards[device][(spec.name, place)] for device in group.device_indices]
                 views[key] = assemble(group, buffers, replicated=True)
             arrays.append(views[key])
+        segments[plan] = arrays
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
@@ -251,7 +256,7 @@ class WeightStore(WeightLayout):
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop what holds buffers of a parameter on a group's devices."""
-        self._views.forget_parameter(group, name)
+        self._views.forget_parameter(group, layer, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
             self._views.forget_shards(group, layer, [place for place, shard in every if shard.spec.name == name], {})
