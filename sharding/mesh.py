@@ -143,6 +143,8 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
     """The single-device buffers behind an assembled array, in rank order. Copies nothing."""
     if group.tp == 1:
         return [array]
+    if array.is_deleted():
+        raise RuntimeError(f"an array of shape {array.shape} has been deleted or donated")
     if not array.is_fully_replicated:
         # In the order of the mesh's devices. JAX keeps this to itself: `addressable_data` of each rank takes a fifth
         # longer, and making `addressable_shards` ten times as long.

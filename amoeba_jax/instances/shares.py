@@ -15,7 +15,8 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
     sequence never is, whatever its size, so that a request of any length can end. The share of a client that has no
     requests is everyone's: of one client alone nothing is beyond it.
 
-    The cost grows with what runs, with what is within shares and with what changes, not with all that waits.
+    The cost grows with what runs, with what is within shares and with what is marked, and only where that is much, as
+    when a second client comes, with all that waits.
     """
     of_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     for sequence in sorted(running, key=lambda s: s.order_of_client):

@@ -76,7 +76,10 @@ class Waiting:
         self._change(sequence)
 
     def mark(self, sequences: SequenceOf[Sequence], beyond: bool) -> None:
-        """Set `Sequence.beyond_share` of sequences that wait, and put them in their new places."""
+        """Set `Sequence.beyond_share` of sequences, and put them in their new places. More than a few have all that
+        waits sorted again. Raises `ValueError`, with nothing done, if one does not wait."""
+        if missing := [sequence.request_id for sequence in sequences if sequence not in self]:
+            raise ValueError(f"sequences {missing} do not wait")
         if len(sequences) <= _FEW:
             for sequence in sequences:
                 _take(self._ordered, sequence, _order)

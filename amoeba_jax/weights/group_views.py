@@ -42,13 +42,11 @@ class GroupViews:
             degrees: by parameter, the degree for which its shards are released. Views of this degree, and of higher
                 ones, do not have them.
         """
-        highest = max(degrees.values(), default=0)
-        for key, views in _over(group, self._parameters):
+        for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
-                if key[1] < degree:
+                if tp < degree:
                     views.pop(name, None)
-            if key[1] < highest:
-                self._forget_segments(key, layer)
+        self._forget_segments(group, layer, max(degrees.values(), default=0))
         for _, layers in _over(group, self._extents):
             if extents := layers.get(layer):
                 for place in places:
@@ -56,14 +54,16 @@ class GroupViews:
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop the views of a parameter, of a layer or of none, that have buffers of a group's devices."""
-        for key, views in _over(group, self._parameters):
+        for _, views in _over(group, self._parameters):
             views.pop(name, None)
-            self._forget_segments(key, layer)
+        self._forget_segments(group, layer)
 
-    def _forget_segments(self, key: tuple[int, int], layer: int | None) -> None:
-        segments = self._segments.get(key, {})
-        for plan in [plan for plan in segments if layer is None or layer in plan.layers]:
-            del segments[plan]
+    def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
+        """Drop the lists of segments with a layer (None: of all), of degrees below one (None: of all)."""
+        for (_, tp), segments in _over(group, self._segments):
+            if below is None or tp < below:
+                for plan in [plan for plan in segments if layer is None or layer in plan.layers]:
+                    del segments[plan]
 
     def clear(self) -> None:
         """Drop all views."""

@@ -37,14 +37,6 @@ class Admission:
             rejects |= {reject.request_id: reject for reject in self._overflow(kept)}
         return list(rejects.values())
 
-    def screen(self, view: ClusterView, index: QueueIndex, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Those to turn away, and all others in the order in which they are served. `holder` names the instance that
-        holds most: the largest that there may be."""
-        index.update(view.queue)
-        rejects = self.turn_away(view, index, view.longest.capacity_tokens, holder)
-        gone = {reject.request_id for reject in rejects}
-        return rejects, [r for r in index.ordered(view.now_s) if r.request_id not in gone]
-
     def _deadline(self, view: ClusterView, request: WaitingRequest) -> Reject:
         assert request.deadline_s is not None, "it has passed"
         waited_s = view.now_s - request.arrival_s

@@ -18,7 +18,7 @@ _TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """What the paper leaves open."""
+    """What the paper leaves open, and how far a decision goes."""
 
     scale_up_under_load: bool = True
     """A request for which no instance has room scales up, as the text says ("input length and current load"). False:
@@ -44,7 +44,8 @@ class AmoebaPaperPolicy:
         """Devices that become one instance for a waiting request, in steps of two."""
         self._largest = (0.0, 0)
         self._fits_nowhere: int | None = None
-        """Most tokens of the smallest request that no group was left for in this decision: none is for larger ones."""
+        """Most tokens of the smallest request that no group was left for since groups were last given up in this
+        decision: none is for larger ones."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -59,24 +60,35 @@ class AmoebaPaperPolicy:
         actions += self._splits.split(view, room, [it for it in leaving if between.isdisjoint(it[0].devices)])
         reserve = Reserve(view, room, self._largest_long(view, room))
         self._fits_nowhere = None
-        num_unplaced = 0
+        num_unplaced, behind = 0, dict.fromkeys(self._scaling)
         for request in index.ordered(view.now_s):
             if request.request_id in gone:
                 continue
-            if (chosen := self._candidate(view, room, reserve, request)) is not None:
-                self._scaling.pop(request.request_id, None)
-                reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
-                room.give(chosen, request)
-                actions.append(Dispatch(request.request_id, chosen.id, reason))
-                continue
-            if self.config.scale_up_under_load or view.is_long(request.max_total_tokens):
-                actions += self._scale_up(view, room, request)
-            else:
-                room.keep_for(request)
-            num_unplaced += 1
+            behind.pop(request.request_id, None)
+            placed = self._place(view, room, reserve, request)
+            actions += placed
+            num_unplaced += not any(isinstance(action, Dispatch) for action in placed)
             if num_unplaced >= self.config.lookahead:
                 break
+        for name in behind:  # what was begun for them goes on
+            actions += self._place(view, room, reserve, index.get(name))
         return actions
+
+    def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
+        if (chosen := self._candidate(view, room, reserve, request)) is not None:
+            self._drop_group(request)
+            reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
+            room.give(chosen, request)
+            return [Dispatch(request.request_id, chosen.id, reason)]
+        if self.config.scale_up_under_load or view.is_long(request.max_total_tokens):
+            return [*self._scale_up(view, room, request)]
+        room.keep_for(request)
+        return []
+
+    def _drop_group(self, request: WaitingRequest) -> None:
+        """Let others have the group that was to serve a request, if there was one."""
+        if self._scaling.pop(request.request_id, None) is not None:
+            self._fits_nowhere = None
 
     def _largest_long(self, view: ClusterView, room: Room) -> int:
         """Tokens of the largest recent long request, whose transformation room is reserved for (Gyges 5)."""
@@ -104,7 +116,7 @@ class AmoebaPaperPolicy:
         else; it begins once the group, merged, has room for the request."""
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := self._members(room, devices)) is None:
-            self._scaling.pop(request.request_id, None)
+            self._drop_group(request)
             if (devices := self._best_group(view, room, request)) is None:
                 return []
             self._scaling[request.request_id] = devices

@@ -32,9 +32,9 @@ class BoundRequests:
             elif request is not None:
                 self._unbound[name] = request
 
-    def leave(self, devices: Collection[int]) -> None:
+    def leave(self, devices: Set[int]) -> None:
         """Requests of these devices are bound no longer."""
-        for device in [device for device in self._queues if device in devices]:
+        for device in devices & self._queues.keys():
             for request in list(self._queues[device]):
                 self._take(request.request_id)
                 self._unbound[request.request_id] = request
@@ -43,8 +43,9 @@ class BoundRequests:
         """Choose an instance for each request that has none, but for those that are `gone`."""
         for request in sorted(self._unbound.values(), key=lambda r: self._order.key(r, now_s)) if choices else ():
             if request.request_id not in gone:
+                device = choose(choices, request).devices[0]
                 del self._unbound[request.request_id]
-                self._put(choose(choices, request).devices[0], request)
+                self._put(device, request)
 
     @property
     def unbound(self) -> Set[str]:
@@ -53,6 +54,8 @@ class BoundRequests:
 
     def tokens(self, instance: InstanceView) -> int:
         """Prompt tokens that wait for an instance."""
+        if len(instance.devices) == 1:  # asked for every instance whenever a request comes
+            return self._tokens.get(instance.id, 0)
         return sum(self._tokens.get(device, 0) for device in instance.devices)
 
     def first(self, home: Mapping[int, InstanceView], now_s: float) -> dict[int, tuple[Key, InstanceView]]:

@@ -8,8 +8,8 @@ from typing import Any
 from serving.scheduler.instance_facts import InstanceFacts
 from serving.scheduler.view import ClusterView, InstanceView
 
-_FEW = 16
-"""Up to one in this many instances, moving each in the tables is cheaper than sorting these again."""
+_ONE_IN = 16
+"""Where fewer than one in this many instances have changed, moving each in the tables is cheaper than sorting these."""
 
 
 class InstanceTables:
@@ -33,9 +33,9 @@ class InstanceTables:
         self.by_room_to_come: list[tuple[int, int]] = []
         """`room_to_come`, below zero, and id of instances above the base degree; in order."""
         self.merged: dict[int, InstanceView] = {}
-        """Instances above the base degree, in the order of devices."""
+        """Instances above the base degree by id, in the order of devices."""
         self.unsteady: dict[int, InstanceView] = {}
-        """Instances that are in transition or draining."""
+        """Instances that are in transition or draining, by id."""
         self.num_requests = 0
         """Requests of all instances, paused ones included."""
         self._num_steady: Counter[tuple[bool, bool]] = Counter()
@@ -57,7 +57,8 @@ class InstanceTables:
         return with_slots >= full
 
     def update(self, view: ClusterView) -> list[InstanceView]:
-        """Take over the instances of a snapshot. Returns those that are new or gone, each as often as it is both."""
+        """Take over the instances of a snapshot. Returns the views that are gone and those that are new: an instance
+        that has changed is there with both."""
         before, now = self._instances, view.instances
         self._view, self._instances, self.facts.view = view, now, view
         if len(before) == len(now):
@@ -66,7 +67,7 @@ class InstanceTables:
         else:
             known, present = set(map(id, before)), set(map(id, now))
             gone, changed = [i for i in before if id(i) not in present], [i for i in now if id(i) not in known]
-        few = _FEW * len(changed) < len(now)
+        few = _ONE_IN * len(changed) < len(now)
         for instance in gone:
             self._remove(instance)
         for instance in changed:
@@ -117,7 +118,8 @@ class InstanceTables:
 def discard(entries: list, entry: tuple) -> None:
     """Take an entry out of a list in order, which has it."""
     place = bisect_left(entries, entry)
-    assert entries[place] == entry, "it was listed"
+    if place == len(entries) or entries[place] != entry:
+        raise LookupError(f"{entry} is not listed")
     del entries[place]
 
 

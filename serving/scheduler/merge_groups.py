@@ -50,11 +50,12 @@ class MergeGroups:
         return iter(self._ordered)
 
     def _rank_again(self) -> None:
-        stale, self._stale = self._stale & self._known.keys(), set()
+        stale = self._stale & self._known.keys()
         new = {first: self._rank(tuple(range(first, first + self._degree))) for first in stale}
         if len(stale) >= _FEW:
             self._known |= new
             self._ordered = sorted(group for group in self._known.values() if group is not None)
+            self._stale = set()
             return
         for first, group in new.items():
             if (before := self._known[first]) is not None:
@@ -62,3 +63,4 @@ class MergeGroups:
             if group is not None:
                 insort(self._ordered, group)
             self._known[first] = group
+        self._stale = set()

@@ -23,9 +23,9 @@ _MOST_PASSED = 32
 
 
 class BindingPolicy(ABC):
-    """Serves each instance in the order of its own queue. A request whose instance takes no new requests any more is
-    bound again. A decision looks at the first requests of instances, and not again at those that found no room if
-    nothing has changed for them."""
+    """Serves each instance in the order of its own queue. A request whose instance is about to split, or is not there
+    any more, is bound again. A decision looks at the first requests of instances, and not again at those that found no
+    room if nothing has changed for them; it goes past some that wait for their instance to merge."""
 
     def __init__(
         self, admission: Admission | None = None, reserved_growth: float = 0.0, splits: SplitConfig | None = None
@@ -53,7 +53,7 @@ class BindingPolicy(ABC):
         left = {instance.id for instance, _ in leaving}
         home = room.home
         if left or len(home) < view.num_devices:
-            bound.leave([d for d in range(view.num_devices) if d not in home or home[d].id in left])
+            bound.leave({d for d in range(view.num_devices) if d not in home or home[d].id in left})
         if bound.unbound:
             steady = [i for i in view.instances if i.transition_to is None]
             choices = [i for i in steady if not i.draining and i.id not in left]
@@ -67,7 +67,7 @@ class BindingPolicy(ABC):
         """Whether a short request was given no instance, or any request has none to wait for."""
         base_tokens = view.limits[view.base_degree].capacity_tokens
         settled = gone.union(action.request_id for action in served if isinstance(action, Dispatch))
-        sizes = [self._index.size(name) for name in settled]
+        sizes = [self._index.get(name).max_total_tokens for name in settled]
         num_short = self._index.count(base_tokens) - sum(size <= base_tokens for size in sizes)
         return num_short > 0 or not self.bound.unbound <= gone
 
@@ -144,7 +144,7 @@ class _Turns:
             return [ScaleDown(instance.devices, view.base_degree, reason)]
         first = instance.devices[0] - instance.devices[0] % degree
         devices = tuple(range(first, first + degree))
-        if devices not in view.groups(degree) or (devices, degree) in view.refused:
+        if devices[-1] >= view.num_devices or (devices, degree) in view.refused:
             return []
         members = room.members(devices)
         if not all(room.takes(member) and self._waiting.get(member.id, key) >= key for member in members):

@@ -62,22 +62,25 @@ class OrderedRequests:
 
     def first_key(self, now_s: float) -> Key:
         """The place of the request that is served first, by `QueueOrder.key`; there is one."""
-        starving_s = self._order.starving_s
-        if starving_s is not None and self._by_since and self._by_since[0][0] <= now_s - starving_s:
+        if self._by_since and self._by_since[0][0] <= self._starving_since(now_s):
             return (0, *self._by_since[0])
         return self._by_due[0]
+
+    def _starving_since(self, now_s: float) -> float:
+        """Requests starve that have waited since then, or for longer."""
+        starving_s = self._order.starving_s
+        return float("-inf") if starving_s is None else now_s - starving_s
 
     def ordered(self, now_s: float) -> Iterator[WaitingRequest]:
         """Requests as they are served: those that starve by the time that they have waited, then all by when they are
         due. To be read before the next change."""
-        starving = 0
-        if self._order.starving_s is not None:
-            starving = bisect_right(self._by_since, (now_s - self._order.starving_s, float("inf"), ""))
-            for _, _, name in islice(self._by_since, starving):
-                yield self._requests[name]
+        since_s = self._starving_since(now_s)
+        starving = bisect_right(self._by_since, (since_s, float("inf"), "\U0010ffff"))
+        for _, _, name in islice(self._by_since, starving):
+            yield self._requests[name]
         for *_, name in self._by_due:
             request = self._requests[name]
-            if not starving or not self._order.starves(request, now_s):
+            if not starving or request.beyond_share or request.since_s > since_s:
                 yield request
 
 

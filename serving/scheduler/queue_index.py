@@ -35,6 +35,12 @@ class QueueIndex:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
+    def get(self, request_id: str) -> WaitingRequest:
+        """A request of the queue."""
+        request = self._requests.get(request_id)
+        assert request is not None, "it waits"
+        return request
+
     def update(self, queue: Collection[WaitingRequest]) -> Mapping[str, WaitingRequest | None]:
         """Take over the queue of a snapshot. Returns what has changed by the requests' ids: those that are new or
         others than before, and None for those that have gone."""
@@ -43,11 +49,11 @@ class QueueIndex:
             source, version = self._seen
             if source is queue.source:
                 changes = queue.changes_since(version)
-            self._seen = queue.source, queue.version
         if changes is None:
             new = {request.request_id: request for request in queue}
             changes = [(r.request_id, None) for r in self._requests if r.request_id not in new]
             changes += [(name, r) for name, r in new.items() if self._requests.get(name) is not r]
+        self._seen = (None, -1)  # until all is taken over
         latest = dict(changes)
         for name in latest:
             if (known := self._requests.remove(name)) is not None:
@@ -58,6 +64,8 @@ class QueueIndex:
         if len(self._deadlines) > 2 * len(self._requests) + _SPENT_DEADLINES:
             self._deadlines = [(r.deadline_s, r.request_id) for r in self._requests if r.deadline_s is not None]
             heapq.heapify(self._deadlines)
+        if isinstance(queue, QueueSnapshot):
+            self._seen = queue.source, queue.version
         return latest
 
     def _unlist(self, request: WaitingRequest) -> None:
@@ -84,12 +92,7 @@ class QueueIndex:
 
     def urgent(self, most: int) -> list[WaitingRequest]:
         """The first requests with a priority below 0, by when they are due; at most that many."""
-        return [self._present(name) for *_, name in self._urgent[:most]]
-
-    def _present(self, name: str) -> WaitingRequest:
-        request = self._requests.get(name)
-        assert request is not None, "it is listed"
-        return request
+        return [self.get(name) for *_, name in self._urgent[:most]]
 
     def expired(self, now_s: float) -> list[WaitingRequest]:
         """Requests whose deadline has passed. They are told again until they are gone."""
@@ -102,19 +105,15 @@ class QueueIndex:
                 again.append(entry)
         for entry in again:
             heapq.heappush(self._deadlines, entry)
-        return [self._present(name) for name in names]
+        return [self.get(name) for name in names]
 
     def larger_than(self, num_tokens: int) -> list[WaitingRequest]:
         """Requests that may grow beyond that many tokens, the smallest first."""
-        return [self._present(name) for _, name in self._by_size[self.count(num_tokens) :]]
+        return [self.get(name) for _, name in self._by_size[self.count(num_tokens) :]]
 
     def count(self, num_tokens: int) -> int:
         """How many requests may not grow beyond that many tokens."""
         return bisect_right(self._by_size, (num_tokens, "\U0010ffff"))
-
-    def size(self, request_id: str) -> int:
-        """Most tokens that a request of the queue may grow to."""
-        return self._present(request_id).max_total_tokens
 
     def largest(self, num_tokens: int) -> int:
         """Most tokens of the largest request that may not grow beyond that many; 0 if there is none."""

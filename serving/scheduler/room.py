@@ -138,7 +138,7 @@ class Room:
         return instance.id not in self._closed and instance.id not in self.unsteady
 
     def is_untouched(self, instance: InstanceView) -> bool:
-        """It was not closed since the snapshot, and nothing of it was given away."""
+        """Whether it was not closed since the snapshot, and nothing of it was given away."""
         return instance.id not in self._closed and instance.id not in self._slots
 
     def close(self, instance: InstanceView) -> None:
@@ -228,7 +228,7 @@ class Room:
         return [i for i in options if i.capacity_tokens >= request.max_total_tokens]
 
     def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """It is one of `with_room`."""
+        """Whether an instance is one of `with_room`."""
         fits = instance.capacity_tokens >= request.max_total_tokens and self.free(instance) >= self.need(request)
         return fits and self.takes(instance) and self.has_slot(instance)
 
@@ -253,8 +253,10 @@ class KeptRoom:
     def of(self, view: ClusterView) -> Room:
         """The room of a snapshot; what was given away of the one before counts no more."""
         sizes = view.page_size, view.num_devices, view.base_degree, view.limits
-        if self._room is None or self._sizes != sizes:
-            self._room, self._sizes = Room(view, self._growth), sizes
+        room, self._room = self._room, None  # none is kept that is half up to date
+        if room is None or self._sizes != sizes:
+            room = Room(view, self._growth)
         else:
-            self._room.refresh(view)
-        return self._room
+            room.refresh(view)
+        self._room, self._sizes = room, sizes
+        return room

@@ -125,3 +125,25 @@ def test_a_group_that_was_refused_is_left_for_another():
     policy, queue = AmoebaPaperPolicy(), [waiting("long", TP2_LONG)]
     refused = frozenset({((0, 1), 2)})
     assert merges(policy.decide(cluster(queue=queue, refused=refused))) == [((2, 3), 2)]
+
+
+def test_a_group_that_was_begun_goes_on_behind_many_that_wait():
+    """No matter how many are ahead of its request: they may not use its devices."""
+    policy, long = AmoebaPaperPolicy(), waiting("long", TP4_LONG)
+    assert merges(policy.decide(cluster(queue=[long], num_devices=4))) == [((0, 1), 2), ((2, 3), 2)]
+    urgent = [waiting(f"urgent{n}", TP4_LONG, priority=-1) for n in range(PaperConfig().lookahead)]
+    halves = cluster(instance(0, 2), instance(2, 2), queue=[*urgent, long], num_devices=4)
+    assert merges(policy.decide(halves)) == [((0, 1, 2, 3), 4)]
+
+
+def test_a_group_that_was_given_up_is_there_for_the_next():
+    """The first finds no group left; the owner of one begins elsewhere; the last, as large as the first, has it."""
+    policy, full = AmoebaPaperPolicy(), [filled(device, 0.9) for device in range(8)]
+    owner, other = waiting("owner", TP4_LONG), waiting("other", TP4_LONG, arrival_s=1)
+    policy.decide(cluster(*full, instance(8, 4, free_slots=0), queue=[owner, other], num_devices=12))
+    assert set(policy._scaling) == {"owner", "other"}
+    first, last = waiting("first", 79_000, priority=-1), waiting("last", 79_000, arrival_s=2)
+    partly = instance(8, 4, running("r", 20_000))
+    actions = policy.decide(cluster(*full, partly, queue=[first, owner, other, last], num_devices=12))
+    assert dispatched(actions) == {"owner": 8}
+    assert set(policy._scaling) == {"other", "last"}

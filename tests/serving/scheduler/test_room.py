@@ -3,10 +3,13 @@
 import dataclasses
 import random
 
+import pytest
 from cluster_views import TP4_LONG, cluster, instance, running, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.scheduler import merge_groups
+from serving.scheduler.instance_tables import InstanceTables
 from serving.scheduler.room import KeptRoom, Room
 from serving.scheduler.view import ClusterView, InstanceView
 
@@ -53,6 +56,17 @@ def tables(room: Room, view: ClusterView) -> dict[str, object]:
     }
 
 
+def check_groups(room: Room, degree: int) -> None:
+    """The groups are those of a definition, and in order."""
+    expected = []
+    for first in range(0, NUM_DEVICES, degree):
+        devices = tuple(range(first, first + degree))
+        if (members := room.parts(devices)) is not None:
+            mixed = len({i.degree for i in members}) > 1
+            expected.append((mixed, -room.merged_free(members, degree), devices, members))
+    assert list(room.merge_groups(degree)) == sorted(expected, key=lambda group: group[:3])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([0.0, 0.03, 0.1, 1.0]), min_size=1, max_size=6))
 def test_a_kept_room_is_the_room_of_its_last_snapshot(seed: int, shares: list[float]):
@@ -68,6 +82,10 @@ def test_a_kept_room_is_the_room_of_its_last_snapshot(seed: int, shares: list[fl
                 taken = chance.choice(options)
                 for one in (room, new):
                     one.give(taken, waiting(f"w{number}"))
+            for one in (room, new):
+                one.keep_coming(waiting("coming", TP4_LONG))
+                if one.merged:
+                    one.set_aside(next(iter(one.merged.values())), waiting("long", TP4_LONG), 1_000)
             if (steady := list(room.open)) and chance.random() < 0.5:
                 closed = chance.choice(steady)
                 room.close(closed)
@@ -76,9 +94,33 @@ def test_a_kept_room_is_the_room_of_its_last_snapshot(seed: int, shares: list[fl
         assert room.roomiest() == sorted(
             room.merged.values(), key=lambda i: (-room.free(i) - room.facts.freed_by_long(i), i.id)
         )
-        groups = list(room.merge_groups(4))
-        assert groups == sorted(groups, key=lambda group: group[:3])
+        for degree in (2, 4):
+            check_groups(room, degree)
         view = another(chance, view, share)
+
+
+def test_many_groups_are_sorted_as_few_are_moved(monkeypatch: pytest.MonkeyPatch):
+    chance = random.Random(0)
+    view = another(chance, cluster(num_devices=NUM_DEVICES), 1.0)
+    for few in (1, 10_000):
+        monkeypatch.setattr(merge_groups, "_FEW", few)
+        room = Room(view, 0.0)
+        for share in (0.0, 0.2, 1.0, 0.2):
+            check_groups(room, 2)
+            view = another(chance, view, share)
+            room.refresh(view)
+            check_groups(room, 2)
+
+
+def test_a_room_that_could_not_be_refreshed_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    view, kept = cluster(num_devices=NUM_DEVICES), KeptRoom(0.0)
+    kept.of(view)
+    later = another(random.Random(1), view, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(InstanceTables, "_add", None)
+        with pytest.raises(TypeError):
+            kept.of(later)
+    assert tables(kept.of(later), later) == tables(Room(later, 0.0), later)
 
 
 def test_a_kept_room_knows_other_limits():
