@@ -85,6 +85,20 @@ def test_sharded_view_is_the_ranks_buffers_side_by_side(pool, start, tp):
         np.testing.assert_array_equal(part, value)
 
 
+@pytest.mark.parametrize(("start", "tp"), [(2, 2), (4, 4)])
+def test_what_a_program_returned_is_taken_apart_in_rank_order(pool, start, tp):
+    group = pool.group(start, tp)
+    double = jax.jit(lambda x: 2 * x, out_shardings=group.sharded, donate_argnums=0)
+    made = double(jax.device_put(np.arange(4 * tp, dtype=np.float32), group.sharded))
+    parts = disassemble(group, made)
+    own = [made.addressable_data(rank) for rank in range(tp)]
+    assert [p.unsafe_buffer_pointer() for p in parts] == [p.unsafe_buffer_pointer() for p in own]
+    assert [part.devices() for part in parts] == [{device} for device in group.devices]
+    double(made)
+    with pytest.raises(RuntimeError, match="deleted"):
+        disassemble(group, made)
+
+
 @pytest.mark.parametrize(("start", "tp"), [(3, 1), (6, 2), (4, 4)])
 def test_replicated_view_is_each_ranks_own_buffer(pool, start, tp):
     group = pool.group(start, tp)

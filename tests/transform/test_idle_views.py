@@ -15,6 +15,7 @@ from amoeba_jax.errors import TransformError
 from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.transform import views
 from amoeba_jax.weights.store import WeightStore
+from sharding.mesh import disassemble
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -61,6 +62,23 @@ def test_cached_prefixes_are_moved_layer_by_layer(idle: LLM):
     assert tokens(idle.generate(prompts, params)) == expected
 
 
+def check_weight_views(llm: LLM) -> None:
+    """What each instance computes with are the buffers that the weights have now."""
+    cluster = llm._engine.cluster
+    store, plan = cluster.weights, cluster.plan
+    for instance in cluster.instances:
+        group = instance.group
+        for segment in (*plan.segments, plan.head):
+            arrays = instance.site.weights(segment)
+            for array, (spec, place, sharded) in zip(arrays, store._segment_leaves(segment, group.tp), strict=True):
+                for rank, (device, buffer) in enumerate(
+                    zip(group.device_indices, disassemble(group, array), strict=True)
+                ):
+                    index = spec.shard_indices(group.tp, rank)[place] if sharded else place
+                    own = store.shard(device, spec.name, index)
+                    assert buffer.unsafe_buffer_pointer() == own.unsafe_buffer_pointer(), (spec.name, index)
+
+
 def test_weights_are_released_at_once_and_come_back_layer_by_layer(idle: LLM):
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
@@ -68,10 +86,13 @@ def test_weights_are_released_at_once_and_come_back_layer_by_layer(idle: LLM):
     before = ledger_entries(idle)
     assert not any(group.layers for group in idle.transform(4).groups)
     assert ledger_entries(idle) != before
+    check_weight_views(idle)
     assert tokens(idle.generate(prompts, params)) == expected
     forget_prefixes(idle)
     assert all(group.layers for group in idle.transform(1).groups)
     assert ledger_entries(idle) == before
+    check_weight_views(idle)
+    check_weight_views(idle)  # those that are kept
     assert tokens(idle.generate(prompts, params)) == expected
 
 
