@@ -140,7 +140,10 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
 
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
-    """The single-device buffers behind an assembled array, in rank order. Copies nothing."""
+    """The single-device buffers behind an assembled array, in rank order. Copies nothing.
+
+    Raises `RuntimeError` for an array of several devices that was donated or deleted.
+    """
     if group.tp == 1:
         return [array]
     if array.is_deleted():

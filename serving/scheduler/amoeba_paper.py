@@ -75,6 +75,7 @@ class AmoebaPaperPolicy:
         return actions
 
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
+        """Dispatch a request, or have a group scale up for it, or keep room for it."""
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._drop_group(request)
             reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
