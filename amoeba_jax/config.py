@@ -80,7 +80,8 @@ class EngineConfig:
     compiling it while requests wait."""
     prepare_pausing: bool = False
     """Have warm-ups compile besides what instances of higher degrees need that keep all weights, as they do while
-    requests are paused: see `LLM.transform`."""
+    requests are paused, and launch long steps in parts, of which few have to run before requests pause: see
+    `LLM.transform`. Takes a second buffer of hidden states on each device."""
     seed: int = 0
     """Seed of requests that set none, and of random weights."""
 

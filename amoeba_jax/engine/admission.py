@@ -1,8 +1,8 @@
 """Which waiting sequences start where, and who has to make room for them."""
 
 import time
-from collections.abc import Callable
 
+from amoeba_jax.engine.launching import Launching
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import DeadlineError, RequestError
@@ -21,7 +21,8 @@ class SequenceAdmission:
     """Starts waiting sequences. Used by the dispatcher thread only.
 
     Args:
-        failed: told of an instance whose buffers a program has lost.
+        launching: is told of an instance whose buffers a program has lost, and launches what an instance has begun
+            before a sequence starts there: it may get pages and a slot of one that was part of that step.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class SequenceAdmission:
         sequences: Sequences,
         room: Room,
         transformations: Transformations,
-        failed: Callable[[Instance, Exception], None],
+        launching: Launching,
         stats: EngineStats,
     ):
         self._cluster, self._sequences, self._room = cluster, sequences, room
-        self._transformations, self._failed, self._stats = transformations, failed, stats
+        self._transformations, self._launching, self._stats = transformations, launching, stats
 
     def admit(self) -> None:
         """Place waiting sequences, in order: none overtakes within a rank, so none starves."""
@@ -46,6 +47,9 @@ class SequenceAdmission:
                 return  # preempted a moment ago: its last token is not known yet
             chosen = self._room.choose(sequence)
             if chosen is not None:
+                self._launching.finish_begun(chosen[0])
+                if chosen[0] not in self._cluster.instances:
+                    continue  # that has failed
                 self._sequences.dequeue(sequence)
                 self._place(*chosen, sequence)
             elif self._fits_nowhere(sequence):
@@ -91,6 +95,9 @@ class SequenceAdmission:
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
+        self._launching.finish_begun(instance)
+        if instance not in self._cluster.instances:
+            raise RequestError(f"there is no instance {instance.id} any more: a step of it has failed")
         if instance.capacity_tokens < most:
             raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
         lane = self._room.lane_for(instance, sequence)
@@ -130,7 +137,7 @@ class SequenceAdmission:
                 sequence.pages = None
             self._sequences.reject(sequence, error)
             if Recovery.is_due(instance, error):
-                self._failed(instance, error)
+                self._launching.failed(instance, error)
             return
         first = sequence.started_at is None
         sequence.start()

@@ -70,7 +70,7 @@ class Engine:
         self._launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
         self.results = Results(sequences, self._launching.failed, self.recovery, self.stats)
         self.admission = SequenceAdmission(
-            self.cluster, sequences, self.room, self.transformations, self._launching.failed, self.stats
+            self.cluster, sequences, self.room, self.transformations, self._launching, self.stats
         )
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
@@ -234,7 +234,7 @@ class Engine:
                     self._admit()  # which may pause instances
                 if due_s > 0:
                     self._next_launch_at = min(self._next_launch_at, time.perf_counter() + due_s)
-        pending = any(instance.pending for instance in self.cluster.all_instances)
+        pending = any(instance.has_steps for instance in self.cluster.all_instances)
         # Requests that all wait for programs are not disturbed by those who compile them.
         self.cluster.executables.background.serving = pending
         if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:
@@ -258,6 +258,7 @@ class Engine:
         self.transformations.collect()
 
     def _drain(self, instance: Instance) -> None:
+        self._launching.finish_begun(instance)
         while instance.pending:
             self.results.take(instance, instance.pending.popleft())
 
@@ -267,10 +268,13 @@ class Engine:
             self._shared_at = self.num_changes
             self.sequences.share_out()
             self._shared_at = self.num_changes
-        if self.scheduler_hook is not None:
-            self.scheduler_hook.schedule()
-        else:
+        if self.scheduler_hook is None:
             self.admission.admit()
+            return
+        before = self.instances
+        self.scheduler_hook.schedule()
+        if self.instances != before:  # where requests have paused, the one that they pause for can start
+            self.scheduler_hook.schedule()
 
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""

@@ -12,6 +12,7 @@ from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane_batcher import lane_plans
+from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.sampling.rows import SamplerKind
@@ -25,6 +26,9 @@ MAX_PENDING_STEPS = 2
 LAUNCH_LEAD_S = 0.015
 # One that takes less is followed at once: waking up in the middle of it costs 1% of it (28 ms on 2 cores).
 SHORT_STEP_S = 0.04
+# Steps of instances that may pause are launched in parts that take at least this long, each when those before it are
+# about to have run: an urgent request waits for these alone, and not for the step.
+PART_S = 0.015
 
 
 class Launching:
@@ -46,6 +50,8 @@ class Launching:
         """Seconds until an instance's next step is to be launched: none where the one that computes is short or near
         its end, or where nothing is known of that; infinite where that one is launched."""
         pending = instance.pending
+        if instance.begun is not None:
+            return instance.begun.runs_until - LAUNCH_LEAD_S - time.perf_counter()
         if len(pending) >= MAX_PENDING_STEPS:
             return math.inf
         if not pending or instance.transition is not None:
@@ -58,7 +64,10 @@ class Launching:
 
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
-        before it. Returns whether anything was done."""
+        before it. Of a step that was begun, launch the next part. Returns whether anything was done."""
+        if instance.begun is not None:
+            self._go_on(instance)
+            return True
         if self._transformations.awaits_steps(instance):
             return False
         num_preempted = self._reserve_next_tokens(instance)
@@ -74,7 +83,10 @@ class Launching:
         """Launch the next step; None if there is nothing to compute. A step that fails is one."""
         while (plan := self._plan(instance)) is not None:
             try:
-                instance.launch_plan(plan)
+                if (begins := self._begins(instance, plan)) is None:
+                    instance.launch_plan(plan)
+                else:
+                    instance.begin_plan(plan, *begins)
             except StepNotLaunchedError as error:
                 if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
                     return None
@@ -84,12 +96,56 @@ class Launching:
             except Exception as error:
                 self.failed(instance, error, plan.rows)
                 return plan
-            instance.turns.took(plan.rows)
-            self._count(plan)
-            for sequence in self._end_prompts(plan):
-                self._sequences.cache_pages(instance, sequence)
+            if instance.begun is None:
+                self._launched(instance, plan)
+            else:
+                self._go_on(instance)
             return plan
         return None
+
+    def _begins(self, instance: Instance, plan: StepPlan) -> tuple[int, ExpectedStep] | None:
+        """In how many parts a step is launched, and when it is expected to compute; None: all of it at once.
+
+        In parts are those of instances that may have to pause for others, where they take long.
+        """
+        plans = self._cluster.plan
+        if not plans.has_spare_hidden or instance.tp == plans.config.max_tp or plan.logits_of == "all":
+            return None
+        if instance.transition is not None:
+            return None
+        now, last = time.perf_counter(), instance.pending[-1] if instance.pending else None
+        before = None if last is None else instance.pace.expected(last.launched_at, last.decodes, last.prompt_tokens)
+        step = instance.pace.expected(now, plan.decodes, plan.prompt_tokens)
+        if step is None or (last is not None and before is None):
+            return None
+        seconds = step.ends_at - step.begins_at
+        begins_at = now if before is None else max(now, before.ends_at)
+        num_parts = min(int(seconds / PART_S), len(plans.segments) + 1) if seconds >= SHORT_STEP_S else 1
+        return None if num_parts < 2 else (num_parts, ExpectedStep(begins_at, begins_at + seconds))
+
+    def _go_on(self, instance: Instance, *, to_the_end: bool = False) -> None:
+        """Launch the next part of the step that an instance has begun, or all that is left of it."""
+        rows = instance.begun.plan.rows if instance.begun is not None else ()
+        try:
+            plan = instance.go_on(to_the_end=to_the_end)
+        except Exception as error:
+            self.failed(instance, error, rows)
+            return
+        if plan is not None:
+            self._launched(instance, plan)
+
+    def finish_begun(self, instance: Instance) -> None:
+        """Launch what is left of a step that a present instance has begun, before something else happens to it: where
+        that fails, another is in its place."""
+        if instance.begun is not None and instance in self._cluster.instances:
+            self._go_on(instance, to_the_end=True)
+
+    def _launched(self, instance: Instance, plan: StepPlan) -> None:
+        """Take note of a step all of which was launched."""
+        instance.turns.took(plan.rows)
+        self._count(plan)
+        for sequence in self._end_prompts(plan):
+            self._sequences.cache_pages(instance, sequence)
 
     def _plan(self, instance: Instance) -> StepPlan | None:
         """The next step whose programs are there: sequences that can do without those of the best one go on.

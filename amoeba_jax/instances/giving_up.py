@@ -24,7 +24,7 @@ def give_up(instance: Instance, requeue: Callable[[Instance, Sequence], None]) -
     paused = instance.drop_paused()
     for each in (instance, *paused):
         forget_tokens(row for step in each.pending for row in step.sampled)
-        each.pending.clear()
+        each.forget_steps()
         for lane in each.lanes:
             lane.cache.clear()
             lane.cache.enabled = False  # what it holds is lost: there is nothing to keep

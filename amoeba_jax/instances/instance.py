@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
+from amoeba_jax.instances.begun_step import BegunStep
 from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.pace import Pace
+from amoeba_jax.instances.pace import ExpectedStep, Pace
 from amoeba_jax.instances.paused import PausedPages
 from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.result_reader import ResultReader
@@ -35,6 +37,8 @@ class Instance:
     Attributes:
         launcher: of its steps.
         reader: of what they return.
+        pending: steps that were launched and whose results have not been taken.
+        begun: a step of which not all programs have been launched.
         transition: what changes the placement of its layers.
         pace: of its steps whose results were taken.
         turns: whose prompts it computes next.
@@ -59,6 +63,7 @@ class Instance:
         self.buckets = self.lane_buckets = buckets
         self.released = released
         self.pending: deque[PendingStep] = deque()
+        self.begun: BegunStep | None = None
         self.num_launched = 0
         self.last_was_prompt = False
         self.transition: Changing | None = None
@@ -234,13 +239,45 @@ class Instance:
         if self.transition is not None:
             step.decodes = False
             step.switched_bytes = self.transition.pace.behind_step if plan.decodes else 0
+        self._launched(step, plan)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was launched, or begun, whose results have not been taken."""
+        return bool(self.pending) or self.begun is not None
+
+    def begin_plan(self, plan: StepPlan, num_parts: int, expected: ExpectedStep) -> None:
+        """Have a step be launched in parts, by `go_on`. Raises what `StepLauncher.begin` does."""
+        self.begun = self.launcher.begin(plan, self.lanes, num_parts, expected)
+
+    def go_on(self, *, to_the_end: bool = False) -> StepPlan | None:
+        """Launch the next part of the step that was begun, or all that is left. Returns its plan with the last part.
+
+        Where it fails, the cache may have lost extents, and the step is not begun any more.
+        """
+        begun, self.begun = self.begun, None
+        assert begun is not None, "a step was begun"
+        if not to_the_end and (segments := begun.next_part()) is not None:
+            self.launcher.launch_part(begun, segments)
+            self.begun = begun
+            return None
+        step = self.launcher.finish(begun)
+        self._launched(step, begun.plan)
+        return replace(begun.plan, rows=step.rows)
+
+    def _launched(self, step: PendingStep, plan: StepPlan) -> None:
         self.pending.append(step)
         self.num_launched += 1
         self.last_was_prompt = not plan.decodes
 
+    def forget_steps(self) -> None:
+        """Have results of steps not be waited for, and a step that was begun not be launched."""
+        self.pending.clear()
+        self.begun = None
+
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
-        self.transition = None
+        self.transition = self.begun = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner, self.launcher
 

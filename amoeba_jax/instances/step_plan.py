@@ -47,6 +47,11 @@ class StepPlan:
         """Whether it computes a token of each of its rows, and no prompt."""
         return self.shape.num_tokens == self.shape.num_rows
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that it computes; 0 if it only decodes."""
+        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+
 
 @dataclass(eq=False)
 class SamplingState:

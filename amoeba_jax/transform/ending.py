@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.giving_up import give_up
-from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.call import GroupTransition
 from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
+from amoeba_jax.transform.pausing import give_hidden
 from kvcache.pages import PagePool, SequencePages
 from sharding.placement import Placement
 
@@ -55,9 +55,11 @@ class Ending:
         cluster.factory.settle_allocators(instance.group, active.allocators)
         for home, lane in zip(new, instance.lanes, strict=True):
             adopt_prefixes(home.lane, [lane], home.group.home)
-        for member, site, part in zip(instance.drop_paused(), transition.members, scratch, strict=False):
+        if members := instance.drop_paused():
+            give_hidden(cluster, members, [buffer for part in scratch for buffer in part.hidden])
+        for member, site in zip(members, transition.members, strict=False):
             member.site.kv[:] = site.kv
-            member.runner.hidden = HiddenStates(member.group, part.hidden)
+            member.begun = None  # its place has other sequences beside those of the step
         cluster.replace([instance], new)
 
     def abort(self, active: GroupTransition) -> None:

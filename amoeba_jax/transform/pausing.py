@@ -7,8 +7,9 @@ their results are taken in.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
 from amoeba_jax.errors import RequestError
@@ -43,7 +44,8 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     # No program takes last tokens donated: what the members have of their slots stays theirs.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
-    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
+    if (hidden := cluster.factory.spare_hidden(group)) is None:
+        hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
     instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
@@ -57,21 +59,31 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     members = instance.drop_paused()
     for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
-    hidden = instance.runner.hidden.release(check=False)
-    tp = members[0].tp
-    for index, member in enumerate(members):
-        member.runner.hidden = HiddenStates(member.group, hidden[index * tp : (index + 1) * tp])
+    give_hidden(cluster, members, instance.runner.hidden.release(check=False))
+    for member in members:
+        if member.begun is not None:
+            member.begun.resumed()
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
     return members
 
 
-def forget(instance: Instance) -> None:
+def give_hidden(cluster: Cluster, members: Sequence[Instance], buffers: list[jax.Array]) -> None:
+    """Give paused instances that go on, or the cluster if they have kept theirs, the hidden states' buffers of the one
+    in their place, in the order of ranks."""
+    for member in members:
+        own, buffers = buffers[: member.tp], buffers[member.tp :]
+        if not cluster.factory.put_spare(member.group, own):
+            member.runner.hidden = HiddenStates(member.group, own)
+
+
+def forget(cluster: Cluster, instance: Instance) -> None:
     """Drop paused instances that have no sequences, with their cached prefixes."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
         forget_tokens(row for step in member.pending for row in step.sampled)
-        member.pending.clear()
+        member.forget_steps()
+        cluster.factory.put_spare(member.group, member.runner.hidden.release(check=False))
         member.retire()
 
 

@@ -168,7 +168,7 @@ class Transformations:
         degree = call.options.tensor_parallel_size
         for instance in old:
             if instance.paused and instance.paused[0].tp != degree:
-                forget(instance)  # they have no requests: see `check_paused`
+                forget(self._cluster, instance)  # they have no requests: see `check_paused`
         if _keeps_steps(call, old):
             self._at_once.pause(call, old)
             return
@@ -205,7 +205,7 @@ class Transformations:
         """Whether steps that were launched are waited for. No instance launches others, nor does one that has none now:
         its group would wait for those in turn. No requests start beside them."""
         changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
-        call.awaited = changing if any(i.pending for i in changing) else []
+        call.awaited = changing if any(i.has_steps for i in changing) else []
         for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
             lane.closed = True
         return bool(call.awaited)
@@ -238,4 +238,4 @@ def _keeps_steps(call: TransformCall, old: list[Instance]) -> bool:
 
 def _steps_have_run(call: TransformCall) -> bool:
     """Whether a call can begin that has waited for steps."""
-    return bool(call.awaited) and not any(instance.pending for instance in call.awaited)
+    return bool(call.awaited) and not any(instance.has_steps for instance in call.awaited)

@@ -1,0 +1,400 @@
+"""Steps that are launched a few segments at a time: requests that pause keep one that was begun, and it goes on."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_memory import live_bytes, settled_live_bytes
+from harness import engine_of, in_dispatcher, registry_of
+from pausing_cases import KINDS, URGENT, done, expected_of, greedy, options, outputs, prompt, steps, submit, transform
+from serving_checks import TIMEOUT_S
+from transform_cases import SHARED, Background, make, requests, tokens
+
+from amoeba_jax import LLM
+from amoeba_jax.engine import launching
+from amoeba_jax.engine.launching import Launching
+from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.pace import ExpectedStep, Pace
+from amoeba_jax.instances.runner import Part, PreparedPart, StepInputs
+from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.request import Request
+from amoeba_jax.transform.options import TransformOptions
+from sharding.placement import Home
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
+
+ALL = (0, 1, 2, 3)
+HOUR_S = 3600.0
+MEASURED = Pace.expected
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    with make(directory, compile_cache, prepare_pausing=True, **SHARED) as llm:
+        yield llm
+
+
+@contextmanager
+def long_steps() -> Iterator[None]:
+    """Steps are expected to take an hour: `advance` launches the first part, and nothing of the next step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "expected", lambda pace, begin, *_: ExpectedStep(begin, begin + HOUR_S))
+        yield
+
+
+class Launched:
+    """The layers of each program of a segment that was launched, by the first device of its instance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.layers: list[tuple[int, int]] = []
+        run = Site.run
+
+        def noted(site: Site, segments: tuple[SegmentPlan, ...], *arguments: Any) -> Any:
+            self.layers += [(site.group.start, segment.layers.start) for segment in segments]
+            return run(site, segments, *arguments)
+
+        monkeypatch.setattr(Site, "run", noted)
+
+    def of(self, device: int) -> list[int]:
+        return [layer for start, layer in self.layers if start == device]
+
+
+def begin(llm: LLM, asked: list[tuple[list[int], Any]] = KINDS, num_parts: int = 1) -> list[Request]:
+    """Requests of which each has a token, with that many parts launched of the next step of every instance."""
+    engine, submitted = engine_of(llm), submit(llm, asked)
+    steps(llm, lambda: all(r.sequences[0].output for r in submitted))
+    while not all(i.begun is not None for i in engine.instances):
+        engine.drain()  # a prompt's log-probabilities take a step that is launched at once
+        engine.advance()
+    for instance in engine.instances:
+        for _ in range(num_parts - 1):
+            engine._launching.launch(instance)
+        assert instance.begun is not None
+        assert instance.begun.num_launched == num_parts
+    return submitted
+
+
+def end(llm: LLM, *submitted: list[Request]) -> None:
+    registry_of(llm).end([request for each in submitted for request in each])
+
+
+def num_preemptions(submitted: list[Request]) -> int:
+    return sum(sequence.num_preemptions for request in submitted for sequence in request.sequences)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2], ids=["one of two layers", "both layers, and not the head"])
+def test_a_step_that_was_begun_goes_on_after_the_pause(idle: LLM, monkeypatch: pytest.MonkeyPatch, num_parts: int):
+    """Every program of it is launched once, and none of it while others are served."""
+    expected, urgent_expected = expected_of(idle, KINDS), expected_of(idle, [URGENT])
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        paused = begin(idle, num_parts=num_parts)
+        members = engine.instances
+        computed = [(s, s.num_computed, s.num_in_flight) for m in members for s in m.running]
+        launched = Launched(monkeypatch)
+        transform(idle, options(4, "pause"))
+        urgent = submit(idle, [URGENT])
+        steps(idle, lambda: done(urgent))
+        assert outputs(urgent) == urgent_expected
+        assert all(member.begun is not None for member in members)
+        assert [(s, s.num_computed, s.num_in_flight) for m in members for s in m.running] == computed
+        launched.layers.clear()
+        transform(idle, options(1))
+        assert engine.instances == members
+        engine.drain()
+        layers = list(range(idle.dims.config.num_layers))
+        assert all(launched.of(member.id) == layers[num_parts:] for member in members)
+        assert all(member.begun is None for member in members)
+        steps(idle, lambda: done(paused))
+        assert outputs(paused) == expected
+        assert num_preemptions(paused) == 0
+        end(idle, paused, urgent)
+
+    in_dispatcher(idle, drive)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["serving", "paused"])
+def test_a_sequence_leaves_a_step_that_was_begun(idle: LLM, held: bool):
+    """Another that gets its slot and pages, with a state of its own on the device, is not touched by the rest of it."""
+    new = [(prompt(8, 20 + i), greedy(20, repetition_penalty=1.3)) for i in range(4)]
+    expected, new_expected = expected_of(idle, KINDS), expected_of(idle, new)
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        left = begin(idle)
+        if held:
+            transform(idle, options(4, "pause"))
+        engine.finish([s for r in left[1:4] for s in r.sequences], "abort")
+        if held:
+            transform(idle, options(1))
+        assert any(i.begun is not None for i in engine.instances)
+        later = submit(idle, new)
+        engine.admission.admit()
+        steps(idle, lambda: done([*left, *later]))
+        assert [outputs(left)[i] for i in (0, 4, 5)] == [expected[i] for i in (0, 4, 5)]
+        assert outputs(later) == new_expected
+        end(idle, left, later)
+
+    in_dispatcher(idle, drive)
+
+
+def test_a_sequence_that_is_preempted_in_a_step_that_was_begun_is_computed_again(idle: LLM):
+    """What that step would have computed of it does not count: it may run elsewhere by then."""
+    expected = expected_of(idle, KINDS)
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        sequence = submitted[0].sequences[0]
+        known = sequence.num_known
+        engine.admission.preempt(sequence)
+        engine.drain()
+        assert (sequence.num_computed, sequence.num_known, sequence.num_in_flight) == (0, known, 0)
+        steps(idle, lambda: done(submitted))
+        assert outputs(submitted) == expected
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+@pytest.mark.parametrize("how", ["the next part", "all that is left", "when a request starts"])
+def test_a_part_that_fails_has_the_step_computed_again(idle: LLM, monkeypatch: pytest.MonkeyPatch, how: str):
+    new = [(prompt(8, 30 + i), greedy(8)) for i in range(4)]
+    expected = expected_of(idle, [*KINDS, *new])
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        instance = engine.instances[0]
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the device failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(instance.runner, "run" if how != "the next part" else "run_segments", fail)
+            if how == "the next part":
+                engine._launching.launch(instance)
+            elif how == "all that is left":
+                engine.drain()
+            else:
+                submitted += submit(idle, new)
+                engine.admission.admit()
+        assert instance not in engine.instances
+        if how != "when a request starts":
+            submitted += submit(idle, new)
+        steps(idle, lambda: done(submitted))
+        assert outputs(submitted) == expected
+        assert num_preemptions(submitted) > 0
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_change_waits_for_steps_that_were_begun(idle: LLM, degree: int):
+    """No layer moves before, and no other step begins."""
+    expected = expected_of(idle, KINDS)
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        members = engine.instances
+        future = engine.transform(options(degree, release=True))
+        engine.advance()
+        engine.collect()
+        assert engine.instances == members
+        assert all(member.begun is not None for member in members)
+        steps(idle, lambda: engine.instances != members)
+        engine.end_transformations()
+        assert future.result().groups[0].recomputed == 0
+        steps(idle, lambda: done(submitted))
+        assert outputs(submitted) == expected
+        assert num_preemptions(submitted) == 0
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_requests_of_the_group_join_those_that_paused_in_a_step(idle: LLM):
+    """The step is begun anew, with all of them: some have slots of paused ones that have ended."""
+    penalized = [(prompt(20, 40 + i), greedy(30, repetition_penalty=1.3)) for i in range(8)]
+    asked = [*KINDS, *penalized]
+    expected = expected_of(idle, asked)
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle, asked[:-4])
+        members = engine.instances
+        transform(idle, options(4, "pause"))
+        submitted += submit(idle, asked[-4:])
+        steps(idle, lambda: all(r.sequences[0].output for r in submitted[-4:]))
+        engine.finish([s for r in submitted[-8:-4] for s in r.sequences], "abort")
+        future = engine.transform(TransformOptions(1, ALL, layers_per_step=1))
+        engine.end_transformations()
+        assert future.result().groups[0].recomputed == 0
+        assert engine.instances == members
+        steps(idle, lambda: done(submitted))
+        others = [*range(len(KINDS)), *range(len(asked) - 4, len(asked))]
+        assert [outputs(submitted)[i] for i in others] == [expected[i] for i in others]
+        assert num_preemptions(submitted) == 0
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_every_live_byte_has_an_owner_while_steps_are_held(directory: Path, compile_cache: str):
+    """Hidden states as well, of which each device has two buffers."""
+    before = live_bytes()
+
+    def check(llm: LLM) -> None:
+        now = settled_live_bytes()
+        report = llm.memory()
+        for device in ALL:
+            assert now[device] - before.get(device, 0) == report.device_bytes(device)
+
+    @long_steps()
+    def serve_urgent() -> None:
+        paused = begin(llm, [KINDS[0]] * 4)
+        transform(llm, options(4, "pause"))
+        urgent = submit(llm, [URGENT])
+        steps(llm, lambda: done(urgent))
+        transform(llm, options(1))
+        steps(llm, lambda: done(paused))
+        end(llm, paused, urgent)
+
+    @long_steps()
+    def drop_paused() -> None:
+        paused = begin(llm, [KINDS[0]] * 4)
+        transform(llm, options(4, "pause"))
+        engine_of(llm).finish([s for r in paused for s in r.sequences], "abort")
+        transform(llm, options(2))
+        end(llm, paused)
+
+    with make(directory, compile_cache, prepare_pausing=True, **SHARED) as llm:
+        check(llm)
+        for what in (serve_urgent, serve_urgent, drop_paused):
+            in_dispatcher(llm, what)
+            check(llm)
+
+
+def test_steps_are_launched_at_once_where_none_pauses_for_another(directory: Path, compile_cache: str):
+    """By default, and by instances of the highest degree."""
+    with make(directory, compile_cache, **SHARED) as llm:
+
+        @long_steps()
+        def launched_at_once() -> bool:
+            submitted = submit(llm, [KINDS[0]])
+            engine_of(llm).advance()
+            found = not any(i.begun for i in engine_of(llm).instances) and any(
+                i.pending for i in engine_of(llm).instances
+            )
+            steps(llm, lambda: done(submitted))
+            end(llm, submitted)
+            return found
+
+        assert in_dispatcher(llm, launched_at_once)
+
+
+def test_instances_of_the_highest_degree_launch_steps_at_once(idle: LLM):
+    idle.transform(4)
+
+    @long_steps()
+    def drive() -> None:
+        submitted = submit(idle, [KINDS[0]])
+        engine_of(idle).advance()
+        (instance,) = engine_of(idle).instances
+        assert instance.begun is None
+        assert instance.pending
+        steps(idle, lambda: done(submitted))
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The dispatcher launches each part when the ones before are about to have run, by measured times."""
+    parts, go_on = [], Instance.go_on
+
+    def noted(instance: Instance, **options: Any) -> StepPlan | None:
+        parts.append(instance.begun.num_launched if instance.begun else 0)
+        return go_on(instance, **options)
+
+    asked = requests(12, max_tokens=80)
+    expected = tokens(idle.generate(*asked))
+    expected_urgent = expected_of(idle, [URGENT])
+    monkeypatch.setattr(Pace, "expected", MEASURED)
+    for name in ("SHORT_STEP_S", "LAUNCH_LEAD_S", "PART_S"):
+        monkeypatch.setattr(launching, name, 1e-9)
+    monkeypatch.setattr(Instance, "go_on", noted)
+    before = idle.stats.preemptions
+    background = Background(idle, list(asked[0]), asked[1])
+    for _ in range(4):
+        time.sleep(0.05)
+        idle.transform(4, release_weights=False, running="pause")
+        assert tokens(idle.generate([URGENT[0]], URGENT[1])) == expected_urgent
+        idle.transform(1)
+    assert tokens(background.result()) == expected
+    assert 1 in parts, "steps were launched in parts"
+    assert idle.stats.preemptions == before
+
+
+def begun_step(num_segments: int, num_parts: int, seconds: float) -> BegunStep:
+    part = PreparedPart(Part(Home(0, 1), (), None), [None] * num_segments, None)  # pyright: ignore[reportArgumentType]
+    inputs = StepInputs((part,), None, None, None)  # pyright: ignore[reportArgumentType]
+    prepared = PreparedStep(inputs, [], None, None, None)
+    now = time.perf_counter()
+    return BegunStep(StepPlan(BatchShape(((1, 1),), 1), ()), prepared, num_parts, ExpectedStep(now, now + seconds))
+
+
+@pytest.mark.parametrize(
+    ("num_segments", "num_parts", "parts"),
+    [(6, 7, [1, 1, 1, 1, 1, 1]), (6, 2, [3]), (6, 3, [2, 2]), (6, 5, [1, 1, 2, 1]), (1, 2, [1]), (2, 2, [1])],
+)
+def test_parts_are_of_about_as_many_segments(num_segments: int, num_parts: int, parts: list[int]):
+    """The last one has the head, which counts as one, and the segments that are left."""
+    step, found = begun_step(num_segments, num_parts, HOUR_S), []
+    while (segments := step.next_part()) is not None:
+        assert segments.start == sum(found)
+        assert step.num_launched == segments.stop
+        found.append(segments.stop - segments.start)
+    assert found == parts
+
+
+def test_parts_are_due_one_behind_the_other():
+    """Each takes as long; what lies between is waited for."""
+    step = begun_step(3, 4, HOUR_S)
+    begins_at = step.runs_until
+    for part in (1, 2):
+        step.next_part()
+        assert step.runs_until == pytest.approx(begins_at + part * HOUR_S / 4, abs=1)
+    launched_at = step.launched_at
+    step.resumed()
+    assert step.launched_at == launched_at, "no time has passed beyond what was launched"
+    step.runs_until -= 2 * HOUR_S
+    step.resumed()
+    assert step.runs_until == pytest.approx(time.perf_counter(), abs=1)
+    assert step.launched_at == pytest.approx(launched_at + 1.5 * HOUR_S, abs=1)
+
+
+def test_due_times(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The next part is launched shortly before those that were launched have run."""
+    step = begun_step(3, 4, HOUR_S)
+    step.next_part()
+    instance = engine_of(idle).instances[0]
+    monkeypatch.setattr(instance, "begun", step)
+    expected_s = HOUR_S / 4 - launching.LAUNCH_LEAD_S
+    assert Launching.due_s(instance) == pytest.approx(expected_s, abs=5)
