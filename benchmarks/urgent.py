@@ -34,6 +34,7 @@ from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
 
 DEVICES = 4
+SETTLE_TOKENS = 8
 
 
 def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
@@ -103,8 +104,8 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     )
     scheduling = Scheduling(llm, settings, ServerMetrics())
     best_effort = BestEffort(llm, many, params)
-    while sum(view.running for view in llm.instances) < DEVICES * options.max_num_seqs:
-        time.sleep(0.01)
+    while sum(len(times) >= SETTLE_TOKENS for times in best_effort.times) < DEVICES * options.max_num_seqs:
+        time.sleep(0.01)  # until the instances know how long their steps take
     rest_begin = time.perf_counter()
     time.sleep(options.rest_s)
     steps = best_effort.gaps(rest_begin, time.perf_counter())

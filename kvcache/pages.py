@@ -134,12 +134,16 @@ class SequencePages:
         view.flags.writeable = False
         return view
 
+    def num_lacking(self, num_tokens: int) -> int:
+        """Pages that it has yet to get for `num_tokens` tokens; none where that is not above 0."""
+        return self.pool.geometry.pages_for(num_tokens) - self._num_pages
+
     def reserve(self, num_tokens: int) -> int:
         """Grows the table to hold `num_tokens` tokens (never shrinks it). Returns the number of new pages.
 
         Raises `OutOfPagesError`, with the table as it was, where they do not fit.
         """
-        num_new = self.pool.geometry.pages_for(num_tokens) - self._num_pages
+        num_new = self.num_lacking(num_tokens)
         if num_new <= 0:
             return 0
         new = self.pool.allocate(num_new)

@@ -86,7 +86,7 @@ class Launching:
                 if (begins := self._begins(instance, plan)) is None:
                     instance.launch_plan(plan)
                 else:
-                    instance.begin_plan(plan, *begins)
+                    instance.begun = instance.launcher.begin(plan, instance.lanes, *begins)
             except StepNotLaunchedError as error:
                 if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
                     return None

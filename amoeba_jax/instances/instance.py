@@ -7,7 +7,7 @@ from dataclasses import replace
 from amoeba_jax.instances.begun_step import BegunStep
 from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.pace import ExpectedStep, Pace
+from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
 from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.result_reader import ResultReader
@@ -139,10 +139,8 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Give a sequence pages for that many tokens.
-
-        Returns none, or, where they do not fit, the sequences that hold the pages it lacks, itself among them.
-        """
+        """Give a sequence pages for that many tokens. Returns none, or, where they do not fit, the sequences that hold
+        the pages it lacks, itself among them."""
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
         try:
@@ -151,25 +149,17 @@ class Instance:
             if len(self.lanes) > 1:
                 return self._reserve_beside(sequence, num_tokens, lane)
             if self._paused_pages is not None:
-                in_the_way = self._paused_pages.in_the_way(self._num_lacking(sequence, num_tokens))
+                in_the_way = self._paused_pages.in_the_way(sequence.pages.num_lacking(num_tokens))
                 if yielding := [s for s in in_the_way if s.rank >= sequence.rank]:
                     return yielding
             return lane.running
         return ()
 
-    def _num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that a sequence has yet to get for that many tokens."""
-        assert sequence.pages is not None
-        return sequence.pages.pool.geometry.pages_for(num_tokens) - sequence.pages.num_pages
-
     def _reserve_beside(self, sequence: Sequence, num_tokens: int, lane: Lane) -> Collection[Sequence]:
         """Cached prefixes of other lanes may have the pages that a lane lacks, of those that all lanes share."""
         assert sequence.pages is not None
-        needed = self._num_lacking(sequence, num_tokens)
-        lane.cache.evict(min(needed, lane.cache.num_evictable_pages))
-        for other in sorted(self.lanes, key=lambda other: -other.cache.num_evictable_pages):
-            if other is not lane and lane.pages.num_free_pages < needed:
-                other.cache.evict(min(needed - lane.pages.num_free_pages, other.cache.num_evictable_pages))
+        needed = sequence.pages.num_lacking(num_tokens)
+        lane.make_free(needed, self.lanes)
         try:
             lane.cache.reserve(sequence.pages, num_tokens)
         except OutOfPagesError:
@@ -246,15 +236,9 @@ class Instance:
         """Whether a step was launched, or begun, whose results have not been taken."""
         return bool(self.pending) or self.begun is not None
 
-    def begin_plan(self, plan: StepPlan, num_parts: int, expected: ExpectedStep) -> None:
-        """Have a step be launched in parts, by `go_on`. Raises what `StepLauncher.begin` does."""
-        self.begun = self.launcher.begin(plan, self.lanes, num_parts, expected)
-
     def go_on(self, *, to_the_end: bool = False) -> StepPlan | None:
-        """Launch the next part of the step that was begun, or all that is left. Returns its plan with the last part.
-
-        Where it fails, the cache may have lost extents, and the step is not begun any more.
-        """
+        """Launch the next part of the step that was begun, or all that is left; returns its plan with the last part.
+        Where that fails, the cache may have lost extents, and the step is not begun any more."""
         begun, self.begun = self.begun, None
         assert begun is not None, "a step was begun"
         if not to_the_end and (segments := begun.next_part()) is not None:
@@ -271,7 +255,7 @@ class Instance:
         self.last_was_prompt = not plan.decodes
 
     def forget_steps(self) -> None:
-        """Have results of steps not be waited for, and a step that was begun not be launched."""
+        """Wait for no results of steps, and launch nothing more of a step that was begun."""
         self.pending.clear()
         self.begun = None
 

@@ -1,6 +1,6 @@
 """A share of an instance's sequences that travel through its layers together, and their pages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Int32
@@ -47,6 +47,14 @@ class Lane:
         """Whether that many pages are not free on the ranks that no other lane has pages on."""
         own = min(self.ranks.values(), key=lambda ranks: ranks.stop - ranks.start)
         return min(self.pages.free_by_rank()[own]) < num_pages
+
+    def make_free(self, num_pages: int, lanes: Iterable["Lane"]) -> None:
+        """Evict cached prefixes for that many free pages, its own first, then those of other lanes, which may share
+        ranks with it: as few of these as needed, or all."""
+        self.cache.evict(min(num_pages, self.cache.num_evictable_pages))
+        for other in sorted(lanes, key=lambda other: -other.cache.num_evictable_pages):
+            if other is not self and self.pages.num_free_pages < num_pages:
+                other.cache.evict(min(num_pages - self.pages.num_free_pages, other.cache.num_evictable_pages))
 
     @property
     def homes(self) -> tuple[Home, ...]:

@@ -229,7 +229,7 @@ def test_a_change_waits_for_steps_that_were_begun(idle: LLM, degree: int):
 
 
 def test_requests_of_the_group_join_those_that_paused_in_a_step(idle: LLM):
-    """The step is begun anew, with all of them: some have slots of paused ones that have ended."""
+    """The step is begun again, with all of them: some have slots of paused ones that have ended."""
     penalized = [(prompt(20, 40 + i), greedy(30, repetition_penalty=1.3)) for i in range(8)]
     asked = [*KINDS, *penalized]
     expected = expected_of(idle, asked)
