@@ -91,10 +91,6 @@ class Instance:
         return lane
 
     @property
-    def has_free_slot(self) -> bool:
-        return any(lane.has_free_slot for lane in self.lanes)
-
-    @property
     def capacity_tokens(self) -> int:
         """Tokens that it holds when empty and all of its layers are at its degree."""
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
