@@ -57,8 +57,7 @@ class Engine:
         on_load: Callable[[str], None],
         compile_first: tuple[int, ...] = (),
     ):
-        self.config = config
-        self.dims = dims
+        self.config, self.dims = config, dims
         self.cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
         self.cluster.on_result = self.cluster.executables.background.on_arrival = lambda: self.on_result()
         self.max_model_len = self.cluster.max_model_len
@@ -67,10 +66,10 @@ class Engine:
         self.sequences = sequences = Sequences(self.cluster, self.room, self.stats)
         self.recovery = Recovery(self.cluster, sequences.preempt, sequences.reject, self.stats)
         self.transformations = Transformations(self.cluster, self._drain, sequences.preempt)
-        self._launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
-        self.results = Results(sequences, self._launching.failed, self.recovery, self.stats)
+        self.launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
+        self.results = Results(sequences, self.launching.failed, self.recovery, self.stats)
         self.admission = SequenceAdmission(
-            self.cluster, sequences, self.room, self.transformations, self._launching, self.stats
+            self.cluster, sequences, self.room, self.transformations, self.launching, self.stats
         )
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
@@ -227,8 +226,8 @@ class Engine:
             seen, self._next_launch_at = self.instances, math.inf
             for instance in seen:
                 due_s = 0.0
-                while instance in self.instances and (due_s := self._launching.due_s(instance)) <= 0:
-                    if not self._launching.launch(instance):
+                while instance in self.instances and (due_s := self.launching.due_s(instance)) <= 0:
+                    if not self.launching.launch(instance):
                         break
                     launched = True
                     self._admit()  # which may pause instances
@@ -258,7 +257,7 @@ class Engine:
         self.transformations.collect()
 
     def _drain(self, instance: Instance) -> None:
-        self._launching.finish_begun(instance)
+        self.launching.finish_begun(instance)
         while instance.pending:
             self.results.take(instance, instance.pending.popleft())
 
@@ -268,13 +267,10 @@ class Engine:
             self._shared_at = self.num_changes
             self.sequences.share_out()
             self._shared_at = self.num_changes
-        if self.scheduler_hook is None:
-            self.admission.admit()
-            return
-        before = self.instances
-        self.scheduler_hook.schedule()
-        if self.instances != before:  # where requests have paused, the one that they pause for can start
+        if self.scheduler_hook is not None:
             self.scheduler_hook.schedule()
+        else:
+            self.admission.admit()
 
     def fail(self, error: BaseException) -> None:
         """End every request with an error: a step failed, and the donated cache with it."""

@@ -46,7 +46,11 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
     if (hidden := cluster.factory.spare_hidden(group)) is None:
         hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
-    instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
+    try:
+        instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
+    except BaseException:
+        cluster.factory.put_spare(group, hidden)
+        raise
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance

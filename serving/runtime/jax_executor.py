@@ -231,7 +231,10 @@ class EngineScheduler:
             return
         # What it decides may change the state, and it decides again when it is asked next.
         self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
+        present = engine.instances
         self.scheduler.tick()
+        if engine.instances != present:  # where requests have paused, the one that they pause for can start
+            self.scheduler.tick()
 
     def _start_siblings(self) -> None:
         """Continuations of one prompt run beside the first of them, which has its pages, while they find room there.

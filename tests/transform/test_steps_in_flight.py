@@ -94,7 +94,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
         engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
         first, second = (i for i in engine.instances if i.id in HALF)
-        assert engine._launching.launch(first)
+        assert engine.launching.launch(first)
         assert second.running
         assert not second.pending
         engine.transform(TransformOptions(2, HALF))

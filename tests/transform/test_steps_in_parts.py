@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from device_memory import live_bytes, settled_live_bytes
 from harness import engine_of, in_dispatcher, registry_of
@@ -15,18 +16,14 @@ from transform_cases import SHARED, Background, make, requests, tokens
 
 from amoeba_jax import LLM
 from amoeba_jax.engine import launching
-from amoeba_jax.engine.launching import Launching
-from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
+from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.pace import ExpectedStep, Pace
-from amoeba_jax.instances.runner import Part, PreparedPart, StepInputs
 from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
-from sharding.placement import Home
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -75,7 +72,7 @@ def begin(llm: LLM, asked: list[tuple[list[int], Any]] = KINDS, num_parts: int =
         engine.advance()
     for instance in engine.instances:
         for _ in range(num_parts - 1):
-            engine._launching.launch(instance)
+            engine.launching.launch(instance)
         assert instance.begun is not None
         assert instance.begun.num_launched == num_parts
     return submitted
@@ -185,7 +182,7 @@ def test_a_part_that_fails_has_the_step_computed_again(idle: LLM, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(instance.runner, "run" if how != "the next part" else "run_segments", fail)
             if how == "the next part":
-                engine._launching.launch(instance)
+                engine.launching.launch(instance)
             elif how == "all that is left":
                 engine.drain()
             else:
@@ -223,6 +220,22 @@ def test_a_change_waits_for_steps_that_were_begun(idle: LLM, degree: int):
         steps(idle, lambda: done(submitted))
         assert outputs(submitted) == expected
         assert num_preemptions(submitted) == 0
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_logits_are_computed_behind_steps_that_were_begun(idle: LLM):
+    """They use the same buffer of hidden states."""
+    expected, asked = expected_of(idle, KINDS), tuple(prompt(20, 60))
+    logits = idle.logits(list(asked))
+
+    @long_steps()
+    def drive() -> None:
+        submitted = begin(idle)
+        np.testing.assert_array_equal(sequence_logits(engine_of(idle), asked, len(asked)), logits)
+        steps(idle, lambda: done(submitted))
+        assert outputs(submitted) == expected
         end(idle, submitted)
 
     in_dispatcher(idle, drive)
@@ -350,51 +363,3 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
     assert tokens(background.result()) == expected
     assert 1 in parts, "steps were launched in parts"
     assert idle.stats.preemptions == before
-
-
-def begun_step(num_segments: int, num_parts: int, seconds: float) -> BegunStep:
-    part = PreparedPart(Part(Home(0, 1), (), None), [None] * num_segments, None)  # pyright: ignore[reportArgumentType]
-    inputs = StepInputs((part,), None, None, None)  # pyright: ignore[reportArgumentType]
-    prepared = PreparedStep(inputs, [], None, None, None)
-    now = time.perf_counter()
-    return BegunStep(StepPlan(BatchShape(((1, 1),), 1), ()), prepared, num_parts, ExpectedStep(now, now + seconds))
-
-
-@pytest.mark.parametrize(
-    ("num_segments", "num_parts", "parts"),
-    [(6, 7, [1, 1, 1, 1, 1, 1]), (6, 2, [3]), (6, 3, [2, 2]), (6, 5, [1, 1, 2, 1]), (1, 2, [1]), (2, 2, [1])],
-)
-def test_parts_are_of_about_as_many_segments(num_segments: int, num_parts: int, parts: list[int]):
-    """The last one has the head, which counts as one, and the segments that are left."""
-    step, found = begun_step(num_segments, num_parts, HOUR_S), []
-    while (segments := step.next_part()) is not None:
-        assert segments.start == sum(found)
-        assert step.num_launched == segments.stop
-        found.append(segments.stop - segments.start)
-    assert found == parts
-
-
-def test_parts_are_due_one_behind_the_other():
-    """Each takes as long; what lies between is waited for."""
-    step = begun_step(3, 4, HOUR_S)
-    begins_at = step.runs_until
-    for part in (1, 2):
-        step.next_part()
-        assert step.runs_until == pytest.approx(begins_at + part * HOUR_S / 4, abs=1)
-    launched_at = step.launched_at
-    step.resumed()
-    assert step.launched_at == launched_at, "no time has passed beyond what was launched"
-    step.runs_until -= 2 * HOUR_S
-    step.resumed()
-    assert step.runs_until == pytest.approx(time.perf_counter(), abs=1)
-    assert step.launched_at == pytest.approx(launched_at + 1.5 * HOUR_S, abs=1)
-
-
-def test_due_times(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """The next part is launched shortly before those that were launched have run."""
-    step = begun_step(3, 4, HOUR_S)
-    step.next_part()
-    instance = engine_of(idle).instances[0]
-    monkeypatch.setattr(instance, "begun", step)
-    expected_s = HOUR_S / 4 - launching.LAUNCH_LEAD_S
-    assert Launching.due_s(instance) == pytest.approx(expected_s, abs=5)

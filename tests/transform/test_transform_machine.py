@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
     def launch_part(self, index: int) -> None:
         instance = self.engine.instances[index % len(self.engine.instances)]
         if instance.begun is not None:
-            self.engine._launching.launch(instance)
+            self.engine.launching.launch(instance)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
