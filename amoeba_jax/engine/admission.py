@@ -91,15 +91,15 @@ class SequenceAdmission:
     # For a scheduler
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
-        """Let a waiting sequence run. Raises `RequestError`, with nothing changed, if it cannot run there now."""
+        """Let a waiting sequence run. Raises `RequestError`, and it waits on, if it cannot run there now."""
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
-        self._launching.finish_begun(instance)
-        if instance not in self._cluster.instances:
-            raise RequestError(f"there is no instance {instance.id} any more: a step of it has failed")
         if instance.capacity_tokens < most:
             raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
+        self._launching.finish_begun(instance)
+        if instance not in self._cluster.instances:
+            raise RequestError(f"instance {instance.id} has just been replaced: a step of it has failed")
         lane = self._room.lane_for(instance, sequence)
         if lane is None:
             raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")

@@ -233,7 +233,7 @@ class Engine:
                     self._admit()  # which may pause instances
                 if due_s > 0:
                     self._next_launch_at = min(self._next_launch_at, time.perf_counter() + due_s)
-        pending = any(instance.has_steps for instance in self.cluster.all_instances)
+        pending = any(i.pending or (i.begun and i in self.instances) for i in self.cluster.all_instances)
         # Requests that all wait for programs are not disturbed by those who compile them.
         self.cluster.executables.background.serving = pending
         if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:

@@ -66,7 +66,7 @@ class Launching:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
         before it. Of a step that was begun, launch the next part. Returns whether anything was done."""
         if instance.begun is not None:
-            self._go_on(instance)
+            self._launch_part(instance)
             return True
         if self._transformations.awaits_steps(instance):
             return False
@@ -99,14 +99,15 @@ class Launching:
             if instance.begun is None:
                 self._launched(instance, plan)
             else:
-                self._go_on(instance)
+                self._launch_part(instance)
             return plan
         return None
 
     def _begins(self, instance: Instance, plan: StepPlan) -> tuple[int, ExpectedStep] | None:
         """In how many parts a step is launched, and when it is expected to compute; None: all of it at once.
 
-        In parts are those of instances that may have to pause for others, where they take long.
+        In parts are those of instances that may have to pause for others, which there is a spare buffer for, where
+        they take long.
         """
         plans = self._cluster.plan
         if not plans.has_spare_hidden or instance.tp == plans.config.max_tp or plan.logits_of == "all":
@@ -123,22 +124,23 @@ class Launching:
         num_parts = min(int(seconds / PART_S), len(plans.segments) + 1) if seconds >= SHORT_STEP_S else 1
         return None if num_parts < 2 else (num_parts, ExpectedStep(begins_at, begins_at + seconds))
 
-    def _go_on(self, instance: Instance, *, to_the_end: bool = False) -> None:
+    def _launch_part(self, instance: Instance, *, to_the_end: bool = False) -> None:
         """Launch the next part of the step that an instance has begun, or all that is left of it."""
-        rows = instance.begun.plan.rows if instance.begun is not None else ()
+        rows = instance.begun.left()[0].rows if instance.begun is not None else ()
         try:
-            plan = instance.go_on(to_the_end=to_the_end)
+            plan = instance.launch_part(to_the_end=to_the_end)
         except Exception as error:
             self.failed(instance, error, rows)
+            self._cluster.on_result()  # no result will come that changes may wait for
             return
         if plan is not None:
             self._launched(instance, plan)
 
     def finish_begun(self, instance: Instance) -> None:
-        """Launch what is left of a step that a present instance has begun, before something else happens to it: where
-        that fails, another is in its place."""
+        """Launch what is left of a step that an instance has begun, before something else happens to it: where that
+        fails, another is in its place. A paused one keeps what it has begun."""
         if instance.begun is not None and instance in self._cluster.instances:
-            self._go_on(instance, to_the_end=True)
+            self._launch_part(instance, to_the_end=True)
 
     def _launched(self, instance: Instance, plan: StepPlan) -> None:
         """Take note of a step all of which was launched."""

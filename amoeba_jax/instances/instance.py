@@ -225,27 +225,29 @@ class Instance:
         if self.transition is not None:
             step.decodes = False
             step.switched_bytes = self.transition.pace.behind_step if plan.decodes else 0
-        self._launched(step, plan)
+        self._add_pending(step, plan)
 
     @property
     def has_steps(self) -> bool:
         """Whether a step was launched, or begun, whose results have not been taken."""
         return bool(self.pending) or self.begun is not None
 
-    def go_on(self, *, to_the_end: bool = False) -> StepPlan | None:
-        """Launch the next part of the step that was begun, or all that is left; returns its plan with the last part.
-        Where that fails, the cache may have lost extents, and the step is not begun any more."""
+    def launch_part(self, *, to_the_end: bool = False) -> StepPlan | None:
+        """Launch the next part of the step that was begun, or all that is left, as where the device waits for it;
+        returns its plan with the last part. Where it fails, or no sequence is left, the step is not begun any more."""
         begun, self.begun = self.begun, None
-        assert begun is not None, "a step was begun"
-        if not to_the_end and (segments := begun.next_part()) is not None:
+        if begun is None or not begun.left()[0].rows:
+            return None
+        late = begun.num_launched > 0 and self.runner.hidden.is_ready
+        if not (to_the_end or late) and (segments := begun.next_part()) is not None:
             self.launcher.launch_part(begun, segments)
             self.begun = begun
             return None
         step = self.launcher.finish(begun)
-        self._launched(step, begun.plan)
+        self._add_pending(step, begun.plan)
         return replace(begun.plan, rows=step.rows)
 
-    def _launched(self, step: PendingStep, plan: StepPlan) -> None:
+    def _add_pending(self, step: PendingStep, plan: StepPlan) -> None:
         self.pending.append(step)
         self.num_launched += 1
         self.last_was_prompt = not plan.decodes

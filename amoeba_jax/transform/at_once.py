@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
@@ -40,6 +41,8 @@ class AtOnce:
         for instance in old:
             if instance.released < change.released[0]:
                 self._drain(instance)
+                if instance not in cluster.instances:
+                    raise RequestError(f"a step of instance {instance.id} has failed")
                 cluster.release_more(instance, change.released[0])
         count = len(pause(cluster, old).paused_sequences)
         degrees = old[0].tp, change.group.tp

@@ -89,7 +89,7 @@ class Ending:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
-        give_up(instance, self._requeue)
+        give_up(cluster, instance, self._requeue)
         instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)

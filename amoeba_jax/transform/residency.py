@@ -143,7 +143,7 @@ def _undo(
     programs: TransitionPrograms,
 ) -> None:
     """Give back what was restored, and have the instance's sequences computed again."""
-    give_up(instance, requeue)
+    give_up(cluster, instance, requeue)
     before, after = programs.released
     for layer, extents in enumerate(instance.site.kv):
         if len(extents) < len(programs.old_extents):

@@ -1,5 +1,6 @@
 """The scheduler on real devices: an engine as its executor, and the scheduler as the engine's `SchedulerHook`."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -233,7 +234,8 @@ class EngineScheduler:
         self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
         present = engine.instances
         self.scheduler.tick()
-        if engine.instances != present:  # where requests have paused, the one that they pause for can start
+        if any(instance.paused and instance not in present for instance in engine.instances):
+            # Requests have paused: the one that they pause for can start.
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
@@ -247,7 +249,8 @@ class EngineScheduler:
                 and not engine.admission.awaits_program(sequence)
                 and (home := engine.room.leader_home(sequence)) is not None
             ):
-                engine.admission.start(home, sequence)
+                with contextlib.suppress(RequestError):  # a step of its instance has failed: it waits on
+                    engine.admission.start(home, sequence)
 
 
 def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:

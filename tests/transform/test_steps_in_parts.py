@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from begun_steps import Launched, begin, end, long_steps, num_preemptions
 from device_memory import live_bytes, settled_live_bytes
-from harness import engine_of, in_dispatcher, registry_of
+from harness import engine_of, in_dispatcher
 from pausing_cases import KINDS, URGENT, done, expected_of, greedy, options, outputs, prompt, steps, submit, transform
 from serving_checks import TIMEOUT_S
 from transform_cases import SHARED, Background, make, requests, tokens
@@ -18,17 +19,14 @@ from amoeba_jax import LLM
 from amoeba_jax.engine import launching
 from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.pace import ExpectedStep, Pace
-from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 ALL = (0, 1, 2, 3)
-HOUR_S = 3600.0
 MEASURED = Pace.expected
 
 
@@ -36,54 +34,6 @@ MEASURED = Pace.expected
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     with make(directory, compile_cache, prepare_pausing=True, **SHARED) as llm:
         yield llm
-
-
-@contextmanager
-def long_steps() -> Iterator[None]:
-    """Steps are expected to take an hour: `advance` launches the first part, and nothing of the next step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "expected", lambda pace, begin, *_: ExpectedStep(begin, begin + HOUR_S))
-        yield
-
-
-class Launched:
-    """The layers of each program of a segment that was launched, by the first device of its instance."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.layers: list[tuple[int, int]] = []
-        run = Site.run
-
-        def noted(site: Site, segments: tuple[SegmentPlan, ...], *arguments: Any) -> Any:
-            self.layers += [(site.group.start, segment.layers.start) for segment in segments]
-            return run(site, segments, *arguments)
-
-        monkeypatch.setattr(Site, "run", noted)
-
-    def of(self, device: int) -> list[int]:
-        return [layer for start, layer in self.layers if start == device]
-
-
-def begin(llm: LLM, asked: list[tuple[list[int], Any]] = KINDS, num_parts: int = 1) -> list[Request]:
-    """Requests of which each has a token, with that many parts launched of the next step of every instance."""
-    engine, submitted = engine_of(llm), submit(llm, asked)
-    steps(llm, lambda: all(r.sequences[0].output for r in submitted))
-    while not all(i.begun is not None for i in engine.instances):
-        engine.drain()  # a prompt's log-probabilities take a step that is launched at once
-        engine.advance()
-    for instance in engine.instances:
-        for _ in range(num_parts - 1):
-            engine.launching.launch(instance)
-        assert instance.begun is not None
-        assert instance.begun.num_launched == num_parts
-    return submitted
-
-
-def end(llm: LLM, *submitted: list[Request]) -> None:
-    registry_of(llm).end([request for each in submitted for request in each])
-
-
-def num_preemptions(submitted: list[Request]) -> int:
-    return sum(sequence.num_preemptions for request in submitted for sequence in request.sequences)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2], ids=["one of two layers", "both layers, and not the head"])
@@ -340,11 +290,11 @@ def test_instances_of_the_highest_degree_launch_steps_at_once(idle: LLM):
 
 def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """The dispatcher launches each part when the ones before are about to have run, by measured times."""
-    parts, go_on = [], Instance.go_on
+    parts, launch_part = [], Instance.launch_part
 
     def noted(instance: Instance, **options: Any) -> StepPlan | None:
         parts.append(instance.begun.num_launched if instance.begun else 0)
-        return go_on(instance, **options)
+        return launch_part(instance, **options)
 
     asked = requests(12, max_tokens=80)
     expected = tokens(idle.generate(*asked))
@@ -352,7 +302,7 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
     monkeypatch.setattr(Pace, "expected", MEASURED)
     for name in ("SHORT_STEP_S", "LAUNCH_LEAD_S", "PART_S"):
         monkeypatch.setattr(launching, name, 1e-9)
-    monkeypatch.setattr(Instance, "go_on", noted)
+    monkeypatch.setattr(Instance, "launch_part", noted)
     before = idle.stats.preemptions
     background = Background(idle, list(asked[0]), asked[1])
     for _ in range(4):
@@ -363,3 +313,60 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
     assert tokens(background.result()) == expected
     assert 1 in parts, "steps were launched in parts"
     assert idle.stats.preemptions == before
+
+
+def test_a_step_that_is_faster_than_expected_is_launched_to_its_end(idle: LLM):
+    """Once the first part has run, devices have nothing to do: they do not wait for the time of the next one."""
+
+    @long_steps(done_early=True)
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        for instance in engine.instances:
+            jax.block_until_ready([site.kv for site in instance.runner.sites.values()])
+            while not instance.runner.hidden.is_ready:
+                time.sleep(0.001)
+            engine.launching.launch(instance)
+            assert instance.begun is None
+            assert len(instance.pending) == 1
+        engine.finish([s for r in submitted for s in r.sequences], "abort")
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_a_step_whose_sequences_have_all_gone_is_not_launched(idle: LLM):
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        launched = engine.stats.steps
+        engine.finish([s for r in submitted for s in r.sequences], "abort")
+        engine.drain()
+        assert not any(instance.has_steps for instance in engine.instances)
+        assert engine.stats.steps == launched
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_a_change_ends_though_the_steps_that_it_waits_for_fail(idle: LLM, monkeypatch: pytest.MonkeyPatch):
+    """At their launch, with no sequence left: no result comes that could tell."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    @long_steps()
+    def drive() -> tuple[list[Request], Any]:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        future = engine.transform(options(4, release=True))
+        for instance in engine.instances:
+            monkeypatch.setattr(instance.runner, "run", fail)
+            engine.launching.finish_begun(instance)
+        engine.finish([s for r in submitted for s in r.sequences], "abort")
+        return submitted, future
+
+    submitted, future = in_dispatcher(idle, drive)
+    assert future.result(TIMEOUT_S).tensor_parallel_size == 4
+    end(idle, submitted)

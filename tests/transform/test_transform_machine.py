@@ -28,6 +28,7 @@ from transform_cases import make
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import LayoutError, RequestError
+from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import ExpectedStep, Pace
 from amoeba_jax.instances.sequence import Sequence
@@ -273,4 +274,5 @@ def test_any_order(llm: LLM, examples: int, monkeypatch: pytest.MonkeyPatch):
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     monkeypatch.setattr(Pace, "expected", expected)
+    monkeypatch.setattr(HiddenStates, "is_ready", False)  # as if parts took long
     llm._dispatcher.call(lambda: run_state_machine_as_test(ThisMachine, settings=limits)).result()
