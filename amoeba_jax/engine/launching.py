@@ -83,10 +83,10 @@ class Launching:
         """Launch the next step; None if there is nothing to compute. A step that fails is one."""
         while (plan := self._plan(instance)) is not None:
             try:
-                if (begins := self._begins(instance, plan)) is None:
+                if (parts := self._parts(instance, plan)) is None:
                     instance.launch_plan(plan)
                 else:
-                    instance.begun = instance.launcher.begin(plan, instance.lanes, *begins)
+                    instance.begun = instance.launcher.begin(plan, instance.lanes, *parts)
             except StepNotLaunchedError as error:
                 if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
                     return None
@@ -103,11 +103,11 @@ class Launching:
             return plan
         return None
 
-    def _begins(self, instance: Instance, plan: StepPlan) -> tuple[int, ExpectedStep] | None:
+    def _parts(self, instance: Instance, plan: StepPlan) -> tuple[int, ExpectedStep] | None:
         """In how many parts a step is launched, and when it is expected to compute; None: all of it at once.
 
-        In parts are those of instances that may have to pause for others, which there is a spare buffer for, where
-        they take long.
+        Long steps of instances that may have to pause are launched in parts, where a spare buffer of hidden states is
+        there to serve with meanwhile.
         """
         plans = self._cluster.plan
         if not plans.has_spare_hidden or instance.tp == plans.config.max_tp or plan.logits_of == "all":
@@ -126,11 +126,11 @@ class Launching:
 
     def _launch_part(self, instance: Instance, *, to_the_end: bool = False) -> None:
         """Launch the next part of the step that an instance has begun, or all that is left of it."""
-        rows = instance.begun.left()[0].rows if instance.begun is not None else ()
+        begun = instance.begun
         try:
             plan = instance.launch_part(to_the_end=to_the_end)
         except Exception as error:
-            self.failed(instance, error, rows)
+            self.failed(instance, error, () if begun is None else begun.left()[0].rows)
             self._cluster.on_result()  # no result will come that changes may wait for
             return
         if plan is not None:

@@ -66,6 +66,12 @@ class BegunStep:
         self.launched_at += waited
         self.runs_until += waited
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether any of its sequences has the pages that it had at first."""
+        rows = zip(self.plan.rows, self._pages, strict=True)
+        return any(row.sequence.pages is pages for row, pages in rows)
+
     def left(self) -> tuple[StepPlan, list[Row]]:
         """The plan, and the rows that sample, without sequences that have lost the pages that they had at first."""
         rows = zip(self.plan.rows, self._pages, strict=True)

@@ -129,8 +129,9 @@ class InstanceFactory:
         return jnp.zeros(shape, self._dims.dtype, device=device)
 
     def spare_hidden(self, group: SubMesh) -> list[jax.Array] | None:
-        """Take a group's buffers of hidden states besides those that its instances have; None where there are none
-        (`EnginePlan.has_spare_hidden`)."""
+        """Take a group's buffers of hidden states `[D, hidden_tokens]` besides those that its instances have, in the
+        order of ranks; None where there are none (`EnginePlan.has_spare_hidden`). One that is gone is made again;
+        raises what the allocation does."""
         if not self._spare_hidden:
             return None
         taken = []

@@ -236,7 +236,7 @@ class Instance:
         """Launch the next part of the step that was begun, or all that is left, as where the device waits for it;
         returns its plan with the last part. Where it fails, or no sequence is left, the step is not begun any more."""
         begun, self.begun = self.begun, None
-        if begun is None or not begun.left()[0].rows:
+        if begun is None or not begun.has_rows:
             return None
         late = begun.num_launched > 0 and self.runner.hidden.is_ready
         if not (to_the_end or late) and (segments := begun.next_part()) is not None:

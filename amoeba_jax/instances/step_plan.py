@@ -50,7 +50,11 @@ class StepPlan:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts that it computes; 0 if it only decodes."""
-        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+        return 0 if self.decodes else _prompt_tokens(self.rows)
+
+
+def _prompt_tokens(rows: tuple[Row, ...]) -> int:
+    return sum(row.length for row in rows if row.length > 1)
 
 
 @dataclass(eq=False)
@@ -118,7 +122,7 @@ class PendingStep:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts that it computes; 0 if it only decodes."""
-        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+        return 0 if self.decodes else _prompt_tokens(self.rows)
 
     @property
     def beside_decodes(self) -> bool:
