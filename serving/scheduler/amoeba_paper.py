@@ -107,7 +107,7 @@ class AmoebaPaperPolicy:
         """The least-loaded available instance that can serve a request by its input length and the load. Short requests
         skip reserved instances; long ones prefer those of a higher degree."""
         options, long = room.with_room(request), view.is_long(request.max_total_tokens)
-        if not long:
+        if options and not long:
             kept = reserve.kept_from(room.need(request))
             options = [i for i in options if view.has_long(i) or kept.isdisjoint(i.devices)]
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
@@ -128,25 +128,25 @@ class AmoebaPaperPolicy:
         steady = [i for i in merged if i.transition_to is None]
         if len(merged) == 1 or len(steady) < len(merged) or free < room.need(request):
             return []
-        lowest = min(i.degree for i in merged)
+        lowest = min([i.degree for i in merged])
+        pairs = [tuple(range(first, first + 2 * lowest)) for first in range(devices[0], devices[-1] + 1, 2 * lowest)]
+        pairs = [pair for pair in pairs if (pair, 2 * lowest) not in view.refused]
+        pairs = [pair for pair in pairs if all(i.degree == lowest for i in room.members(pair))]
+        if not pairs:
+            return []
         gain = self._performance(view, merged, len(devices))
         reason = (
             f"no available instance can serve {request.request_id} with {request.prompt_tokens} tokens; {gain:.0%} of "
             f"the group's tokens/s are expected at TP{len(devices)}"
         )
-        pairs = [tuple(range(first, first + 2 * lowest)) for first in range(devices[0], devices[-1] + 1, 2 * lowest)]
-        return [
-            ScaleUp(pair, 2 * lowest, reason)
-            for pair in pairs
-            if all(i.degree == lowest for i in room.members(pair)) and (pair, 2 * lowest) not in view.refused
-        ]
+        return [ScaleUp(pair, 2 * lowest, reason) for pair in pairs]
 
     @staticmethod
     def _members(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
         """Instances that make up a group; None where there is no such group any more."""
         members = room.members(devices)
-        whole = {d for i in members for d in i.devices} == set(devices) and not any(i.draining for i in members)
-        return members if whole else None
+        whole = sum([len(i.devices) for i in members]) == len(devices)  # groups are aligned: none has devices of others
+        return members if whole and not any(i.draining for i in members) else None
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
         """The group with the best expected performance after scaling up, then the least load, among available
@@ -154,40 +154,41 @@ class AmoebaPaperPolicy:
         if self._fits_nowhere is not None and request.max_total_tokens >= self._fits_nowhere:
             return None
         taken = {device for devices in self._scaling.values() for device in devices}
-        fits: list[tuple[int, float, float, tuple[int, ...]]] = []
+        need = room.need(request)
+        best: tuple[int, float, float, tuple[int, ...]] | None = None
         for limits in view.degrees:
             if limits.degree <= view.base_degree or limits.capacity_tokens < request.max_total_tokens:
                 continue
-            for devices in view.groups(limits.degree):
-                if not taken.isdisjoint(devices):
+            fit: set[int | None] = set()
+            for load, devices, free, kind, members in room.groups_by_load(limits.degree):
+                lacks = need - free if free < need else 0
+                if kind in fit or (best is not None and lacks > best[0]) or not taken.isdisjoint(devices):
                     continue
-                members = self._members(room, devices)
-                if members is None or len(members) < 2:
+                if not all(room.takes(i) and (devices, 2 * i.degree) not in view.refused for i in members):
                     continue
-                if not all(room.takes(i) for i in members) or any(
-                    (devices, 2 * i.degree) in view.refused for i in members
-                ):
-                    continue
-                lacks = max(room.need(request) - room.merged_free(members, limits.degree), 0)
-                load = sum(room.load(i) for i in members) / len(members)
-                fits.append((lacks, -self._performance(view, members, limits.degree), load, devices))
-            if fits and min(fits)[0] == 0:
+                rank = lacks, -self._performance(view, members, limits.degree), load, devices
+                if best is None or rank < best:
+                    best = rank
+                if lacks == 0 and kind is not None:
+                    fit.add(kind)  # others of this kind have more load
+            if best is not None and best[0] == 0:
                 break
-        if not fits:
+        if best is None:
             self._fits_nowhere = request.max_total_tokens
             return None
-        return min(fits)[3]
+        return best[3]
 
     @staticmethod
     def _performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
         """Expected tokens/s of a group after scaling up, as a share of what it has now (Gyges 5): by measured decode
         steps where both degrees have some, else by Gyges' Table 1."""
-        now_s = [view.timing.step_s(i.degree) for i in members]
-        then_s = view.timing.step_s(degree)
         counts = [len(i.running) for i in members]
-        if not sum(counts):
+        if not any(counts):
             return 1.0  # nothing runs that could become slower
-        if then_s and all(now_s):
-            now = sum(count / step_s for count, step_s in zip(counts, now_s, strict=True) if step_s)
-            return sum(counts) / then_s / now
-        return _TOKENS_PER_S.get(degree, 1.0) / sum(_TOKENS_PER_S.get(i.degree, 1.0) for i in members)
+        now_s = [step_s for i in members if (step_s := view.timing.step_s(i.degree))]
+        then_s = view.timing.step_s(degree)
+        if not then_s or len(now_s) < len(members):
+            return _TOKENS_PER_S.get(degree, 1.0) / sum([_TOKENS_PER_S.get(i.degree, 1.0) for i in members])
+        if len(set(now_s)) == 1:  # groups that differ in their load alone are equal in this
+            return now_s[0] / then_s
+        return sum(counts) / then_s / sum(count / step_s for count, step_s in zip(counts, now_s, strict=True))

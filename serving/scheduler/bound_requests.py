@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from heapq import merge
 
 from serving.scheduler.ordered_requests import OrderedRequests
-from serving.scheduler.queue_order import Key, QueueOrder
+from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.view import InstanceView, WaitingRequest
 
 Choose = Callable[[list[InstanceView], WaitingRequest], InstanceView]
@@ -18,8 +18,10 @@ class BoundRequests:
         self.device_of: dict[str, int] = {}
         """The device of each request that is bound."""
         self._queues: dict[int, OrderedRequests] = {}
-        self._tokens: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
         """Prompt tokens that wait, by device."""
+        self.touched: set[int] = set()
+        """Devices whose queues have changed since the owner emptied this."""
         self._unbound: dict[str, WaitingRequest] = {}
 
     def update(self, changes: Mapping[str, WaitingRequest | None]) -> None:
@@ -52,25 +54,9 @@ class BoundRequests:
         """Ids of requests that have no instance to wait for."""
         return self._unbound.keys()
 
-    def tokens(self, instance: InstanceView) -> int:
-        """Prompt tokens that wait for an instance."""
-        if len(instance.devices) == 1:  # asked for every instance whenever a request comes
-            return self._tokens.get(instance.id, 0)
-        return sum(self._tokens.get(device, 0) for device in instance.devices)
-
-    def first(self, home: Mapping[int, InstanceView], now_s: float) -> dict[int, tuple[Key, InstanceView]]:
-        """The place in the queue of the first request that waits for each instance, and the instance, by its id.
-
-        Args:
-            home: instances by device.
-        """
-        found: dict[int, tuple[Key, InstanceView]] = {}
-        for device, queue in self._queues.items():
-            instance, key = home[device], queue.first_key(now_s)
-            known = found.get(instance.id)
-            if known is None or key < known[0]:
-                found[instance.id] = key, instance
-        return found
+    def waits_for(self, instance: InstanceView) -> bool:
+        """Some request waits for an instance."""
+        return not self._queues.keys().isdisjoint(instance.devices)
 
     def ordered(self, instance: InstanceView, now_s: float) -> Iterator[WaitingRequest]:
         """Requests that wait for an instance as they are served."""
@@ -79,17 +65,13 @@ class BoundRequests:
             return queues[0].ordered(now_s)
         return merge(*(queue.ordered(now_s) for queue in queues), key=lambda r: self._order.key(r, now_s))
 
-    def get(self, request_id: str) -> WaitingRequest | None:
-        """A request that is bound; None if it is not."""
-        device = self.device_of.get(request_id)
-        return None if device is None else self._queues[device].get(request_id)
-
     def _put(self, device: int, request: WaitingRequest) -> None:
         self.device_of[request.request_id] = device
         if device not in self._queues:
-            self._queues[device], self._tokens[device] = OrderedRequests(self._order), 0
+            self._queues[device], self.tokens[device] = OrderedRequests(self._order), 0
         self._queues[device].add((request,))
-        self._tokens[device] += request.prompt_tokens
+        self.touched.add(device)
+        self.tokens[device] += request.prompt_tokens
 
     def _take(self, name: str) -> int | None:
         """Take a request out of its device's queue. Returns the device."""
@@ -97,8 +79,9 @@ class BoundRequests:
             return None
         queue = self._queues[device]
         request = queue.remove(name)
+        self.touched.add(device)
         assert request is not None, "it is bound"
-        self._tokens[device] -= request.prompt_tokens
+        self.tokens[device] -= request.prompt_tokens
         if not queue:
-            del self._queues[device], self._tokens[device]
+            del self._queues[device], self.tokens[device]
         return device

@@ -56,8 +56,8 @@ class FlyingPolicy:
         largest = functools.cache(view.with_hidden(index.largest))
         # While groups are to be there, none splits but those above paused requests.
         for instance in paused if self.load.bound else list(room.merged.values()):
-            if room.takes(instance):
-                waiting = largest(instance.capacity_tokens)
+            waiting = largest(instance.capacity_tokens)
+            if not room.facts.is_settled(instance, waiting) and room.takes(instance):
                 actions += self._released(view, room, round_, instance, bool(urgent), waiting)
         for request in urgent:
             actions += round_.place_urgent(request)
@@ -91,12 +91,14 @@ class FlyingPolicy:
         if self._serves_urgent(instance, urgent):
             return []
         long = view.is_long(size := max(instance.largest, waiting))
-        degree = self._holding(view, size, instance) if long else view.base_degree
-        if degree >= instance.degree or (instance.devices, degree) in view.refused:
-            return []
-        if not room.facts.fits_split(instance, degree):
+        degree = min(view.kept_degree_for(size) or instance.degree, instance.degree) if long else view.base_degree
+        if degree >= instance.degree or not room.facts.fits_split(instance, degree):
             if degree == view.base_degree and not instance.running:
                 room.close(instance)
+            else:
+                room.facts.settle(instance, waiting)
+            return []
+        if (instance.devices, degree) in view.refused:
             return []
         room.close(instance)
         round_.groups.busy.update(instance.devices)
@@ -113,13 +115,6 @@ class FlyingPolicy:
             return False
         mixed = not all(map(is_urgent, instance.running))
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
-
-    def _holding(self, view: ClusterView, size: int, instance: InstanceView) -> int:
-        """The least degree that an instance may split to whose parts hold a request of that size, weights kept."""
-        for degree in view.limits:
-            if view.base_degree <= degree < instance.degree and view.kept_tokens(degree) >= size:
-                return degree
-        return instance.degree
 
     def _resumed(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
         assert instance.paused_degree is not None, "the caller has looked"

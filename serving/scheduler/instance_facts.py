@@ -1,5 +1,6 @@
 """What follows from the views of single instances."""
 
+import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast
@@ -22,6 +23,8 @@ class InstanceFacts:
     def __init__(self, view: ClusterView, reserved_growth: float):
         self.view, self._growth = view, reserved_growth
         self._known: dict[Hashable, dict[int, tuple[InstanceView, Any]]] = {}
+        self._fits: dict[int, dict[int, tuple[InstanceView, bool]]] = {}
+        self._settled: dict[int, tuple[InstanceView, Hashable]] = {}
 
     def growth(self, requests: Iterable[RunningRequest]) -> int:
         """Tokens kept free for running requests: each a page, and the reserved share of what may come."""
@@ -61,7 +64,20 @@ class InstanceFacts:
 
     def fits_split(self, instance: InstanceView, degree: int) -> bool:
         """See `fits_split`; found once for the view of an instance."""
-        return self._remembered(("fits", degree), instance, lambda: fits_split(self.view, instance, degree))
+        known = self._fits.setdefault(degree, {})  # asked of every merged instance in each decision
+        seen = known.get(instance.id)
+        if seen is None or seen[0] is not instance:
+            seen = known[instance.id] = instance, fits_split(self.view, instance, degree)
+        return seen[1]
+
+    def settle(self, instance: InstanceView, state: Hashable) -> None:
+        """Remember that nothing is to be done about an instance while it and something else are as they are."""
+        self._settled[instance.id] = instance, state
+
+    def is_settled(self, instance: InstanceView, state: Hashable) -> bool:
+        """Whether `settle` was last called with the same view of an instance, and the same state."""
+        seen = self._settled.get(instance.id)
+        return seen is not None and seen[0] is instance and seen[1] == state
 
     def victims(self, instance: InstanceView, rank: tuple[bool, int], order: QueueOrder) -> Victims:
         """Running requests that may be preempted for one of a rank, the last in the queue first.
@@ -92,14 +108,19 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
     """An instance's requests fit the instances of `degree` that it would fall into, each with a page for its next
     tokens; dealt as the engine does, longest first to where most is free."""
     limits = view.limits[degree]
-    parts = instance.degree // degree
-    free, slots = [limits.capacity_tokens] * parts, [limits.max_requests] * parts
-    for request in sorted(instance.running, key=lambda r: (-r.num_tokens, r.request_id)):
-        if request.max_total_tokens > limits.capacity_tokens:
-            return False
-        part = max(range(parts), key=lambda index: (free[index], -index))
-        free[part] -= view.whole_pages(min(request.num_tokens + view.page_size, request.max_total_tokens))
+    if instance.largest > limits.capacity_tokens:
+        return False
+    num_parts, page_size = instance.degree // degree, view.page_size
+    ordered = sorted(instance.running, key=lambda r: (-r.num_tokens, r.request_id))
+    needs = [view.whole_pages(min(r.num_tokens + page_size, r.max_total_tokens)) for r in ordered]
+    if sum(needs) > num_parts * limits.capacity_tokens:
+        return False
+    parts = [(-limits.capacity_tokens, part) for part in range(num_parts)]  # that with most room first
+    slots = [limits.max_requests] * num_parts
+    for need in needs:
+        minus_free, part = parts[0]
+        heapq.heapreplace(parts, (minus_free + need, part))
         slots[part] -= 1
-        if free[part] < 0 or slots[part] < 0:
+        if minus_free + need > 0 or slots[part] < 0:
             return False
     return True

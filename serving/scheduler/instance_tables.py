@@ -65,8 +65,9 @@ class InstanceTables:
             pairs = [(old, new) for old, new in zip(before, now, strict=True) if old is not new]
             gone, changed = [old for old, _ in pairs], [new for _, new in pairs]
         else:
-            known, present = set(map(id, before)), set(map(id, now))
-            gone, changed = [i for i in before if id(i) not in present], [i for i in now if id(i) not in known]
+            known, present = dict(zip(map(id, before), before, strict=True)), dict(zip(map(id, now), now, strict=True))
+            gone = [known[i] for i in known.keys() - present.keys()]
+            changed = [present[i] for i in present.keys() - known.keys()]
         few = _ONE_IN * len(changed) < len(now)
         for instance in gone:
             self._remove(instance)

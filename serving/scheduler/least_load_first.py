@@ -12,4 +12,10 @@ class LeastLoadFirstPolicy(BindingPolicy):
 
     def choose(self, choices: list[InstanceView], request: WaitingRequest) -> InstanceView:
         """See `BindingPolicy.choose`. What waits for an instance counts as its load."""
-        return min(choices, key=lambda i: (i.load + 2 * self.bound.tokens(i) / i.capacity_tokens, i.id))
+        waiting = self.bound.tokens
+        loads = []
+        for instance in choices:  # for each request that comes: no more than this for each instance
+            devices = instance.devices
+            tokens = waiting.get(instance.id, 0) if len(devices) == 1 else sum([waiting.get(d, 0) for d in devices])
+            loads.append(instance.load + 2 * tokens / instance.capacity_tokens)
+        return choices[loads.index(min(loads))]

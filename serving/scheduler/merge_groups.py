@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from serving.scheduler.view import InstanceView
 
@@ -22,9 +22,27 @@ class MergeGroup(NamedTuple):
     members: tuple[InstanceView, ...]
 
 
-class MergeGroups:
-    """All groups of one degree. They are kept from one snapshot to the next: only those that were touched are ranked
-    again, and not before they are asked for.
+class LoadedGroup(NamedTuple):
+    """Instances that would merge into one. Those with the least load come first."""
+
+    load: float
+    """Mean of the instances."""
+    devices: tuple[int, ...]
+    """As of `MergeGroup`."""
+    free: int
+    """Free tokens of the instance that it would be."""
+    kind: int | None
+    """The degree of its instances, 0 if none of them runs anything; None if they differ. Groups of a kind are expected
+    to do equally well."""
+    members: tuple[InstanceView, ...]
+
+
+Group = TypeVar("Group", MergeGroup, LoadedGroup)
+
+
+class MergeGroups(Generic[Group]):
+    """All groups of one degree, in order. They are kept from one snapshot to the next: only those that were touched are
+    ranked again, and not before they are asked for.
 
     Args:
         degree: number of devices of each group; the first is a multiple of it.
@@ -32,18 +50,18 @@ class MergeGroups:
         rank: makes the group of some devices; None where no instances would merge there.
     """
 
-    def __init__(self, degree: int, num_devices: int, rank: Callable[[tuple[int, ...]], MergeGroup | None]):
+    def __init__(self, degree: int, num_devices: int, rank: Callable[[tuple[int, ...]], Group | None]):
         self._degree, self._rank = degree, rank
-        self._known: dict[int, MergeGroup | None] = dict.fromkeys(range(0, num_devices - degree + 1, degree))
+        self._known: dict[int, Group | None] = dict.fromkeys(range(0, num_devices - degree + 1, degree))
         """By the first device."""
-        self._ordered: list[MergeGroup] = []
+        self._ordered: list[Group] = []
         self._stale = set(self._known)
 
     def touch(self, devices: Iterable[int]) -> None:
         """Instances on these devices are others, or have other room."""
         self._stale.update([device - device % self._degree for device in devices])
 
-    def __iter__(self) -> Iterator[MergeGroup]:
+    def __iter__(self) -> Iterator[Group]:
         """To be read before the next `touch`."""
         if self._stale:
             self._rank_again()
@@ -59,7 +77,7 @@ class MergeGroups:
             return
         for first, group in new.items():
             if (before := self._known[first]) is not None:
-                del self._ordered[bisect_left(self._ordered, before[:3], key=lambda other: other[:3])]
+                del self._ordered[bisect_left(self._ordered, before[:-1], key=lambda other: other[:-1])]
             if group is not None:
                 insort(self._ordered, group)
             self._known[first] = group

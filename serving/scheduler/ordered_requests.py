@@ -60,22 +60,22 @@ class OrderedRequests:
             del self._by_since[bisect_left(self._by_since, _since(request))]
         return request
 
-    def first_key(self, now_s: float) -> Key:
-        """The place of the request that is served first, by `QueueOrder.key`; there is one."""
-        if self._by_since and self._by_since[0][0] <= self._starving_since(now_s):
-            return (0, *self._by_since[0])
-        return self._by_due[0]
+    def began_to_starve(self, before_s: float, now_s: float) -> list[str]:
+        """Ids of requests that starve now, and did not at the time before."""
+        return [name for _, _, name in self._by_since[self._num_starving(before_s) : self._num_starving(now_s)]]
 
     def _starving_since(self, now_s: float) -> float:
         """Requests starve that have waited since then, or for longer."""
         starving_s = self._order.starving_s
         return float("-inf") if starving_s is None else now_s - starving_s
 
+    def _num_starving(self, now_s: float) -> int:
+        return bisect_right(self._by_since, (self._starving_since(now_s), float("inf"), "\U0010ffff"))
+
     def ordered(self, now_s: float) -> Iterator[WaitingRequest]:
         """Requests as they are served: those that starve by the time that they have waited, then all by when they are
         due. To be read before the next change."""
-        since_s = self._starving_since(now_s)
-        starving = bisect_right(self._by_since, (since_s, float("inf"), "\U0010ffff"))
+        since_s, starving = self._starving_since(now_s), self._num_starving(now_s)
         for _, _, name in islice(self._by_since, starving):
             yield self._requests[name]
         for *_, name in self._by_due:

@@ -90,6 +90,10 @@ class QueueIndex:
         """Requests as they are served. To be read before the next `update`."""
         return self._requests.ordered(now_s)
 
+    def began_to_starve(self, before_s: float, now_s: float) -> list[str]:
+        """Ids of requests that starve now, and did not at the time before."""
+        return self._requests.began_to_starve(before_s, now_s)
+
     def urgent(self, most: int) -> list[WaitingRequest]:
         """The first requests with a priority below 0, by when they are due; at most that many."""
         return [self.get(name) for *_, name in self._urgent[:most]]

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
 from serving.scheduler.instance_tables import InstanceTables, discard
-from serving.scheduler.merge_groups import MergeGroup, MergeGroups
+from serving.scheduler.merge_groups import LoadedGroup, MergeGroup, MergeGroups
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
@@ -23,13 +23,15 @@ class Room:
         merged: instances above the base degree, by id, in the order of devices.
         unsteady: instances that are in transition or draining.
         num_requests: of all instances, paused ones included.
+        changed: views of instances that are gone or new since the last snapshot.
         most_have_slots: as of `InstanceTables`.
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):
         self._growth, self._tables = reserved_growth, InstanceTables(view, reserved_growth)
         self.facts = self._tables.facts
-        self._merge_groups: dict[int, MergeGroups] = {}
+        self._merge_groups: dict[int, MergeGroups[MergeGroup]] = {}
+        self._groups_by_load: dict[int, MergeGroups[LoadedGroup]] = {}
         self._slots: dict[int, int] = {}
         self._asked: tuple[WaitingRequest | None, int] = (None, 0)
         """The request that `need` was asked for last, and what it needs."""
@@ -40,7 +42,8 @@ class Room:
         tables, self._view = self._tables, view
         for number in self._slots:  # what was given away comes back
             self._touch(tables.home[number])
-        for instance in tables.update(view):
+        self.changed = tables.update(view)
+        for instance in self.changed:
             self._touch(instance)
         self.home = tables.home
         self.merged, self.unsteady = tables.merged, tables.unsteady
@@ -52,7 +55,7 @@ class Room:
         self._closed: set[int] = set()
 
     def _touch(self, instance: InstanceView) -> None:
-        for groups in self._merge_groups.values():
+        for groups in (*self._merge_groups.values(), *self._groups_by_load.values()):
             groups.touch(instance.devices)
 
     def need(self, request: WaitingRequest) -> int:
@@ -96,7 +99,7 @@ class Room:
         whole = len(members) > 1 and sum([len(i.devices) for i in members]) == len(devices)
         return members if whole else None
 
-    def merge_groups(self, degree: int) -> MergeGroups:
+    def merge_groups(self, degree: int) -> MergeGroups[MergeGroup]:
         """Groups of instances that may merge to a degree by the room that is left, whatever becomes of them: some may
         be in transition, or closed."""
         if degree not in self._merge_groups:
@@ -109,6 +112,21 @@ class Room:
 
             self._merge_groups[degree] = MergeGroups(degree, self._view.num_devices, rank)
         return self._merge_groups[degree]
+
+    def groups_by_load(self, degree: int) -> MergeGroups[LoadedGroup]:
+        """The same groups in another order."""
+        if degree not in self._groups_by_load:
+
+            def rank(devices: tuple[int, ...]) -> LoadedGroup | None:
+                if (members := self.parts(devices)) is None:
+                    return None
+                load = sum([self.load(i) for i in members]) / len(members)
+                kind = members[0].degree if len({i.degree for i in members}) == 1 else None
+                idle = not any(i.running for i in members)
+                return LoadedGroup(load, devices, self.merged_free(members, degree), 0 if idle else kind, members)
+
+            self._groups_by_load[degree] = MergeGroups(degree, self._view.num_devices, rank)
+        return self._groups_by_load[degree]
 
     def free(self, instance: InstanceView) -> int:
         """Tokens that no one has or was promised; below zero where more was promised than there is."""

@@ -1,5 +1,7 @@
 """Baseline: instances take turns."""
 
+from bisect import bisect_left
+
 from serving.scheduler.admission import Admission
 from serving.scheduler.naive import BindingPolicy
 from serving.scheduler.split_rule import SplitConfig
@@ -20,6 +22,7 @@ class RoundRobinPolicy(BindingPolicy):
 
     def choose(self, choices: list[InstanceView], request: WaitingRequest) -> InstanceView:
         """See `BindingPolicy.choose`."""
-        chosen = min(choices, key=lambda i: (i.devices[0] < self._next_device, i.devices[0]))
+        place = bisect_left(choices, self._next_device, key=lambda i: i.devices[0])
+        chosen = choices[place % len(choices)]
         self._next_device = chosen.devices[-1] + 1
         return chosen

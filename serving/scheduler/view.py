@@ -259,9 +259,22 @@ class ClusterView:
         self._degrees_for[max_total_tokens] = degree
         return degree
 
+    def kept_degree_for(self, max_total_tokens: int) -> int | None:
+        """The least degree, from the base degree on, whose instances hold a request when empty and weights are kept;
+        None if none does."""
+        if max_total_tokens not in self._kept_degrees_for:
+            holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
+            self._kept_degrees_for[max_total_tokens] = min(holding, default=None)
+        return self._kept_degrees_for[max_total_tokens]
+
     @cached_property
     def _degrees_for(self) -> dict[int, int | None]:
         """What `degree_for` has found."""
+        return {}
+
+    @cached_property
+    def _kept_degrees_for(self) -> dict[int, int | None]:
+        """What `kept_degree_for` has found."""
         return {}
 
     def capacity_to_come(self, instance: InstanceView) -> int:

@@ -1,4 +1,4 @@
-"""The queues of the baselines: what they remember makes no difference, and no one is forgotten."""
+"""What policies remember from one decision to the next makes no difference, and baselines forget no one."""
 
 import dataclasses
 import random
@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from serving.scheduler import (
     Admission,
+    AmoebaPaperPolicy,
     ClusterView,
     Dispatch,
+    FlyingPolicy,
     InstanceView,
     LeastLoadFirstPolicy,
+    Policy,
     QueueOrder,
     Reject,
     RoundRobinPolicy,
@@ -22,6 +25,7 @@ from serving.scheduler import (
     WaitingQueue,
 )
 from serving.scheduler.naive import BindingPolicy
+from serving.scheduler.room import KeptRoom
 
 BASELINES = (RoundRobinPolicy, LeastLoadFirstPolicy)
 
@@ -52,13 +56,23 @@ def another(chance: random.Random, before: tuple[InstanceView, ...], round_: int
     return instances
 
 
+def forget(policy: Policy) -> None:
+    """Have a policy look at all instances again."""
+    if isinstance(policy, BindingPolicy):
+        policy._look = set(range(8))
+    elif isinstance(policy, (AmoebaPaperPolicy, FlyingPolicy)):
+        policy._room = KeptRoom(0.0)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(BASELINES))
-def test_what_is_remembered_of_instances_without_room_makes_no_difference(seed: int, make: type[BindingPolicy]):
+@given(st.integers(0, 2**32), st.sampled_from((*BASELINES, AmoebaPaperPolicy, FlyingPolicy)))
+def test_what_is_remembered_of_instances_makes_no_difference(seed: int, make: type):
     """A policy that forgets it before each decision decides the same. Requests come, go and starve; instances merge."""
     chance, queue = random.Random(seed), WaitingQueue()
     admission = Admission(QueueOrder(starving_s=5.0))
-    kept, plain = (make(admission, splits=SplitConfig(linger_s=2.0)) for _ in range(2))
+    settings_of = {"splits": SplitConfig(linger_s=2.0)} if issubclass(make, BindingPolicy) else {}
+    kept, plain = (make(admission=admission, **settings_of) for _ in range(2))
+    refused: frozenset = frozenset()
     present: set[str] = set()
     instances: list[InstanceView] = []
     now_s = 0.0
@@ -82,17 +96,19 @@ def test_what_is_remembered_of_instances_without_room_makes_no_difference(seed: 
                 queue.remove(name)
                 present.remove(name)
         instances = another(chance, tuple(instances), round_)
-        refused = frozenset({((0, 1, 2, 3), 4)}) if chance.random() < 0.2 else frozenset()
+        if chance.random() < 0.5:
+            groups = [((0, 1, 2, 3), 4), ((4, 5, 6, 7), 4), ((0, 1), 2), ((6, 7), 2), ((0, 1, 2, 3), 1)]
+            refused = frozenset(group for group in groups if chance.random() < 0.3)
         view = dataclasses.replace(cluster(*instances, now_s=now_s), queue=queue.snapshot(), refused=refused)
-        plain._waits = {}
+        forget(plain)
         actions = kept.decide(view)
         assert sorted(map(str, plain.decide(view))) == sorted(map(str, actions))
-        assert kept._pressed == plain._pressed
         for action in actions:  # some dispatches are refused
             if isinstance(action, Reject) or (isinstance(action, Dispatch) and chance.random() < 0.9):
                 queue.remove(action.request_id)
                 present.remove(action.request_id)
-        assert kept.bound.device_of.keys() | kept.bound.unbound >= present, "no one is forgotten"
+        if isinstance(kept, BindingPolicy):
+            assert kept.bound.device_of.keys() | kept.bound.unbound >= present, "no one is forgotten"
 
 
 def dispatched(policy: BindingPolicy, view: ClusterView) -> list[tuple[str, int]]:

@@ -53,6 +53,7 @@ def tables(room: Room, view: ClusterView) -> dict[str, object]:
         "roomiest": room.roomiest(),
         "members": [room.members((device,)) for device in range(NUM_DEVICES)],
         "groups": {degree: list(room.merge_groups(degree)) for degree in (2, 4)},
+        "groups_by_load": {degree: list(room.groups_by_load(degree)) for degree in (2, 4)},
     }
 
 
@@ -65,6 +66,16 @@ def check_groups(room: Room, degree: int) -> None:
             mixed = len({i.degree for i in members}) > 1
             expected.append((mixed, -room.merged_free(members, degree), devices, members))
     assert list(room.merge_groups(degree)) == sorted(expected, key=lambda group: group[:3])
+    by_load = list(room.groups_by_load(degree))
+    assert {group.devices for group in by_load} == {devices for _, _, devices, _ in expected}
+    assert by_load == sorted(by_load, key=lambda group: group[:2])
+    for load, devices, free, kind, members in by_load:
+        assert members == room.parts(devices)
+        assert free == room.merged_free(members, degree)
+        assert load == pytest.approx(sum(map(room.load, members)) / len(members))
+        degrees = {i.degree for i in members}
+        busy_kind = degrees.pop() if len(degrees) == 1 else None
+        assert kind == (busy_kind if any(i.running for i in members) else 0)
 
 
 @settings(max_examples=60, deadline=None)
