@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -83,8 +84,8 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
         return found | found["instances"]
 
 
-def begin(client: Client, name: str, num_devices: int) -> None:
-    """Put the instances as a policy starts with them, and let it decide."""
+def begin(client: Client, name: str, num_devices: int, settle_s: float) -> None:
+    """Put the instances as a policy starts with them, and let it decide, without requests for some seconds."""
     client.set_policy("static")
     while any(i.tensor_parallel_size > 1 for i in client.cluster().instances):
         client.transform(1)
@@ -95,6 +96,7 @@ def begin(client: Client, name: str, num_devices: int) -> None:
             client.transform(num_devices // 2, devices=list(range(num_devices // 2)), wait_for_programs=True)
     else:
         client.set_policy(name)
+    time.sleep(settle_s)
 
 
 def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--low-rate", default="1:2")
     parser.add_argument("--high-rate", default="4:8")
     parser.add_argument("--phase-s", type=float, default=10.0)
+    parser.add_argument("--settle-s", type=float, default=0.0, help="seconds without requests before each run")
     parser.add_argument("--priority-share", type=float, default=0.0)
     parser.add_argument("--goodput", nargs="+", default=["ttft:10000", "tpot:1000"])
     parser.add_argument("--max-concurrency", type=int, default=16)
@@ -151,7 +154,7 @@ def main() -> None:
     with server(settings) as target, Client(target) as client:
         for place, seed in enumerate([options.seeds[0], *options.seeds]):
             for name in options.policies:
-                begin(client, name, options.num_devices)
+                begin(client, name, options.num_devices, options.settle_s)
                 report = run(target, options, seed)
                 print(f"{name}, seed {seed}: " + ", ".join(f"{f} {report[f]}" for f in FIELDS), flush=True)
                 if place:
