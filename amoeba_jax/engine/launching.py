@@ -26,9 +26,9 @@ MAX_PENDING_STEPS = 2
 LAUNCH_LEAD_S = 0.015
 # One that takes less is followed at once: waking up in the middle of it costs 1% of it (28 ms on 2 cores).
 SHORT_STEP_S = 0.04
-# Steps of instances that may pause are launched in parts that take at least this long, each when those before it are
-# about to have run: an urgent request waits for these alone, and not for the step.
-PART_S = 0.015
+# Steps of instances that may pause are launched in parts that take at least this long, each so long before those before
+# it are expected to have run: an urgent request waits for these alone, and not for the step.
+PART_S, PART_LEAD_S = 0.015, 0.01
 
 
 class Launching:
@@ -51,7 +51,7 @@ class Launching:
         its end, or where nothing is known of that; infinite where that one is launched."""
         pending = instance.pending
         if instance.begun is not None:
-            return instance.begun.runs_until - LAUNCH_LEAD_S - time.perf_counter()
+            return instance.begun.runs_until - PART_LEAD_S - time.perf_counter()
         if len(pending) >= MAX_PENDING_STEPS:
             return math.inf
         if not pending or instance.transition is not None:

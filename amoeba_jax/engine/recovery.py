@@ -102,5 +102,5 @@ class Recovery:
         try:
             self._cluster.rebuild(instance)
         except Exception:
-            instance.site.kv.clear()
+            instance.site.drop()
             self._cluster.take_back([instance])

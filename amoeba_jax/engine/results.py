@@ -50,6 +50,8 @@ class Results:
         now = time.perf_counter()
         kind = step.decodes, prompt_tokens, step.beside_decodes
         seconds = instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
+        if instance.begun is not None and not instance.pending:
+            instance.begun.begins(now)
         if instance.transition is not None:
             instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:

@@ -47,6 +47,7 @@ class BegunStep:
         self.plan, self.prepared = plan, prepared
         self.launched_at, self.runs_until = time.perf_counter(), expected.begins_at
         self.num_launched = 0
+        self._launched_s = 0.0
         self._part_s = (expected.ends_at - expected.begins_at) / num_parts
         units = len(work.programs) + 1  # the head is the last
         self._ends = [part * units // num_parts for part in range(1, num_parts)]
@@ -57,8 +58,19 @@ class BegunStep:
         if not self._ends:
             return None
         self.runs_until = max(self.runs_until, time.perf_counter()) + self._part_s
+        self._launched_s += self._part_s
         first, self.num_launched = self.num_launched, self._ends.pop(0)
         return slice(first, self.num_launched)
+
+    def begins(self, now_s: float) -> None:
+        """Take note that its devices have computed the step before only now."""
+        self.runs_until = now_s + self._launched_s
+
+    def ran_early(self) -> None:
+        """Take note that its devices have run what was launched, and wait: its other parts take half as long as
+        expected, from now on."""
+        self.runs_until = time.perf_counter()
+        self._part_s /= 2
 
     def resumed(self) -> None:
         """Take note that its devices have computed something else meanwhile."""

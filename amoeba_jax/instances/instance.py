@@ -233,13 +233,14 @@ class Instance:
         return bool(self.pending) or self.begun is not None
 
     def launch_part(self, *, to_the_end: bool = False) -> StepPlan | None:
-        """Launch the next part of the step that was begun, or all that is left, as where the device waits for it;
-        returns its plan with the last part. Where it fails, or no sequence is left, the step is not begun any more."""
+        """Launch the next part of the step that was begun, or all that is left; returns its plan with the last part.
+        Where it fails, or no sequence is left, the step is not begun any more."""
         begun, self.begun = self.begun, None
         if begun is None or not begun.has_rows:
             return None
-        late = begun.num_launched > 0 and self.runner.hidden.is_ready
-        if not (to_the_end or late) and (segments := begun.next_part()) is not None:
+        if begun.num_launched > 0 and self.runner.hidden.is_ready:
+            begun.ran_early()
+        if not to_the_end and (segments := begun.next_part()) is not None:
             self.launcher.launch_part(begun, segments)
             self.begun = begun
             return None
@@ -268,5 +269,5 @@ class Instance:
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():
-            site.kv.clear()
+            site.drop()
         self.retire()

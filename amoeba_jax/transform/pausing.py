@@ -61,13 +61,13 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     sequence. Its cached prefixes are dropped."""
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
-        member.site.kv[:] = kv
+    for member, views in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
+        member.site.view(views)
     give_hidden(cluster, members, instance.runner.hidden.release(check=False))
     for member in members:
         if member.begun is not None:
             member.begun.resumed()
-    instance.site.kv.clear()
+    instance.site.drop()
     cluster.replace([instance], list(members))
     return members
 

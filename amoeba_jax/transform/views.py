@@ -1,11 +1,14 @@
 """Instances over the same devices and extents as others, whose pages are views of theirs: nothing moves."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.scratch import Scratch
-from amoeba_jax.instances.site import KvBuffers, Site
+from amoeba_jax.instances.site import KvViews, Site
 from sharding.mesh import SubMesh, assemble, disassemble
 
 
@@ -18,33 +21,44 @@ def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: S
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
 
-    def whole(extents: tuple[jax.Array, ...]) -> jax.Array:
-        return assemble(group, [buffer for part in map(disassemble, groups, extents) for buffer in part])
+    def whole(layer: tuple[list[jax.Array], ...]) -> list[jax.Array]:
+        parts = (map(disassemble, groups, extents) for extents in zip(*layer, strict=True))
+        return [assemble(group, [buffer for part in extent for buffer in part]) for extent in parts]
 
-    layers = zip(*(site.kv for site in sites), strict=True)
-    kv: KvBuffers = [[whole(extents) for extents in zip(*layer, strict=True)] for layer in layers]
-    instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, scratch)
+    layers = list(zip(*(site.kv for site in sites), strict=True))
+    instance = factory.new_instance(group, factory.allocators_of(group), [], members[0].released, scratch)
+    instance.site.view([partial(whole, layer) for layer in layers])
     for site in sites:
-        site.kv[:] = [[] for _ in kv]
+        site.drop()
     return instance
 
 
-def divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
-    """View a site's extents, `[tp * pages, page_elems]` each, as those of groups of equal degree side by side over its
-    devices. Copies nothing, and takes nothing from the site."""
-    tp, whole = groups[0].tp, site.group
+class _DividedLayer:
+    """Extents of a layer, `[tp * pages, page_elems]` each, as those of groups of equal degree side by side over the
+    same devices. All are made when the first is asked for, as its programs take the buffers."""
 
-    def parts(extent: jax.Array) -> list[jax.Array]:
-        buffers = disassemble(whole, extent)
-        if tp == 1:
-            return buffers
-        return [
-            assemble(group, buffers[rank : rank + tp])
-            for rank, group in zip(range(0, whole.tp, tp), groups, strict=True)
-        ]
+    def __init__(self, whole: SubMesh, extents: list[jax.Array], groups: Sequence[SubMesh]):
+        if any(extent.is_deleted() for extent in extents):
+            raise RuntimeError(f"extents of {whole} have been deleted or donated")
+        self._whole, self._extents, self._groups = whole, extents, groups
+        self._parts: list[list[jax.Array]] = []
 
-    layers = [[parts(extent) for extent in layer] for layer in site.kv]
-    return [[[extent[index] for extent in layer] for layer in layers] for index in range(len(groups))]
+    def part(self, index: int) -> list[jax.Array]:
+        """Give the extents of a group away."""
+        if not self._parts:
+            buffers = [disassemble(self._whole, extent) for extent in self._extents]
+            for rank, group in zip(range(0, self._whole.tp, self._groups[0].tp), self._groups, strict=True):
+                self._parts.append([assemble(group, extent[rank : rank + group.tp]) for extent in buffers])
+            self._extents.clear()
+        part, self._parts[index] = self._parts[index], []
+        return part
+
+
+def divided(site: Site, groups: Sequence[SubMesh]) -> list[KvViews]:
+    """What makes a site's extents, `[tp * pages, page_elems]` each, those of groups of equal degree side by side over
+    its devices. Copies nothing, and takes nothing from the site."""
+    layers = [_DividedLayer(site.group, list(extents), groups) for extents in site.kv]
+    return [[partial(layer.part, index) for layer in layers] for index in range(len(groups))]
 
 
 def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
@@ -60,10 +74,12 @@ def split_idle(cluster: Cluster, instance: Instance, tp: int) -> None:
     """Put several instances in the place of one that has no pages. They have released the same weights."""
     factory, start = cluster.factory, instance.group.start
     groups = [cluster.sub_meshes.group(first, tp) for first in range(start, start + instance.tp, tp)]
-    parts = zip(groups, divided(instance.site, groups), factory.scratch_of(instance).split(tp), strict=True)
+    views = divided(instance.site, groups)
     new = [
-        factory.new_instance(group, factory.allocators_of(group), kv, instance.released, scratch)
-        for group, kv, scratch in parts
+        factory.new_instance(group, factory.allocators_of(group), [], instance.released, scratch)
+        for group, scratch in zip(groups, factory.scratch_of(instance).split(tp), strict=True)
     ]
-    instance.site.kv.clear()
+    for part, of_part in zip(new, views, strict=True):
+        part.site.view(of_part)
+    instance.site.drop()
     cluster.replace([instance], new)

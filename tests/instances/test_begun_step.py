@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from amoeba_jax.engine.launching import LAUNCH_LEAD_S, Launching
+from amoeba_jax.engine.launching import PART_LEAD_S, Launching
 from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
 from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.runner import Part, PreparedPart, StepInputs
@@ -53,6 +53,23 @@ def test_parts_are_due_one_behind_the_other():
     assert step.launched_at == pytest.approx(launched_at + 1.5 * HOUR_S, abs=1)
 
 
+def test_parts_are_due_from_when_the_step_before_has_run():
+    step = begun_step(3, 4, HOUR_S)
+    step.next_part()
+    step.next_part()
+    step.begins(step.runs_until + HOUR_S)
+    assert step.runs_until == pytest.approx(time.perf_counter() + 2 * HOUR_S, abs=1)
+
+
+def test_parts_are_due_sooner_where_those_before_them_ran_early():
+    step = begun_step(3, 4, HOUR_S)
+    step.next_part()
+    for part_s in (HOUR_S / 8, HOUR_S / 16):
+        step.ran_early()
+        step.next_part()
+        assert step.runs_until == pytest.approx(time.perf_counter() + part_s, abs=1)
+
+
 def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run():
     class Serving:
         begun = begun_step(3, 4, HOUR_S)
@@ -60,4 +77,4 @@ def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run()
 
     Serving.begun.next_part()
     due_s = Launching.due_s(Serving())  # pyright: ignore[reportArgumentType]
-    assert due_s == pytest.approx(HOUR_S / 4 - LAUNCH_LEAD_S, abs=1)
+    assert due_s == pytest.approx(HOUR_S / 4 - PART_LEAD_S, abs=1)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from begun_steps import Launched, begin, end, long_steps, num_preemptions
+from begun_steps import HOUR_S, Launched, begin, end, long_steps, num_preemptions
 from device_memory import live_bytes, settled_live_bytes
 from harness import engine_of, in_dispatcher
 from pausing_cases import KINDS, URGENT, done, expected_of, greedy, options, outputs, prompt, steps, submit, transform
@@ -300,7 +300,7 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
     expected = tokens(idle.generate(*asked))
     expected_urgent = expected_of(idle, [URGENT])
     monkeypatch.setattr(Pace, "expected", MEASURED)
-    for name in ("SHORT_STEP_S", "LAUNCH_LEAD_S", "PART_S"):
+    for name in ("SHORT_STEP_S", "LAUNCH_LEAD_S", "PART_LEAD_S", "PART_S"):
         monkeypatch.setattr(launching, name, 1e-9)
     monkeypatch.setattr(Instance, "launch_part", noted)
     before = idle.stats.preemptions
@@ -315,8 +315,8 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
     assert idle.stats.preemptions == before
 
 
-def test_a_step_that_is_faster_than_expected_is_launched_to_its_end(idle: LLM):
-    """Once the first part has run, devices have nothing to do: they do not wait for the time of the next one."""
+def test_parts_of_a_step_that_is_faster_than_expected_are_launched_sooner(idle: LLM):
+    """Once the first part has run, devices have nothing to do: the others are expected to take half as long."""
 
     @long_steps(done_early=True)
     def drive() -> None:
@@ -327,8 +327,30 @@ def test_a_step_that_is_faster_than_expected_is_launched_to_its_end(idle: LLM):
             while not instance.runner.hidden.is_ready:
                 time.sleep(0.001)
             engine.launching.launch(instance)
-            assert instance.begun is None
-            assert len(instance.pending) == 1
+            assert instance.begun is not None, "what was not launched can still be kept back"
+            assert instance.begun.num_launched == 2
+            assert engine.launching.due_s(instance) == pytest.approx(HOUR_S / 3 / 2, abs=60)
+        engine.finish([s for r in submitted for s in r.sequences], "abort")
+        end(idle, submitted)
+
+    in_dispatcher(idle, drive)
+
+
+def test_parts_are_due_from_when_the_result_before_them_came(idle: LLM):
+    """The step before took less than the hour that was expected of it."""
+
+    @long_steps()
+    def drive() -> None:
+        engine = engine_of(idle)
+        submitted = begin(idle)
+        for instance in engine.instances:
+            engine.launching.finish_begun(instance)
+            engine.launching.launch(instance)
+            assert instance.begun is not None
+            assert engine.launching.due_s(instance) == pytest.approx(HOUR_S + HOUR_S / 3, abs=60)
+            instance.pending[0].result.result()
+            engine.collect()
+            assert engine.launching.due_s(instance) == pytest.approx(HOUR_S / 3, abs=60)
         engine.finish([s for r in submitted for s in r.sequences], "abort")
         end(idle, submitted)
 
