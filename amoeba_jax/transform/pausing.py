@@ -51,6 +51,8 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     except BaseException:
         cluster.factory.put_spare(group, hidden)
         raise
+    for member in members:
+        member.site.drop()
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance

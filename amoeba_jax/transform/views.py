@@ -15,8 +15,8 @@ from sharding.mesh import SubMesh, assemble, disassemble
 def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: Scratch) -> Instance:
     """Make an instance over a group, the devices of several, which have released the same weights.
 
-    Takes their extents, `[tp * pages, page_elems]` each, and copies nothing; pages that they have in the devices'
-    allocators stay there. `scratch` has a buffer for each rank. Where making it fails, the members have all they had.
+    Views their extents, `[tp * pages, page_elems]` each, when they are asked for, and copies nothing; pages that they
+    have in the devices' allocators stay there. `scratch` has a buffer for each rank. The members have all they had.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
@@ -28,8 +28,6 @@ def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: S
     layers = list(zip(*(site.kv for site in sites), strict=True))
     instance = factory.new_instance(group, factory.allocators_of(group), [], members[0].released, scratch)
     instance.site.view([partial(whole, layer) for layer in layers])
-    for site in sites:
-        site.drop()
     return instance
 
 
@@ -66,6 +64,9 @@ def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     scratch = Scratch.joined([cluster.factory.scratch_of(member) for member in members])
     merged = joined(cluster, group, members, scratch)
+    _ = merged.site.kv  # made now: where that fails, nothing has changed
+    for member in members:
+        member.site.drop()
     cluster.replace(members, [merged])
     return merged
 
@@ -74,12 +75,11 @@ def split_idle(cluster: Cluster, instance: Instance, tp: int) -> None:
     """Put several instances in the place of one that has no pages. They have released the same weights."""
     factory, start = cluster.factory, instance.group.start
     groups = [cluster.sub_meshes.group(first, tp) for first in range(start, start + instance.tp, tp)]
-    views = divided(instance.site, groups)
+    made = [[make() for make in views] for views in divided(instance.site, groups)]
+    parts = zip(groups, made, factory.scratch_of(instance).split(tp), strict=True)
     new = [
-        factory.new_instance(group, factory.allocators_of(group), [], instance.released, scratch)
-        for group, scratch in zip(groups, factory.scratch_of(instance).split(tp), strict=True)
+        factory.new_instance(group, factory.allocators_of(group), kv, instance.released, scratch)
+        for group, kv, scratch in parts
     ]
-    for part, of_part in zip(new, views, strict=True):
-        part.site.view(of_part)
     instance.site.drop()
     cluster.replace([instance], new)
