@@ -102,5 +102,5 @@ class Recovery:
         try:
             self._cluster.rebuild(instance)
         except Exception:
-            instance.site.drop()
+            instance.site.kv.clear()
             self._cluster.take_back([instance])

@@ -269,5 +269,5 @@ class Instance:
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():
-            site.drop()
+            site.kv.clear()
         self.retire()

@@ -1,6 +1,6 @@
 """A group of devices that computes layers together, and the buffers that it computes them with."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
@@ -15,8 +15,6 @@ from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
 """Extents of each layer, `[tp * pages, page_elems]` each; none of a layer that is elsewhere."""
-KvViews = list[Callable[[], list[jax.Array]]]
-"""For each layer, what makes its extents of those of other sites; called once, or not at all."""
 
 
 class Site:
@@ -42,32 +40,9 @@ class Site:
         executables: Executables,
         begins: tuple[jax.Array, jax.Array],
     ):
-        self.group, self._kv, self.extent_pages = group, kv, extent_pages
-        self._views: dict[int, Callable[[], list[jax.Array]]] = {}
+        self.group, self.kv, self.extent_pages = group, kv, extent_pages
         self._plan, self._store, self._executables = plan, weights, executables
         self._begins = begins
-
-    @property
-    def kv(self) -> KvBuffers:
-        """The extents of all layers."""
-        self._make_views(0, len(self._kv))
-        return self._kv
-
-    def view(self, views: KvViews) -> None:
-        """Have the extents of other sites over the same devices as its own, each layer's when it is asked for: a
-        program that is launched need not wait for the views of all layers."""
-        self._kv, self._views = [[] for _ in views], dict(enumerate(views))
-
-    def _make_views(self, start: int, stop: int) -> None:
-        for layer in range(start, stop) if self._views else ():
-            if (make := self._views.get(layer)) is not None:
-                self._kv[layer] = make()
-                del self._views[layer]
-
-    def drop(self) -> None:
-        """Let go of all extents."""
-        self._kv.clear()
-        self._views.clear()
 
     def specs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramSpec]:
         """The programs that `programs` gives, each once."""
@@ -102,18 +77,16 @@ class Site:
         Donates the cache of all these layers, and `hidden`, for which it returns the new buffer. What fails part-way
         has lost some of them.
         """
-        kv = self._kv
+        kv = self.kv
         no, yes = self._begins
         for segment, program in zip(segments, programs, strict=True):
             start, stop = segment.layers.start, segment.layers.stop
-            self._make_views(start, stop)
             begins = no if start else yes
             arguments = self.weights(segment), kv[start:stop], hidden, packed, last_tokens, begins
             if (part := exchanges.get(segment) if exchanges else None) is None:
                 kv[start:stop], hidden = program(*arguments)
             else:
                 first, last = part.layers.start, part.layers.stop
-                self._make_views(first, last)
                 found = part.program(*arguments, kv[first:last], part.send, part.receive)
                 kv[start:stop], hidden, kv[first:last] = found
         return hidden

@@ -196,7 +196,7 @@ class ActiveTransitions:
             instances = [i for i in self._cluster.instances if i.id in active.devices]
             for instance in instances:
                 give_up(self._cluster, instance, self._requeue)
-                instance.site.drop()
+                instance.site.kv.clear()
             active.transition.let_go()
             # What was restored counts as released again, and is loaded.
             programs, weights = active.transition.programs, self._cluster.weights

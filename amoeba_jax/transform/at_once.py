@@ -83,7 +83,7 @@ class AtOnce:
         try:
             cluster.release_more(merged, after)
         except Exception as error:
-            merged.site.drop()
+            merged.site.kv.clear()
             drop_frames(error)
             lost = cluster.take_back([merged])
             how = "is out of service until it can be made again" if lost else "has all weights that it had"

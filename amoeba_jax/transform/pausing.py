@@ -51,8 +51,6 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     except BaseException:
         cluster.factory.put_spare(group, hidden)
         raise
-    for member in members:
-        member.site.drop()
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
@@ -63,13 +61,13 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     sequence. Its cached prefixes are dropped."""
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    for member, views in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
-        member.site.view(views)
+    for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
+        member.site.kv[:] = kv
     give_hidden(cluster, members, instance.runner.hidden.release(check=False))
     for member in members:
         if member.begun is not None:
             member.begun.resumed()
-    instance.site.drop()
+    instance.site.kv.clear()
     cluster.replace([instance], list(members))
     return members
 

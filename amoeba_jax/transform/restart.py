@@ -68,7 +68,7 @@ def restart(
             requeue(instance, sequence)
             recomputed += 1
         instance.lane.cache.clear()
-        instance.site.drop()
+        instance.site.kv.clear()
     failed = "the weights cannot be read again"
     try:
         with cluster.open_weights() as reader:

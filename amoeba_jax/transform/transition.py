@@ -137,7 +137,7 @@ class Transition:
     def let_go(self) -> None:
         """Let go of all device buffers. To be called before they are made again from nothing."""
         for site in (self.high, *self.members):
-            site.drop()
+            site.kv.clear()
         self.restored, self._deferred = [], None
         self.drop_spent()
 

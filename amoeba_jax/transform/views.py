@@ -1,62 +1,50 @@
 """Instances over the same devices and extents as others, whose pages are views of theirs: nothing moves."""
 
-from collections.abc import Sequence
-from functools import partial
-
 import jax
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.scratch import Scratch
-from amoeba_jax.instances.site import KvViews, Site
+from amoeba_jax.instances.site import KvBuffers, Site
 from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: Scratch) -> Instance:
     """Make an instance over a group, the devices of several, which have released the same weights.
 
-    Views their extents, `[tp * pages, page_elems]` each, when they are asked for, and copies nothing; pages that they
-    have in the devices' allocators stay there. `scratch` has a buffer for each rank. The members have all they had.
+    Takes their extents, `[tp * pages, page_elems]` each, and copies nothing; pages that they have in the devices'
+    allocators stay there. `scratch` has a buffer for each rank. Where making it fails, the members have all they had.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
 
-    def whole(layer: tuple[list[jax.Array], ...]) -> list[jax.Array]:
-        parts = (map(disassemble, groups, extents) for extents in zip(*layer, strict=True))
-        return [assemble(group, [buffer for part in extent for buffer in part]) for extent in parts]
+    def whole(extents: tuple[jax.Array, ...]) -> jax.Array:
+        return assemble(group, [buffer for part in map(disassemble, groups, extents) for buffer in part])
 
-    layers = list(zip(*(site.kv for site in sites), strict=True))
-    instance = factory.new_instance(group, factory.allocators_of(group), [], members[0].released, scratch)
-    instance.site.view([partial(whole, layer) for layer in layers])
+    layers = zip(*(site.kv for site in sites), strict=True)
+    kv: KvBuffers = [[whole(extents) for extents in zip(*layer, strict=True)] for layer in layers]
+    instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, scratch)
+    for site in sites:
+        site.kv[:] = [[] for _ in kv]
     return instance
 
 
-class _DividedLayer:
-    """Extents of a layer, `[tp * pages, page_elems]` each, as those of groups of equal degree side by side over the
-    same devices. All are made when the first is asked for, as its programs take the buffers."""
+def divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
+    """View a site's extents, `[tp * pages, page_elems]` each, as those of groups of equal degree side by side over its
+    devices. Copies nothing, and takes nothing from the site."""
+    tp, whole = groups[0].tp, site.group
 
-    def __init__(self, whole: SubMesh, extents: list[jax.Array], groups: Sequence[SubMesh]):
-        if any(extent.is_deleted() for extent in extents):
-            raise RuntimeError(f"extents of {whole} have been deleted or donated")
-        self._whole, self._extents, self._groups = whole, extents, groups
-        self._parts: list[list[jax.Array]] = []
+    def parts(extent: jax.Array) -> list[jax.Array]:
+        buffers = disassemble(whole, extent)
+        if tp == 1:
+            return buffers
+        return [
+            assemble(group, buffers[rank : rank + tp])
+            for rank, group in zip(range(0, whole.tp, tp), groups, strict=True)
+        ]
 
-    def part(self, index: int) -> list[jax.Array]:
-        """Give the extents of a group away."""
-        if not self._parts:
-            buffers = [disassemble(self._whole, extent) for extent in self._extents]
-            for rank, group in zip(range(0, self._whole.tp, self._groups[0].tp), self._groups, strict=True):
-                self._parts.append([assemble(group, extent[rank : rank + group.tp]) for extent in buffers])
-            self._extents.clear()
-        part, self._parts[index] = self._parts[index], []
-        return part
-
-
-def divided(site: Site, groups: Sequence[SubMesh]) -> list[KvViews]:
-    """What makes a site's extents, `[tp * pages, page_elems]` each, those of groups of equal degree side by side over
-    its devices. Copies nothing, and takes nothing from the site."""
-    layers = [_DividedLayer(site.group, list(extents), groups) for extents in site.kv]
-    return [[partial(layer.part, index) for layer in layers] for index in range(len(groups))]
+    layers = [[parts(extent) for extent in layer] for layer in site.kv]
+    return [[[extent[index] for extent in layer] for layer in layers] for index in range(len(groups))]
 
 
 def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
@@ -64,9 +52,6 @@ def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     scratch = Scratch.joined([cluster.factory.scratch_of(member) for member in members])
     merged = joined(cluster, group, members, scratch)
-    _ = merged.site.kv  # made now: where that fails, nothing has changed
-    for member in members:
-        member.site.drop()
     cluster.replace(members, [merged])
     return merged
 
@@ -75,11 +60,10 @@ def split_idle(cluster: Cluster, instance: Instance, tp: int) -> None:
     """Put several instances in the place of one that has no pages. They have released the same weights."""
     factory, start = cluster.factory, instance.group.start
     groups = [cluster.sub_meshes.group(first, tp) for first in range(start, start + instance.tp, tp)]
-    made = [[make() for make in views] for views in divided(instance.site, groups)]
-    parts = zip(groups, made, factory.scratch_of(instance).split(tp), strict=True)
+    parts = zip(groups, divided(instance.site, groups), factory.scratch_of(instance).split(tp), strict=True)
     new = [
         factory.new_instance(group, factory.allocators_of(group), kv, instance.released, scratch)
         for group, kv, scratch in parts
     ]
-    instance.site.drop()
+    instance.site.kv.clear()
     cluster.replace([instance], new)
