@@ -26,8 +26,8 @@ MAX_PENDING_STEPS = 2
 LAUNCH_LEAD_S = 0.015
 # One that takes less is followed at once: waking up in the middle of it costs 1% of it (28 ms on 2 cores).
 SHORT_STEP_S = 0.04
-# Steps of instances that may pause are launched in parts that take at least this long, each so long before those before
-# it are expected to have run: an urgent request waits for these alone, and not for the step.
+# Steps of instances that may pause are launched in parts that take at least `PART_S`, each `PART_LEAD_S` before those
+# ahead of it are expected to have run: an urgent request waits for these alone, and not for the step.
 PART_S, PART_LEAD_S = 0.015, 0.01
 
 

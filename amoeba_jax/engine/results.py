@@ -51,7 +51,7 @@ class Results:
         kind = step.decodes, prompt_tokens, step.beside_decodes
         seconds = instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
         if instance.begun is not None and not instance.pending:
-            instance.begun.begins(now)
+            instance.begun.began(now)
         if instance.transition is not None:
             instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:

@@ -47,7 +47,7 @@ class BegunStep:
         self.plan, self.prepared = plan, prepared
         self.launched_at, self.runs_until = time.perf_counter(), expected.begins_at
         self.num_launched = 0
-        self._launched_s = 0.0
+        self._launched_s = 0.0  # what was launched and is not known to have run takes that long
         self._part_s = (expected.ends_at - expected.begins_at) / num_parts
         units = len(work.programs) + 1  # the head is the last
         self._ends = [part * units // num_parts for part in range(1, num_parts)]
@@ -62,14 +62,14 @@ class BegunStep:
         first, self.num_launched = self.num_launched, self._ends.pop(0)
         return slice(first, self.num_launched)
 
-    def begins(self, now_s: float) -> None:
-        """Take note that its devices have computed the step before only now."""
-        self.runs_until = now_s + self._launched_s
+    def began(self, at_s: float) -> None:
+        """Take note of when its devices had computed the step before, in seconds of `time.perf_counter`."""
+        self.runs_until = at_s + self._launched_s
 
     def ran_early(self) -> None:
         """Take note that its devices have run what was launched, and wait: its other parts take half as long as
         expected, from now on."""
-        self.runs_until = time.perf_counter()
+        self.runs_until, self._launched_s = time.perf_counter(), 0.0
         self._part_s /= 2
 
     def resumed(self) -> None:

@@ -57,7 +57,7 @@ def test_parts_are_due_from_when_the_step_before_has_run():
     step = begun_step(3, 4, HOUR_S)
     step.next_part()
     step.next_part()
-    step.begins(step.runs_until + HOUR_S)
+    step.began(step.runs_until + HOUR_S)
     assert step.runs_until == pytest.approx(time.perf_counter() + 2 * HOUR_S, abs=1)
 
 
@@ -68,6 +68,8 @@ def test_parts_are_due_sooner_where_those_before_them_ran_early():
         step.ran_early()
         step.next_part()
         assert step.runs_until == pytest.approx(time.perf_counter() + part_s, abs=1)
+    step.began(time.perf_counter())
+    assert step.runs_until == pytest.approx(time.perf_counter() + HOUR_S / 16, abs=1), "of what has not run"
 
 
 def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run():
