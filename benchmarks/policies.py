@@ -9,7 +9,9 @@ they are served, and `--max-concurrency` are with the server at a time. `static-
 from `amoeba bench`, seed by seed; a first round compiles what they need and is not counted.
 
 Figures are means over the seeds with 95% intervals (Student's t). Requests that no instance of a fixed degree holds are
-refused and count as failed, and as outside of the goodput.
+refused and count as failed, and as outside of the goodput. For `burst` a second table has the 90th percentiles of each
+phase over the requests of all seeds together, with the ratio to the better one of the fixed degrees (`pooled.py`).
+`--from-json` prints both from what `--json` has kept.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from pooled import Pool
 from rich.console import Console
 from rich.table import Table
 from server_process import server
@@ -79,6 +82,7 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
             flags |= {"random-input-len": options.short_input_len, "random-output-len": options.short_output_len}
             flags |= {"low-rate": options.low_rate, "high-rate": options.high_rate, "phase-s": options.phase_s}
         command = [sys.executable, "-m", "serving.cli", "bench", *(f"--{n}={value}" for n, value in flags.items())]
+        command += ["--save-detailed"]
         subprocess.run([*command, "--goodput", *options.goodput], check=True, stdout=subprocess.DEVNULL)
         found = json.loads(report.read_text())
         return found | found["instances"]
@@ -111,6 +115,23 @@ def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
     Console(width=150).print(table)
 
 
+def show_phases(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Print the 90th percentiles of each phase, all seeds together, beside those of the better fixed degree."""
+    table = Table("phase", "P90 of", "policy", "requests", "ms", "ratio to the better fixed degree")
+    for phase in ("low", "high"):
+        for field, what in (("ttfts", "TTFT"), ("server_queue_times", "queue time")):
+            pools = {name: Pool(reports, field, phase) for name, reports in results.items()}
+            pools = {name: pool for name, pool in pools.items() if pool.size}
+            found = {name: pool.percentile(90) for name, pool in pools.items()}
+            best = min((name for name in pools if name in STATIC), key=lambda name: found[name].value, default=None)
+            for name, pool in pools.items():
+                ratio = "-"
+                if best is not None and name not in STATIC:
+                    ratio = f"{pool.ratio(pools[best], 90).text()} {best}"
+                table.add_row(phase, what, name, str(pool.size), found[name].text(1e3, 1), ratio)
+    Console(width=150).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -137,8 +158,31 @@ def main() -> None:
     parser.add_argument("--max-concurrency", type=int, default=16)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where the reports go")
+    parser.add_argument("--from-json", type=Path, nargs="+", default=[], help="reports to show, in place of new runs")
     options = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.policies}
+    if options.from_json:
+        for path in options.from_json:
+            for name, reports in json.loads(path.read_text()).items():
+                results.get(name, []).extend(reports)
+    else:
+        measure(options, results)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+    results = {name: reports for name, reports in results.items() if reports}
+    if not results:
+        parser.error(f"no reports of {', '.join(options.policies)}")
+    (first, *_), *_ = results.values()
+    load = first["workload"]
+    title = f"{first['model_id']}, {load['dataset_name']} for {load['duration_s']:g} s"
+    show(f"{title}; means over {max(map(len, results.values()))} seeds, ms", results)
+    if all(report["phases"] and "ttfts" in report for reports in results.values() for report in reports):
+        show_phases(results)
+
+
+def measure(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Run all policies with all seeds, and add the reports to `results`."""
     settings = {
         "model": options.model,
         "num_devices": options.num_devices,
@@ -150,7 +194,6 @@ def main() -> None:
         "merge_to": options.merge_to,
         "layers_per_step": options.layers_per_step,
     }
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.policies}
     with server(settings) as target, Client(target) as client:
         for place, seed in enumerate([options.seeds[0], *options.seeds]):
             for name in options.policies:
@@ -159,10 +202,6 @@ def main() -> None:
                 print(f"{name}, seed {seed}: " + ", ".join(f"{f} {report[f]}" for f in FIELDS), flush=True)
                 if place:
                     results[name].append(report)
-    title = f"{options.model}, {options.num_devices} devices, {options.dataset} for {options.duration:g} s"
-    show(f"{title}; means of {len(options.seeds)} seeds, ms", results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The `amoeba` command."""
 
+import atexit
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +16,7 @@ from serving.bench.load_config import LoadConfig
 from serving.bench.options import BenchConfig, ConnectionConfig, OutputConfig
 from serving.bench.workload import WorkloadConfig
 from serving.commands.simulate import simulate
-from serving.errors import EXIT_FAILURE, clean_exit
+from serving.errors import EXIT_FAILURE, clean_exit, flush_or_discard
 from serving.flags import Flags, fields_of, with_flags
 from serving.grpc_server.config import Limits, SecretFiles, ServerConfig
 from serving.runtime.scheduling_config import SchedulingConfig
@@ -342,6 +344,7 @@ app.command()(simulate)
 
 def main() -> None:
     """Entry point of the `amoeba` command."""
+    atexit.register(lambda: flush_or_discard(sys.stderr))
     app()
 
 

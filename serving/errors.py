@@ -3,11 +3,31 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 import typer
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def say(text: str) -> None:
+    """A line for the terminal; what goes on does so where no one can read it, or its disk is full."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_or_discard(stream: TextIO | None) -> None:
+    """Write what is left, or have it go nowhere: Python tries once more as it ends, and where that fails ends with 120,
+    whatever its exit code was to be."""
+    if stream is None or stream.closed:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 @contextmanager
@@ -21,17 +41,16 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        say("\ninterrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
-        # Python flushes stdout once more at exit: give it somewhere to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_or_discard(sys.stdout)
         raise typer.Exit(EXIT_FAILURE) from None
     except ValueError as error:
         from amoeba_jax import errors
 
         if not isinstance(error, tuple(getattr(errors, name) for name in errors.__all__)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         damaged = isinstance(error, errors.CheckpointError)
         raise typer.Exit(EXIT_FAILURE if damaged else EXIT_USAGE) from None

@@ -30,7 +30,7 @@ class Hold(Protocol):
 
 
 class Dispatcher:
-    """Runs an `Engine` in a thread of its own: calls from other threads between steps, steps while there is work.
+    """Runs an `Engine` in a thread of its own: calls from other threads between launches, steps while there is work.
 
     Attributes:
         hold: asked before steps are launched: what takes in the tokens may be behind.
@@ -40,6 +40,7 @@ class Dispatcher:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _RESULT, or None to stop
+        self._num_called = self._num_served = 0
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
@@ -47,15 +48,20 @@ class Dispatcher:
         self.num_held = 0
         # Waiting for the device happens in threads that launch nothing.
         engine.on_result = partial(self._calls.put, _RESULT)
+        engine.rounds.calls_wait = lambda: self._num_called != self._num_served
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """Run `function(*args)` in the dispatcher thread, between steps. Raises `EngineClosedError` if it is gone."""
+        """Run `function(*args)` in the dispatcher thread, between launches.
+
+        Raises `EngineClosedError` if it is gone.
+        """
         future: Future[T] = Future()
         with self._lock:
             if self._closed is not None:
                 raise EngineClosedError(f"the engine is closed: {self._closed}") from self._closed
+            self._num_called += 1
             self._calls.put((lambda: function(*args), future))
         return future
 
@@ -107,6 +113,7 @@ class Dispatcher:
             if item is _RESULT:
                 continue
             function, future = item
+            self._num_served += 1
             # Its caller may have been cancelled, and no one wants the call any more. From here on it cannot be.
             if future.set_running_or_notify_cancel():
                 try:

@@ -14,6 +14,7 @@ from amoeba_jax.engine.background_warmup import BackgroundWarmup
 from amoeba_jax.engine.launching import Launching
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
+from amoeba_jax.engine.rounds import Rounds
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import RequestError
@@ -74,7 +75,8 @@ class Engine:
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
         self.closing = False
-        self._shared_at, self._next_launch_at = 0, math.inf
+        self.rounds = Rounds(self.cluster, self.launching, self._admit)
+        self._shared_at = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
 
@@ -147,7 +149,7 @@ class Engine:
     @property
     def interval_s(self) -> float | None:
         """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
-        waits_s = [self._next_launch_at - time.perf_counter()]
+        waits_s = [self.rounds.next_at - time.perf_counter()]
         if self.cluster.lost:
             waits_s.append(REVIVE_INTERVAL_S)
         elif self.scheduler_hook is not None:
@@ -212,7 +214,7 @@ class Engine:
     # Steps
 
     def advance(self) -> bool:
-        """Admit what fits and launch the steps that are due. Returns whether anything was launched.
+        """Admit what fits and launch the steps that are due, until a call waits. Returns whether anything was launched.
 
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
@@ -221,18 +223,7 @@ class Engine:
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
         self._admit()
-        launched, seen = False, ()
-        while seen != self.instances:  # a transformation may end here and leave others
-            seen, self._next_launch_at = self.instances, math.inf
-            for instance in seen:
-                due_s = 0.0
-                while instance in self.instances and (due_s := self.launching.due_s(instance)) <= 0:
-                    if not self.launching.launch(instance):
-                        break
-                    launched = True
-                    self._admit()  # which may pause instances
-                if due_s > 0:
-                    self._next_launch_at = min(self._next_launch_at, time.perf_counter() + due_s)
+        launched = self.rounds.launch_due()
         pending = any(i.pending or (i.begun and i in self.instances) for i in self.cluster.all_instances)
         # Requests that all wait for programs are not disturbed by those who compile them.
         self.cluster.executables.background.serving = pending

@@ -22,7 +22,7 @@ from serving.bench.plot import save_plot
 from serving.bench.report import Run, make_report, result_path, save_report
 from serving.bench.table import print_report
 from serving.bench.workload import PlannedRequest, plan_requests
-from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 
 
 def run_bench(config: BenchConfig) -> int:
@@ -37,10 +37,10 @@ def run_bench(config: BenchConfig) -> int:
     if output.wants_file:
         path = result_path(run, output.result_dir, output.result_filename)
         save_report(report, path)
-        _say(f"saved {path}")
+        say(f"saved {path}")
     if output.plot is not None:
         save_plot(run, output.plot)
-        _say(f"saved {output.plot}")
+        say(f"saved {output.plot}")
     if run.interrupted:
         return EXIT_INTERRUPTED
     return 0 if report["completed"] else EXIT_FAILURE
@@ -99,7 +99,7 @@ async def _warm_up(
     await load.run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
     failed = [record for record in load.records if record.outcome is Outcome.FAILED]
     if failed:
-        _say(
+        say(
             f"warning: {len(failed)} of {number} warm-up requests failed, the first with {failed[0].status}: "
             f"{failed[0].error}"
         )
@@ -118,7 +118,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
             signal.signal(number, handlers[number])
 
     def on_signal() -> None:
-        _say("stopping: requests that run are ended")
+        say("stopping: requests that run are ended")
         stop.set()
         restore()
 
@@ -160,7 +160,3 @@ def _progress(total: int) -> Iterator[_Counter]:
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         yield _Counter(progress, total)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """`amoeba serve`: a server from its start to its end."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -16,6 +15,7 @@ from prometheus_client import start_http_server
 
 from amoeba_jax import EngineConfig
 from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
+from serving.errors import say
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import Server
@@ -59,7 +59,7 @@ async def _serve(
     llm = None
     try:
         await server.start()
-        _say(f"listening on {server_config.host}:{server.port}, loading {engine_config.model}")
+        say(f"listening on {server_config.host}:{server.port}, loading {engine_config.model}")
         loading = _in_thread(lambda: _load(engine_config, warm_up))
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -75,15 +75,15 @@ async def _serve(
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
         warming.cancel()
         if not server.dead.done():
-            _say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
+            say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
             drain = asyncio.ensure_future(server.drain(server_config.shutdown_timeout_s))
             await asyncio.wait([drain, server.dead], return_when=asyncio.FIRST_COMPLETED)
             if drain.done():
-                _say(f"stopped; {drain.result()} requests were aborted")
+                say(f"stopped; {drain.result()} requests were aborted")
         if not server.dead.done():
             return 0
         error = server.dead.result()
-        _say(f"error: the engine has failed: {error}")
+        say(f"error: the engine has failed: {error}")
         if isinstance(error, EngineStuckError):
             await server.stop()
             await _close(tracing)
@@ -102,9 +102,9 @@ def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
     """Say what has become of a server whose model is loaded. Return whether it serves."""
     where = f"{name} on {server.config.host}:{server.port}"
     if (state := server.request_handler.state) is State.READY:
-        _say(f"ready: {where}, policy {policy_name}")
+        say(f"ready: {where}, policy {policy_name}")
     elif state is State.DRAINING:
-        _say(f"loaded, and not ready: {where} was drained while it was loading, and takes no requests: stop it")
+        say(f"loaded, and not ready: {where} was drained while it was loading, and takes no requests: stop it")
     return state is State.READY
 
 
@@ -141,7 +141,7 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
             for it in (await asyncio.to_thread(lambda: llm.stats)).degrees:
                 if it.ready and it.degree not in ready:
                     ready.add(it.degree)
-                    _say(f"TP{it.degree} is ready: {it.num_programs} programs")
+                    say(f"TP{it.degree} is ready: {it.num_programs} programs")
             await asyncio.sleep(_READINESS_INTERVAL_S)
         gc.freeze()
     except EngineClosedError:
@@ -160,7 +160,7 @@ def _load(config: EngineConfig, warm_up: str | None):
     if warm_up:
         degrees = _degrees(config) if warm_up == "all" else [config.tensor_parallel_size]
         names = ", ".join(f"TP{degree}" for degree in degrees)
-        _say(f"compiling the programs of {names} meanwhile, or loading them from the compile cache")
+        say(f"compiling the programs of {names} meanwhile, or loading them from the compile cache")
     llm = LLM(**settings, progress=sys.stderr.isatty(), warmup=degrees)
     # What is there now stays: looking through half a million objects for garbage takes some tenths of a second, in
     # which no step is launched.
@@ -178,7 +178,7 @@ def _serve_metrics(server: Server) -> Callable[[], None]:
         http, thread = start_http_server(port, host, registry=server.metrics.registry)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be bound for metrics: choose another --metrics-port") from error
-    _say(f"metrics on http://{host}:{http.server_port}/metrics")
+    say(f"metrics on http://{host}:{http.server_port}/metrics")
 
     def close() -> None:
         http.shutdown()
@@ -219,9 +219,3 @@ def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
 
     threading.Thread(target=run, name="amoeba-loading", daemon=True).start()
     return future
-
-
-def _say(text: str) -> None:
-    """A line for the terminal; serving goes on where no one can read it, or its disk is full."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from serving.scheduler.ordered_requests import OrderedRequests
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.view import InstanceView, WaitingRequest
 
-Choose = Callable[[list[InstanceView], WaitingRequest], InstanceView]
+Choose = Callable[[], InstanceView]
 
 
 class BoundRequests:
@@ -41,11 +41,11 @@ class BoundRequests:
                 self._take(request.request_id)
                 self._unbound[request.request_id] = request
 
-    def bind(self, choices: list[InstanceView], choose: Choose, now_s: float, gone: Collection[str]) -> None:
+    def bind(self, choose: Choose, now_s: float, gone: Collection[str]) -> None:
         """Choose an instance for each request that has none, but for those that are `gone`."""
-        for request in sorted(self._unbound.values(), key=lambda r: self._order.key(r, now_s)) if choices else ():
+        for request in sorted(self._unbound.values(), key=lambda r: self._order.key(r, now_s)):
             if request.request_id not in gone:
-                device = choose(choices, request).devices[0]
+                device = choose().devices[0]
                 del self._unbound[request.request_id]
                 self._put(device, request)
 

@@ -23,6 +23,7 @@ class Room:
         merged: instances above the base degree, by id, in the order of devices.
         unsteady: instances that are in transition or draining.
         num_requests: of all instances, paused ones included.
+        num_devices: of the cluster, those that are out of service included.
         changed: views of instances that are gone or new since the last snapshot.
         most_have_slots: as of `InstanceTables`.
     """
@@ -39,14 +40,13 @@ class Room:
 
     def refresh(self, view: ClusterView) -> None:
         """Begin again, with another snapshot."""
-        tables, self._view = self._tables, view
+        tables, self._view, self.num_devices = self._tables, view, view.num_devices
         for number in self._slots:  # what was given away comes back
             self._touch(tables.home[number])
         self.changed = tables.update(view)
         for instance in self.changed:
             self._touch(instance)
-        self.home = tables.home
-        self.merged, self.unsteady = tables.merged, tables.unsteady
+        self.home, self.merged, self.unsteady = tables.home, tables.merged, tables.unsteady
         self.num_requests, self.most_have_slots = tables.num_requests, tables.most_have_slots
         self._by_free, self._by_load = list(tables.by_free), list(tables.by_load)
         self._free = dict(tables.uncommitted)

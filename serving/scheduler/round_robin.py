@@ -1,11 +1,13 @@
 """Baseline: instances take turns."""
 
-from bisect import bisect_left
+import itertools
+from collections.abc import Collection
 
 from serving.scheduler.admission import Admission
 from serving.scheduler.naive import BindingPolicy
+from serving.scheduler.room import Room
 from serving.scheduler.split_rule import SplitConfig
-from serving.scheduler.view import InstanceView, WaitingRequest
+from serving.scheduler.view import InstanceView
 
 
 class RoundRobinPolicy(BindingPolicy):
@@ -20,9 +22,12 @@ class RoundRobinPolicy(BindingPolicy):
         super().__init__(admission, reserved_growth, splits)
         self._next_device = 0
 
-    def choose(self, choices: list[InstanceView], request: WaitingRequest) -> InstanceView:
+    def choose(self, room: Room, closed: Collection[int]) -> InstanceView:
         """See `BindingPolicy.choose`."""
-        place = bisect_left(choices, self._next_device, key=lambda i: i.devices[0])
-        chosen = choices[place % len(choices)]
-        self._next_device = chosen.devices[-1] + 1
-        return chosen
+        num_devices = room.num_devices
+        for device in itertools.chain(range(self._next_device, num_devices), range(num_devices)):
+            chosen = room.home.get(device)
+            if chosen is not None and chosen.devices[0] == device and chosen.id not in closed:
+                self._next_device = chosen.devices[-1] + 1
+                return chosen
+        raise LookupError("all instances are closed")

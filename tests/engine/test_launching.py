@@ -96,3 +96,51 @@ def test_a_request_that_comes_meanwhile_is_in_the_next_step(llm: LLM, monkeypatc
     assert sum(1 for _ in first) > 0
     assert set(launches.pending) == {0}
     assert engine_of(llm).stats.preemptions == 0
+
+
+def test_a_call_that_comes_while_a_step_is_launched_is_served_before_the_next_is(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """An urgent request must not wait until steps are launched on all other instances."""
+    expect(monkeypatch, 0.9 * SHORT_STEP_S)
+    events: list[str] = []
+    launch = Launching.launch
+
+    def noted(launching: Launching, instance: Instance) -> bool:
+        if not (launched := launch(launching, instance)):
+            return False
+        events.append("step")
+        if len(events) == 1:
+            llm._dispatcher.call(events.append, "call")
+        return launched
+
+    monkeypatch.setattr(Launching, "launch", noted)
+    assert len(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 12
+    assert events[:3] == ["step", "call", "step"]
+
+
+def test_instances_take_turns_where_calls_come_all_the_time(
+    tmp_path_factory: pytest.TempPathFactory, compile_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps take a millisecond here: the first instance always has another one to launch."""
+    expect(monkeypatch, 0.9 * SHORT_STEP_S)
+    turns: list[int] = []
+    launch = Launching.launch
+
+    def noted(launching: Launching, instance: Instance) -> bool:
+        if launched := launch(launching, instance):
+            turns.append(instance.id)
+        return launched
+
+    monkeypatch.setattr(Launching, "launch", noted)
+    directory = tiny_model("llama2", tmp_path_factory.mktemp("models"))
+    settings = {"page_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 80}
+    with LLM(
+        directory, num_devices=2, device_memory="4MiB", compile_cache=compile_cache, progress=False, **settings
+    ) as llm:
+        llm.generate([PROMPT, PROMPT], GREEDY)
+        turns.clear()
+        engine_of(llm).rounds.calls_wait = lambda: True
+        llm.generate([PROMPT, PROMPT], GREEDY)
+    ahead = [turns[:end].count(0) - turns[:end].count(1) for end in range(len(turns) - 4)]
+    assert max(map(abs, ahead)) <= 6, turns

@@ -33,6 +33,7 @@ class Process:
         code = f"{before}\nfrom serving.cli import main\nmain()"
         command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
         environment = os.environ | {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        environment.pop("PYTHONUNBUFFERED", None)  # what could not be written would not be kept, as it is by default
         self.process = subprocess.Popen(command, stderr=stderr, text=True, env=environment)
         self.said = ""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Collection
 
 import pytest
 from cluster_views import SHORT, TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting
@@ -25,7 +26,7 @@ from serving.scheduler import (
     WaitingQueue,
 )
 from serving.scheduler.naive import BindingPolicy
-from serving.scheduler.room import KeptRoom
+from serving.scheduler.room import KeptRoom, Room
 
 BASELINES = (RoundRobinPolicy, LeastLoadFirstPolicy)
 
@@ -52,6 +53,8 @@ def another(chance: random.Random, before: tuple[InstanceView, ...], round_: int
         elif chance.random() < 0.5:
             place = chance.randrange(len(here))
             here[place] = some_instance(chance, here[place].id, here[place].degree, round_)
+        if chance.random() < 0.1:  # a device is out of service
+            here = [i for i in here if i.id != first]
         instances += here
     return instances
 
@@ -64,6 +67,27 @@ def forget(policy: Policy) -> None:
         policy._room = KeptRoom(0.0)
 
 
+def check_choices(policy: BindingPolicy) -> None:
+    """Have each choice compared with one that looks at all instances."""
+    choose = policy.choose
+
+    def load(instance: InstanceView) -> float:
+        tokens = sum(policy.bound.tokens.get(device, 0) for device in instance.devices)
+        return instance.load + 2 * tokens / instance.capacity_tokens
+
+    def checked(room: Room, closed: Collection[int]) -> InstanceView:
+        choices = sorted({i.id: i for i in room.home.values() if i.id not in closed}.values(), key=lambda i: i.devices)
+        if isinstance(policy, RoundRobinPolicy):
+            later = [i for i in choices if i.devices[0] >= policy._next_device]
+            expected = (later or choices)[0]
+        else:
+            expected = min(choices, key=load)
+        assert choose(room, closed) is expected
+        return expected
+
+    policy.choose = checked  # type: ignore[method-assign]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from((*BASELINES, AmoebaPaperPolicy, FlyingPolicy)))
 def test_what_is_remembered_of_instances_makes_no_difference(seed: int, make: type):
@@ -72,6 +96,8 @@ def test_what_is_remembered_of_instances_makes_no_difference(seed: int, make: ty
     admission = Admission(QueueOrder(starving_s=5.0))
     settings_of = {"splits": SplitConfig(linger_s=2.0)} if issubclass(make, BindingPolicy) else {}
     kept, plain = (make(admission=admission, **settings_of) for _ in range(2))
+    if isinstance(kept, BindingPolicy):
+        check_choices(kept)
     refused: frozenset = frozenset()
     present: set[str] = set()
     instances: list[InstanceView] = []
@@ -158,10 +184,10 @@ def test_a_request_is_not_lost_where_choosing_fails():
     class Failing(RoundRobinPolicy):
         fails = True
 
-        def choose(self, choices: list[InstanceView], request) -> InstanceView:
+        def choose(self, room: Room, closed: Collection[int]) -> InstanceView:
             if self.fails:
                 raise RuntimeError("injected")
-            return super().choose(choices, request)
+            return super().choose(room, closed)
 
     policy, view = Failing(), cluster(queue=[waiting("a")])
     with pytest.raises(RuntimeError, match="injected"):
