@@ -128,6 +128,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
 
         with monkeypatch.context() as patched:
             patched.setattr(engine, "_admit", admit_and_pause)
+            patched.setattr(engine.rounds, "_admit", admit_and_pause)
             engine.advance()
         assert len(calls) == 2, "one step was launched"
         assert [i.tp for i in engine.instances] == [4]
