@@ -41,6 +41,7 @@ class Dispatcher:
         self._engine = engine
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _RESULT, or None to stop
         self._num_called = self._num_served = 0
+        self._in_call = False
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
@@ -48,7 +49,7 @@ class Dispatcher:
         self.num_held = 0
         # Waiting for the device happens in threads that launch nothing.
         engine.on_result = partial(self._calls.put, _RESULT)
-        engine.rounds.calls_wait = lambda: self._num_called != self._num_served
+        engine.rounds.calls_wait = lambda: not self._in_call and self._num_called != self._num_served
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 
@@ -116,10 +117,13 @@ class Dispatcher:
             self._num_served += 1
             # Its caller may have been cancelled, and no one wants the call any more. From here on it cannot be.
             if future.set_running_or_notify_cancel():
+                self._in_call = True  # others wait for its end, and not for a launch of its own
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
+                finally:
+                    self._in_call = False
             # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that no one else does.
             item = function = future = None
 
