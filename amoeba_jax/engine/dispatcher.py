@@ -40,7 +40,7 @@ class Dispatcher:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _RESULT, or None to stop
-        self._num_called = self._num_served = 0
+        self._num_called = self._num_served = 0  # under the lock, and in the dispatcher's thread
         self._in_call = False
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
