@@ -1,8 +1,9 @@
 """How long requests wait while instances merge and split: for their next token, and new ones for their first.
 
-    python benchmarks/waits.py [--models SmolLM2-135M Deep-48] [--requests 16] [--repeats 3] [--json waits.json]
+    python benchmarks/waits.py [--models SmolLM2-135M Deep-48] [--devices 4] [--requests 16] [--repeats 3] [--json FILE]
 
-On 4 virtual devices, requests decode on all instances. Measured in one process, with `layers_per_step="auto"`:
+On virtual devices, requests decode on all instances. (Where devices share cores, steps differ at rest: with as many
+devices as cores, less so.) Measured in one process, with `layers_per_step="auto"`:
 
 - the longest gap between two tokens of any request during a merge and a split, in steps of the slower of both layouts;
   beside it the longest gap at rest in that layout, over as many tokens; and how long the whole takes, as a multiple of
@@ -32,7 +33,6 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 
-DEVICES = 4
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PLACES = ("start", "middle", "end")
@@ -130,21 +130,20 @@ def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: 
     return (late[0].ttft_s if late else 0.0), begin, end
 
 
-def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
+def measure(llm: LLM, devices: int, num_requests: int, repeats: int) -> dict[str, Any]:
     """All figures of a model."""
     random, vocab = np.random.default_rng(0), llm._engine.dims.config.vocab_size
     prompts = [random.integers(3, vocab, 64).tolist() for _ in range(num_requests)]
     short = [random.integers(3, vocab, 24).tolist() for _ in range(200)]
     found: dict[str, Any] = {"gap_steps": {}, "rest_gap_steps": {}, "whole": {}, "rest_s": {}, "ttft_s": {}}
-    llm.warmup([1, 4])
+    llm.warmup([1, devices])
 
     def running() -> Watched:
         watched = Watched(llm, prompts, LONG).start()
         watched.wait_for(_SETTLE_TOKENS)
         return watched
 
-    for degree in (1, 4):  # the layout that they are in
-        name = "merge" if degree == 1 else "split"
+    for name, degree, other in (("merge", 1, devices), ("split", devices, 1)):
         seconds: dict[str, list[float]] = {}
         for _ in range(repeats):
             for layers in ("auto", llm._engine.dims.config.num_layers):
@@ -152,7 +151,7 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
                 watched = running()
                 watched.wait_for(max(map(len, watched.times)) + _REST_TOKENS)
                 rest = [watched.gaps(watched.times[0][2], time.perf_counter())]
-                _, begin, end = change(llm, 5 - degree, None, "start", layers)
+                _, begin, end = change(llm, other, None, "start", layers)
                 watched.wait_for(max(map(len, watched.times)) + 2)
                 after = time.perf_counter()
                 watched.wait_for(max(map(len, watched.times)) + _REST_TOKENS)
@@ -167,7 +166,7 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
                 llm.transform(degree)
                 watched = running()
                 seconds.setdefault("rest", []).append(first_token(llm, short.pop()))
-                ttft_s, _, _ = change(llm, 5 - degree, short.pop(), place)
+                ttft_s, _, _ = change(llm, other, short.pop(), place)
                 seconds.setdefault(place, []).append(ttft_s)
                 seconds.setdefault("after", []).append(first_token(llm, short.pop()))
                 watched.end()
@@ -176,16 +175,16 @@ def measure(llm: LLM, num_requests: int, repeats: int) -> dict[str, Any]:
         found["whole"][name] = median(seconds["auto"]) / median(seconds[str(llm._engine.dims.config.num_layers)])
         found["rest_s"][name] = {"before": median(seconds["rest"]), "after": median(seconds["after"])}
         found["ttft_s"][name] = {place: median(seconds[place]) for place in PLACES}
-    found["prefix"] = prefixes(llm, [random.integers(3, vocab, 128).tolist() for _ in range(16)])
+    found["prefix"] = prefixes(llm, devices, [random.integers(3, vocab, 128).tolist() for _ in range(16)])
     return found
 
 
-def prefixes(llm: LLM, prompts: list[list[int]]) -> dict[str, float]:
+def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, float]:
     """The share of cached tokens that prompts find before a merge, after it, and after the split."""
     llm.transform(1)
     llm.generate(prompts, SHORT)
     shares = {}
-    for name, degree in (("before", 1), ("merged", 4), ("split", 1)):
+    for name, degree in (("before", 1), ("merged", devices), ("split", 1)):
         llm.transform(degree)
         before = llm.stats.cached_tokens
         llm.generate([[*prompt, 5] for prompt in prompts], SHORT)
@@ -220,7 +219,8 @@ def main() -> None:
     """Print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
-    parser.add_argument("--requests", type=int, default=16, help="a multiple of 4")
+    parser.add_argument("--devices", type=int, choices=(2, 4), default=4)
+    parser.add_argument("--requests", type=int, default=16, help="a multiple of the devices")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -232,9 +232,9 @@ def main() -> None:
                 Path(directory, "config.json").write_text(json.dumps(RANDOM_MODELS[name]), encoding="utf-8")
                 source["load_format"] = "random"
             settings = {"kv_cache_tokens": 8192, "max_model_len": 1024, "max_num_seqs": 8, "progress": False}
-            with LLM(num_devices=DEVICES, **source, **settings) as llm:
-                results[name] = measure(llm, options.requests, options.repeats)
-        show(name, results[name])
+            with LLM(num_devices=options.devices, **source, **settings) as llm:
+                results[name] = measure(llm, options.devices, options.requests, options.repeats)
+        show(f"{name}, {options.devices} devices", results[name])
     if options.json:
         options.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
 

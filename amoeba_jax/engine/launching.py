@@ -28,7 +28,7 @@ LAUNCH_LEAD_S = 0.015
 SHORT_STEP_S = 0.04
 # Steps of instances that may pause are launched in parts that take at least `PART_S`, each `PART_LEAD_S` before those
 # ahead of it are expected to have run: an urgent request waits for these alone, and not for the step.
-PART_S, PART_LEAD_S = 0.015, 0.01
+PART_S, PART_LEAD_S = 0.015, 0.007
 
 
 class Launching:

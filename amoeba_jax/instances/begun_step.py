@@ -49,6 +49,7 @@ class BegunStep:
         self.num_launched = 0
         self._launched_s = 0.0  # what was launched and is not known to have run takes that long
         self._part_s = (expected.ends_at - expected.begins_at) / num_parts
+        self._waited = False  # whether its devices waited for the part that was launched last
         units = len(work.programs) + 1  # the head is the last
         self._ends = [part * units // num_parts for part in range(1, num_parts)]
         self._pages = [row.sequence.pages for row in plan.rows]
@@ -66,11 +67,17 @@ class BegunStep:
         """Take note of when its devices had computed the step before, in seconds of `time.perf_counter`."""
         self.runs_until = at_s + self._launched_s
 
-    def ran_early(self) -> None:
-        """Take note that its devices have run what was launched, and wait: its other parts take half as long as
-        expected, from now on."""
-        self.runs_until, self._launched_s = time.perf_counter(), 0.0
-        self._part_s /= 2
+    def devices_wait(self, wait: bool) -> None:
+        """Take note, before a part is launched, of whether its devices have run what was launched and wait for it.
+
+        Where they waited for two parts in a row, its other parts take half as long as expected. (For one it may be by
+        chance: parts that are launched sooner than needed are what an urgent request has to wait for.)
+        """
+        if wait:
+            self.runs_until, self._launched_s = time.perf_counter(), 0.0
+            if self._waited:
+                self._part_s /= 2
+        self._waited = wait
 
     def resumed(self) -> None:
         """Take note that its devices have computed something else meanwhile."""

@@ -238,8 +238,7 @@ class Instance:
         begun, self.begun = self.begun, None
         if begun is None or not begun.has_rows:
             return None
-        if begun.num_launched > 0 and self.runner.hidden.is_ready:
-            begun.ran_early()
+        begun.devices_wait(begun.num_launched > 0 and self.runner.hidden.is_ready)
         if not to_the_end and (segments := begun.next_part()) is not None:
             self.launcher.launch_part(begun, segments)
             self.begun = begun

@@ -61,15 +61,18 @@ def test_parts_are_due_from_when_the_step_before_has_run():
     assert step.runs_until == pytest.approx(time.perf_counter() + 2 * HOUR_S, abs=1)
 
 
-def test_parts_are_due_sooner_where_those_before_them_ran_early():
-    step = begun_step(3, 4, HOUR_S)
+def test_parts_are_due_sooner_where_devices_wait_for_two_in_a_row():
+    """For one they may wait by chance."""
+    step = begun_step(7, 8, HOUR_S)
     step.next_part()
-    for part_s in (HOUR_S / 8, HOUR_S / 16):
-        step.ran_early()
+    parts = [(True, 1 / 8), (False, None), (True, 1 / 8), (True, 1 / 16), (True, 1 / 32)]
+    for wait, share in parts:
+        step.devices_wait(wait)
         step.next_part()
-        assert step.runs_until == pytest.approx(time.perf_counter() + part_s, abs=1)
+        if share is not None:
+            assert step.runs_until == pytest.approx(time.perf_counter() + share * HOUR_S, abs=1)
     step.began(time.perf_counter())
-    assert step.runs_until == pytest.approx(time.perf_counter() + HOUR_S / 16, abs=1), "of what has not run"
+    assert step.runs_until == pytest.approx(time.perf_counter() + HOUR_S / 32, abs=1), "of what has not run"
 
 
 def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run():
