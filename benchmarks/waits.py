@@ -33,6 +33,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 
+MAX_NUM_SEQS = 8
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PLACES = ("start", "middle", "end")
@@ -224,6 +225,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.requests % options.devices or options.requests >= MAX_NUM_SEQS * options.devices:
+        parser.error(f"--requests: a multiple of {options.devices} below {MAX_NUM_SEQS} a device, as others come beside")
     results = {}
     for name in options.models:
         with tempfile.TemporaryDirectory() as directory:
@@ -231,7 +234,7 @@ def main() -> None:
             if name not in REAL_MODEL:
                 Path(directory, "config.json").write_text(json.dumps(RANDOM_MODELS[name]), encoding="utf-8")
                 source["load_format"] = "random"
-            settings = {"kv_cache_tokens": 8192, "max_model_len": 1024, "max_num_seqs": 8, "progress": False}
+            settings = {"kv_cache_tokens": 8192, "max_model_len": 1024, "max_num_seqs": MAX_NUM_SEQS, "progress": False}
             with LLM(num_devices=options.devices, **source, **settings) as llm:
                 results[name] = measure(llm, options.devices, options.requests, options.repeats)
         show(f"{name}, {options.devices} devices", results[name])
