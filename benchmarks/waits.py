@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.requests % options.devices or options.requests >= MAX_NUM_SEQS * options.devices:
+    if options.requests % options.devices or not 0 < options.requests < MAX_NUM_SEQS * options.devices:
         parser.error(f"--requests: a multiple of {options.devices} below {MAX_NUM_SEQS} a device: others come beside")
     results = {}
     for name in options.models:

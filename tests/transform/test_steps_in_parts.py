@@ -315,7 +315,7 @@ def test_tokens_while_requests_pause_and_go_on_by_themselves(idle: LLM, monkeypa
 
 
 def test_parts_are_due_from_when_devices_wait_for_one(idle: LLM):
-    """Once the first part has run, devices have nothing to do: the next follows at once, and not after its hour."""
+    """Once the first part has run, devices have nothing to do: the parts behind the next are counted from now."""
 
     @long_steps(done_early=True)
     def drive() -> None:
