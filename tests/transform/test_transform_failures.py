@@ -20,7 +20,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step_plan import PendingStep, StepPlan
 from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
@@ -125,19 +125,25 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The token never comes: the request is not to wait for it."""
     running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    switch = Transition.switch_layers
-    preempted = []
+    switch, done = Transition.switch_layers, PendingStep.done
+    assert isinstance(done, property)
+    switched, preempted = [], []
 
     def fails(transition: Transition, step: StepPlan | None = None) -> None:
-        if transition.num_switched and not preempted:  # a result may have been taken in between
-            preempted.extend(s for s in transition.instance.running if s.num_in_flight)
-            if preempted:
-                idle._engine.sequences.preempt(transition.instance, preempted[0])
-                raise RuntimeError("injected")
+        if switched:
+            preempted.append(next(s for s in transition.instance.running if s.num_in_flight))
+            idle._engine.sequences.preempt(transition.instance, preempted[0])
+            raise RuntimeError("injected")
         switch(transition, step)
+        switched.append(transition)
+
+    def not_yet(step: PendingStep) -> bool:
+        """Results of the step between the two switches are not taken in before the second."""
+        return done.__get__(step) and (not switched or bool(preempted))
 
     with monkeypatch.context() as patch:
         patch.setattr(Transition, "switch_layers", fails)
+        patch.setattr(PendingStep, "done", property(not_yet))
         with pytest.raises(TransformError, match="injected"):
             idle.transform(4 if up else 1, layers_per_step=1)
     assert tokens(running.result()) == expected
