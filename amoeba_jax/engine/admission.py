@@ -114,7 +114,7 @@ class SequenceAdmission:
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
         home = self._room.home(sequence)
-        if home.transition is not None or self._transformations.awaits_steps(home):
+        if home.transition is not None or self._transformations.is_about_to_change(home):
             raise RequestError(f"instance {home.id} is being transformed")
         self._sequences.preempt(home, sequence)
 

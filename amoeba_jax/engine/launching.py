@@ -45,22 +45,11 @@ class Launching:
         self._cluster, self._sequences, self._stats = cluster, sequences, stats
         self._transformations, self._recovery = transformations, recovery
 
-    @staticmethod
-    def due_s(instance: Instance) -> float:
-        """Seconds until an instance's next step is to be launched: none where the one that computes is short or near
-        its end, or where nothing is known of that; infinite where that one is launched."""
-        pending = instance.pending
-        if instance.begun is not None:
-            return instance.begun.runs_until - PART_LEAD_S - time.perf_counter()
-        if len(pending) >= MAX_PENDING_STEPS:
-            return math.inf
-        if not pending or instance.transition is not None:
-            return 0.0
-        (step,) = pending
-        expected = instance.pace.expected(step.launched_at, step.decodes, step.prompt_tokens)
-        if expected is None or expected.ends_at - expected.begins_at < SHORT_STEP_S:
-            return 0.0
-        return expected.ends_at - LAUNCH_LEAD_S - time.perf_counter()
+    def due_s(self, instance: Instance) -> float:
+        """Seconds until an instance's next step, or part of one, is to be launched; infinite where that is to wait for
+        those that are."""
+        held_s = self._transformations.held_s(instance) if instance.begun is None else 0.0
+        return max(held_s, due_s(instance))
 
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
@@ -68,7 +57,7 @@ class Launching:
         if instance.begun is not None:
             self._launch_part(instance)
             return True
-        if self._transformations.awaits_steps(instance):
+        if self._transformations.held_s(instance) > 0:
             return False
         num_preempted = self._reserve_next_tokens(instance)
         if instance.transition is None:
@@ -251,3 +240,20 @@ class Launching:
                 self._sequences.preempt(self._sequences.home(holder), holder)
                 num_preempted += 1
         return num_preempted
+
+
+def due_s(instance: Instance) -> float:
+    """Seconds until an instance's next step is to be launched where nothing changes: none where the one that computes
+    is short or near its end, or where nothing is known of that; infinite where that one is launched."""
+    pending = instance.pending
+    if instance.begun is not None:
+        return instance.begun.runs_until - PART_LEAD_S - time.perf_counter()
+    if len(pending) >= MAX_PENDING_STEPS:
+        return math.inf
+    if not pending or instance.transition is not None:
+        return 0.0
+    (step,) = pending
+    expected = instance.pace.expected(step.launched_at, step.decodes, step.prompt_tokens)
+    if expected is None or expected.ends_at - expected.begins_at < SHORT_STEP_S:
+        return 0.0
+    return expected.ends_at - LAUNCH_LEAD_S - time.perf_counter()

@@ -28,13 +28,17 @@ class ExpectedStep(NamedTuple):
 
 class Pace:
     """Durations of an instance's latest steps: from launch, or from the result of the step before if that came later,
-    to the moment in which the host takes the result."""
+    to the moment in which the host takes the result.
+
+    Attributes:
+        taken_at: when it took the latest.
+    """
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._rows: deque[int] = deque(maxlen=_NUM_STEPS)
         self._prompts: deque[tuple[int, float, float]] = deque(maxlen=_NUM_STEPS)
-        self._taken_at = 0.0
+        self.taken_at = 0.0
 
     def take(
         self,
@@ -51,20 +55,20 @@ class Pace:
         `step_s` is of steps for which `decodes` is true, `prompt_tokens_per_s` of those with prompt tokens, which may
         be beside decodes. Steps of a transformation are neither.
         """
-        seconds = taken_at - max(launched_at, self._taken_at)
+        seconds = taken_at - max(launched_at, self.taken_at)
         if decodes:
             self._seconds.append(seconds)
             self._rows.append(num_rows)
         elif prompt_tokens:
             of_decodes_s = (self.step_s or 0.0) if beside_decodes else 0.0
             self._prompts.append((prompt_tokens, seconds, max(seconds - of_decodes_s, 0.0)))
-        self._taken_at = taken_at
+        self.taken_at = taken_at
         return seconds
 
     def expected(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> ExpectedStep | None:
         """When a step that was launched then computes, as the latest ones of its kind say; None where there was none.
         Arguments are those of `take`."""
-        begins_at = max(launched_at, self._taken_at)
+        begins_at = max(launched_at, self.taken_at)
         if decodes and self._seconds:
             return ExpectedStep(begins_at, begins_at + min(list(self._seconds)[-_NUM_LATEST:]))
         if prompt_tokens and (rate := self.prompt_tokens_per_s) is not None:

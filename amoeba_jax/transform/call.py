@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.transform.in_step import InStep
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import KeptPages
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
@@ -32,7 +33,8 @@ class TransformCall:
     awaits_requests: bool = False
     """It begins when the requests of its instances have ended."""
     awaited: list[Instance] = field(default_factory=list)
-    """It begins when the steps of these have run. They launch no others."""
+    """It begins when the steps of these have run. They launch no others but to get in step."""
+    in_step: InStep | None = None
     residencies: set[int] = field(default_factory=set)
     """Instances that have the degree already, and release or restore weights."""
     error: BaseException | None = None

@@ -1,5 +1,7 @@
 """Transformations: which groups of devices change their degree, from the request to the report."""
 
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -11,6 +13,7 @@ from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.at_once import AtOnce
 from amoeba_jax.transform.beginning import Beginning
 from amoeba_jax.transform.call import TransformCall, check_options, next_groups
+from amoeba_jax.transform.in_step import InStep
 from amoeba_jax.transform.needs import GroupChange, NeededPrograms
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget
@@ -146,12 +149,19 @@ class Transformations:
     def _next_groups(self, call: TransformCall) -> list[list[Instance]]:
         return next_groups(call.options, self._cluster, call.residencies)
 
-    def awaits_steps(self, instance: Instance) -> bool:
-        """Whether an instance launches no steps until those that it has launched have run: it is about to change, or
-        all of its layers are where they are to be."""
-        if instance.transition is not None:
-            return bool(instance.pending) and self.active.has_switched_all(instance)
+    def is_about_to_change(self, instance: Instance) -> bool:
+        """Whether an instance changes when steps that were launched have run."""
         return any(instance in call.awaited for call in self._calls)
+
+    def held_s(self, instance: Instance) -> float:
+        """Seconds for which an instance launches no steps; infinite until those that it has launched have run: it is
+        about to change, or all of its layers are where they are to be."""
+        if instance.transition is not None:
+            return math.inf if instance.pending and self.active.has_switched_all(instance) else 0.0
+        call = next((call for call in self._calls if instance in call.awaited), None)
+        if call is None:
+            return 0.0
+        return math.inf if call.in_step is None else call.in_step.due_s(instance, time.perf_counter())
 
     def retry(self) -> None:
         """Programs have come: go on with calls that wait for some."""
@@ -202,10 +212,12 @@ class Transformations:
         return call.awaits_requests
 
     def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether steps that were launched are waited for. No instance launches others, nor does one that has none now:
-        its group would wait for those in turn. No requests start beside them."""
+        """Whether steps that were launched are waited for. No instance launches others, but to get in step, nor does
+        one that has none now: its group would wait for those in turn. No requests start beside them."""
         changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
         call.awaited = changing if any(i.has_steps for i in changing) else []
+        if call.in_step is None or call.in_step.instances != changing:
+            call.in_step = InStep(changing, time.perf_counter())
         for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
             lane.closed = True
         return bool(call.awaited)

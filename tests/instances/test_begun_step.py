@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from amoeba_jax.engine.launching import PART_LEAD_S, Launching
+from amoeba_jax.engine.launching import PART_LEAD_S, due_s
 from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
 from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.runner import Part, PreparedPart, StepInputs
@@ -81,5 +81,5 @@ def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run()
         pending = ()
 
     Serving.begun.next_part()
-    due_s = Launching.due_s(Serving())  # pyright: ignore[reportArgumentType]
-    assert due_s == pytest.approx(HOUR_S / 4 - PART_LEAD_S, abs=1)
+    found_s = due_s(Serving())  # pyright: ignore[reportArgumentType]
+    assert found_s == pytest.approx(HOUR_S / 4 - PART_LEAD_S, abs=1)
