@@ -50,6 +50,7 @@ class BegunStep:
         self._launched_s = 0.0  # what was launched and is not known to have run takes that long
         self._part_s = (expected.ends_at - expected.begins_at) / num_parts
         self._waited = False  # whether its devices waited for the part that was launched last
+        self._has_resumed = False  # since then
         units = len(work.programs) + 1  # the head is the last
         self._ends = [part * units // num_parts for part in range(1, num_parts)]
         self._pages = [row.sequence.pages for row in plan.rows]
@@ -71,19 +72,21 @@ class BegunStep:
         """Take note, before a part is launched, of whether its devices have run what was launched and wait for it.
 
         Where they waited for two parts in a row, its other parts take half as long as expected. (For one it may be by
-        chance: parts that are launched sooner than needed are what an urgent request has to wait for.)
+        chance: parts that are launched sooner than needed are what an urgent request has to wait for. After a pause
+        they always do.)
         """
         if wait:
             self.runs_until, self._launched_s = time.perf_counter(), 0.0
             if self._waited:
                 self._part_s /= 2
-        self._waited = wait
+        self._waited, self._has_resumed = wait and not self._has_resumed, False
 
     def resumed(self) -> None:
         """Take note that its devices have computed something else meanwhile."""
         waited = max(time.perf_counter() - self.runs_until, 0.0)
         self.launched_at += waited
         self.runs_until += waited
+        self._waited, self._has_resumed = False, True
 
     @property
     def has_rows(self) -> bool:

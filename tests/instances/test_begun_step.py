@@ -83,3 +83,15 @@ def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run()
     Serving.begun.next_part()
     found_s = due_s(Serving())  # pyright: ignore[reportArgumentType]
     assert found_s == pytest.approx(HOUR_S / 4 - PART_LEAD_S, abs=1)
+
+
+def test_after_a_pause_the_first_wait_does_not_count():
+    step = begun_step(15, 16, HOUR_S)
+    step.next_part()
+    parts = [("resumed", 1 / 16), (True, 1 / 16), (True, 1 / 32), ("resumed", 1 / 32), (True, 1 / 32), (True, 1 / 64)]
+    for what, share in parts:
+        if what == "resumed":
+            step.resumed()
+        step.devices_wait(True)
+        step.next_part()
+        assert step.runs_until == pytest.approx(time.perf_counter() + share * HOUR_S, abs=1)
