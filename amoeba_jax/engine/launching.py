@@ -46,10 +46,10 @@ class Launching:
         self._transformations, self._recovery = transformations, recovery
 
     def due_s(self, instance: Instance) -> float:
-        """Seconds until an instance's next step, or part of one, is to be launched; infinite where that is to wait for
-        those that are."""
+        """Seconds until an instance's next step, or part of one, is to be launched; infinite where nothing says when,
+        before a result comes."""
         held_s = self._transformations.held_s(instance) if instance.begun is None else 0.0
-        return max(held_s, due_s(instance))
+        return max(held_s, step_due_s(instance))
 
     def launch(self, instance: Instance) -> bool:
         """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
@@ -124,6 +124,8 @@ class Launching:
             return
         if plan is not None:
             self._launched(instance, plan)
+        elif instance.begun is None:  # all of its sequences have ended
+            self._cluster.on_result()  # no result will come that changes may wait for
 
     def finish_begun(self, instance: Instance) -> None:
         """Launch what is left of a step that an instance has begun, before something else happens to it: where that
@@ -242,7 +244,7 @@ class Launching:
         return num_preempted
 
 
-def due_s(instance: Instance) -> float:
+def step_due_s(instance: Instance) -> float:
     """Seconds until an instance's next step is to be launched where nothing changes: none where the one that computes
     is short or near its end, or where nothing is known of that; infinite where that one is launched."""
     pending = instance.pending

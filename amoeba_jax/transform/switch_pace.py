@@ -30,9 +30,9 @@ class SwitchRates:
 class SwitchPace:
     """The pace of one transition.
 
-    `auto` begins with one segment, as requests have waited for each other's steps by then. After that it takes as many
-    layers as are known to be bearable, and at most twice as many as the time before. It follows what steps take behind
-    their switches: devices differ, and so do steps during a transition.
+    `auto` begins with one segment, as requests may have waited for others to end a step by then. After that it takes
+    as many layers as are known to be bearable, and at most twice as many as the time before. It follows what steps take
+    behind their switches: devices differ, and so do steps during a transition.
 
     Args:
         layers_per_step: what was asked for. `auto`: as many as keep the longest wait for a token under 1.25 steps.

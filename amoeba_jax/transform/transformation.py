@@ -141,9 +141,21 @@ class Transformations:
                     ) from error
                 call.error = error
                 call.outcomes.append("what had not begun is as it was")
-        if call.active:
-            return
+        if not call.active:
+            self._end(call)
+
+    def _end(self, call: TransformCall) -> None:
+        """Give the caller the report. Instances that did not change, as a part of their group is lost, go on."""
         self._calls.remove(call)
+        left = [i for i in self._cluster.instances if i.id in call.options.devices]
+        for lane in [lane for instance in left for lane in instance.lanes]:
+            lane.closed = False
+        lost = set(call.options.devices).difference(*(instance.group.device_indices for instance in left))
+        if lost and call.error is None:
+            error = RuntimeError("devices went out of service while steps or requests were waited for")
+            call.fail(
+                error, sorted(lost), "their requests are computed again elsewhere; the others of their groups go on"
+            )
         call.end()
 
     def _next_groups(self, call: TransformCall) -> list[list[Instance]]:
@@ -154,8 +166,8 @@ class Transformations:
         return any(instance in call.awaited for call in self._calls)
 
     def held_s(self, instance: Instance) -> float:
-        """Seconds for which an instance launches no steps; infinite until those that it has launched have run: it is
-        about to change, or all of its layers are where they are to be."""
+        """Seconds for which an instance launches no steps, as it is about to change, or as all of its layers are where
+        they are to be; infinite where it waits for steps that were launched."""
         if instance.transition is not None:
             return math.inf if instance.pending and self.active.has_switched_all(instance) else 0.0
         call = next((call for call in self._calls if instance in call.awaited), None)
@@ -212,12 +224,11 @@ class Transformations:
         return call.awaits_requests
 
     def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether steps that were launched are waited for. No instance launches others, but to get in step, nor does
-        one that has none now: its group would wait for those in turn. No requests start beside them."""
+        """Whether steps that were launched are waited for. Instances launch no others, but to get in step: those that
+        have none now neither, or their group would wait for these in turn. No requests start beside them."""
         changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
         call.awaited = changing if any(i.has_steps for i in changing) else []
-        if call.in_step is None or call.in_step.instances != changing:
-            call.in_step = InStep(changing, time.perf_counter())
+        call.in_step = InStep(changing, time.perf_counter()) if call.awaited else None
         for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
             lane.closed = True
         return bool(call.awaited)

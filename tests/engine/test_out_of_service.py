@@ -1,6 +1,7 @@
 """Devices whose instances cannot be made again after a restart failed: the engine goes on, and they come back."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances import cluster as cluster_module
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.factory import InstanceFactory
+from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.weights import store
 from sharding.mesh import SubMesh
 
@@ -230,3 +232,35 @@ def test_requests_wait_while_no_instance_is_left(idle: LLM):
     assert tokens(running.result()) == expected
     assert tokens(late.result()) == expected
     assert [view.tensor_parallel_size for view in idle.instances] == [1] * 4
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: pytest.MonkeyPatch, degree: int):
+    """The caller is told, and instances that would have merged with it start requests as before."""
+    asked = requests(8, max_tokens=32)
+    expected = tokens(idle.generate(*asked))
+    running = decoding(idle, 8, asked, tp=1)[0]
+
+    def no_memory(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    def drive() -> Future[Any]:
+        engine = engine_of(idle)
+        engine.advance()
+        instances = engine.instances
+        assert all(instance.pending for instance in instances)
+        future = engine.transform(TransformOptions(degree, (0, 1, 2, 3)))
+        assert engine.instances == instances, "it waits for their steps"
+        with monkeypatch.context() as patch:
+            patch.setattr(Cluster, "rebuild", no_memory)
+            patch.setattr(Cluster, "_make_again", lambda *_: "no memory")
+            engine.launching.failed(instances[3], RuntimeError("injected"))
+        assert engine.instances == instances[:3]
+        return future
+
+    future = in_dispatcher(idle, drive)
+    with pytest.raises(TransformError, match=r"out of service.*devices \[3\]"):
+        future.result(TIMEOUT_S)
+    assert not any(lane.closed for instance in engine_of(idle).instances for lane in instance.lanes)
+    revive(idle)
+    assert tokens(running.result()) == expected

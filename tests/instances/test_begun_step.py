@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from amoeba_jax.engine.launching import PART_LEAD_S, due_s
+from amoeba_jax.engine.launching import PART_LEAD_S, step_due_s
 from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
 from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.runner import Part, PreparedPart, StepInputs
@@ -81,7 +81,7 @@ def test_the_next_part_is_due_shortly_before_those_that_were_launched_have_run()
         pending = ()
 
     Serving.begun.next_part()
-    found_s = due_s(Serving())  # pyright: ignore[reportArgumentType]
+    found_s = step_due_s(Serving())  # pyright: ignore[reportArgumentType]
     assert found_s == pytest.approx(HOUR_S / 4 - PART_LEAD_S, abs=1)
 
 

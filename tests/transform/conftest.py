@@ -37,6 +37,14 @@ def one_layer_at_a_time() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def always_in_step() -> Iterator[None]:
+    """Instances get in step before they change together, however short their steps are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("amoeba_jax.transform.in_step._LEAST_STEP_S", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
 def launched_ahead() -> Iterator[None]:
     """Steps are launched ahead at once, however long the first ones took: by hand, `advance` launches all there is."""
     with pytest.MonkeyPatch.context() as patch:

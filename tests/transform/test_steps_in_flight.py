@@ -1,5 +1,6 @@
 """Changes wait for the steps that their instances have launched, and hold up no other instance meanwhile."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def decoding(llm: LLM) -> list[Request]:
     requests = submit(llm, ASKED)
     steps(llm, lambda: all(s.output for r in requests for s in r.sequences))
     return requests
+
+
+@pytest.fixture(autouse=True)
+def not_in_step(always_in_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances launch no steps to end one together: see test_in_step.py."""
+    monkeypatch.setattr("amoeba_jax.transform.in_step._LEAST_STEP_S", math.inf)
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])

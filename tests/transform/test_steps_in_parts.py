@@ -20,7 +20,6 @@ from amoeba_jax.engine.logits import sequence_logits
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -143,32 +142,6 @@ def test_a_part_that_fails_has_the_step_computed_again(idle: LLM, monkeypatch: p
         steps(idle, lambda: done(submitted))
         assert outputs(submitted) == expected
         assert num_preemptions(submitted) > 0
-        end(idle, submitted)
-
-    in_dispatcher(idle, drive)
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-def test_a_change_waits_for_steps_that_were_begun(idle: LLM, degree: int):
-    """No layer moves before, and no other step begins."""
-    expected = expected_of(idle, KINDS)
-
-    @long_steps()
-    def drive() -> None:
-        engine = engine_of(idle)
-        submitted = begin(idle)
-        members = engine.instances
-        future = engine.transform(options(degree, release=True))
-        engine.advance()
-        engine.collect()
-        assert engine.instances == members
-        assert all(member.begun is not None for member in members)
-        steps(idle, lambda: engine.instances != members)
-        engine.end_transformations()
-        assert future.result().groups[0].recomputed == 0
-        steps(idle, lambda: done(submitted))
-        assert outputs(submitted) == expected
-        assert num_preemptions(submitted) == 0
         end(idle, submitted)
 
     in_dispatcher(idle, drive)
@@ -368,25 +341,3 @@ def test_a_step_whose_sequences_have_all_gone_is_not_launched(idle: LLM):
         end(idle, submitted)
 
     in_dispatcher(idle, drive)
-
-
-def test_a_change_ends_though_the_steps_that_it_waits_for_fail(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """At their launch, with no sequence left: no result comes that could tell."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the device failed")
-
-    @long_steps()
-    def drive() -> tuple[list[Request], Any]:
-        engine = engine_of(idle)
-        submitted = begin(idle)
-        future = engine.transform(options(4, release=True))
-        for instance in engine.instances:
-            monkeypatch.setattr(instance.runner, "run", fail)
-            engine.launching.finish_begun(instance)
-        engine.finish([s for r in submitted for s in r.sequences], "abort")
-        return submitted, future
-
-    submitted, future = in_dispatcher(idle, drive)
-    assert future.result(TIMEOUT_S).tensor_parallel_size == 4
-    end(idle, submitted)
