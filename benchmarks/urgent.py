@@ -159,15 +159,19 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     # An urgent request ends with its last token.
     own = [(begin, handed_out.times[o.request_id][-1]) for o, (begin, _) in zip(found, spans, strict=True)]
     by_engine = [handed_out.times[id] for id in best_effort.ids]
-    step_s, by_clients_s = (median(gaps(times, *rest)) for times in (by_engine, best_effort.times))
+    at_rest, by_clients = (
+        gaps([[at for at in each if at <= rest[1]] for each in times], *rest)
+        for times in (by_engine, best_effort.times)
+    )
+    step_s = median(at_rest)
     return {
         "idle_ttft_s": [output.metrics.ttft_s for output, _, _ in idle],
         "urgent_ttft_s": [output.metrics.ttft_s for output in found],
         "urgent_s": [end - begin for begin, end in spans],
         "step_s": step_s,
-        "rest_gaps_s": sorted(gaps(by_engine, *rest)),
+        "rest_gaps_s": sorted(at_rest),
         "beyond_urgent_steps": beyond(by_engine, own, step_s),
-        "beyond_urgent_steps_by_clients": beyond(best_effort.times, spans, by_clients_s),
+        "beyond_urgent_steps_by_clients": beyond(best_effort.times, spans, median(by_clients)),
         "longest_gap_s": max(gaps(best_effort.times, rest_begin, time.perf_counter())),
         "num_urgent": len(found),
         "saturated_to_the_end": saturated,

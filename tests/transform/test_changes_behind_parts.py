@@ -17,7 +17,6 @@ from amoeba_jax.request import Request
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 
-
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     with make(directory, compile_cache, prepare_pausing=True, **SHARED) as llm:
