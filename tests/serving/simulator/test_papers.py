@@ -78,6 +78,6 @@ def test_merges_for_room_in_the_cache_serve_more():
         options = argparse.Namespace(
             duration=200.0, short_per_minute=900.0, long_input_len=50_000, merge_for_cache_s=merge_for_cache_s
         )
-        return flapping.run(flapping.config_of(options, gap_s=30.0, tokens=512, seed=0), "amoeba", change_s=1.0)[0]
+        return flapping.run(flapping.config_of(options, gap_s=30.0, tokens=512, seed=0), "amoeba", 1.0, 0.0).all_tokens
 
     assert tokens_per_s(2.0) > 1.1 * tokens_per_s(None)  # 1.15, with 50 s of seeing whether it pays
