@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from harness import engine_of, in_dispatcher, registry_of
+from pausing_cases import KINDS, done, expected_of, options, outputs, steps, submit, transform
 from serving_checks import TIMEOUT_S
 from transform_cases import (
     Background,
@@ -20,7 +22,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import PendingStep, StepPlan
+from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
@@ -124,29 +126,34 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The token never comes: the request is not to wait for it."""
-    running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
-    switch, done = Transition.switch_layers, PendingStep.done
-    assert isinstance(done, property)
-    switched, preempted = [], []
+    expected = expected_of(idle, KINDS)
+    switch, preempted = Transition.switch_layers, list[Sequence]()
 
     def fails(transition: Transition, step: StepPlan | None = None) -> None:
-        if switched:
+        if transition.num_switched and not preempted:
             preempted.append(next(s for s in transition.instance.running if s.num_in_flight))
-            idle._engine.sequences.preempt(transition.instance, preempted[0])
+            engine_of(idle).sequences.preempt(transition.instance, preempted[0])
             raise RuntimeError("injected")
         switch(transition, step)
-        switched.append(transition)
 
-    def not_yet(step: PendingStep) -> bool:
-        """Results of the step between the two switches are not taken in before the second."""
-        return done.__get__(step) and (not switched or bool(preempted))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Transition, "switch_layers", fails)
-        patch.setattr(PendingStep, "done", property(not_yet))
+    def drive() -> None:
+        engine = engine_of(idle)
+        if not up:
+            transform(idle, options(4))
+        submitted = submit(idle, KINDS)
+        steps(idle, lambda: all(s.output for request in submitted for s in request.sequences))
+        future = engine.transform(options(4 if up else 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Transition, "switch_layers", fails)
+            steps(idle, lambda: bool(preempted))  # both switches in one round, in which no result is taken in
+        engine.end_transformations()
         with pytest.raises(TransformError, match="injected"):
-            idle.transform(4 if up else 1, layers_per_step=1)
-    assert tokens(running.result()) == expected
+            future.result()
+        steps(idle, lambda: done(submitted))
+        assert outputs(submitted) == expected
+        registry_of(idle).end(submitted)
+
+    in_dispatcher(idle, drive)
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
