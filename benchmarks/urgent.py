@@ -10,10 +10,9 @@ pause for that long, and `--max-pause-s` bounds what the others suffer.
 Times to the first token are those of the engine. A gap is one between two tokens of a best-effort request; it is
 compared with the time of the urgent request and 1.2 steps. Times of tokens are those at which the engine hands them
 out; beside them those at which the clients' threads have them, which wait for a processor among those that compute.
-Tokens are compared with those of undisturbed runs, and the
-exit code is 1 where they differ, or where a request was lost, or a best-effort one computed again under `hard`. (An
-urgent one is computed again where `max_pause_s` has others go on and leaves it no slot.) With `--stream-s 60` it takes
-9 minutes on two cores.
+Tokens are compared with those of undisturbed runs, and the exit code is 1 where they differ, or where a request was
+lost, or a best-effort one computed again under `hard`. (An urgent one is computed again where `max_pause_s` has others
+go on and leaves it no slot.) With `--stream-s 60` it takes 9 minutes on two cores.
 """
 
 import argparse

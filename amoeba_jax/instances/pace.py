@@ -31,7 +31,7 @@ class Pace:
     to the moment in which the host takes the result.
 
     Attributes:
-        taken_at: when it took the latest.
+        taken_at: when the host took the latest result, by the caller's clock, in seconds; 0 before the first.
     """
 
     def __init__(self) -> None:

@@ -35,6 +35,7 @@ class TransformCall:
     awaited: list[Instance] = field(default_factory=list)
     """It begins when the steps of these have run. They launch no others but to get in step."""
     in_step: InStep | None = None
+    """Which those are; None where no steps are awaited."""
     residencies: set[int] = field(default_factory=set)
     """Instances that have the degree already, and release or restore weights."""
     error: BaseException | None = None

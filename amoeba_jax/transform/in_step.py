@@ -25,8 +25,8 @@ class LastStep(NamedTuple):
     """What an instance has launched.
 
     Attributes:
-        end_s: when all of that is expected to have run.
-        step_s: how long another step takes; infinite where it has no requests that wait for one.
+        end_s: when all of that is expected to have run, in seconds of `time.perf_counter`.
+        step_s: seconds that another step takes; infinite where it has no requests that wait for one.
         most_steps: how many more it may launch.
     """
 
@@ -36,8 +36,8 @@ class LastStep(NamedTuple):
 
 
 class Approach(NamedTuple):
-    """What an instance does until all are in step: that many steps, and a wait, in seconds, before each of them and
-    behind the last."""
+    """What an instance does until all are in step: that many steps, with a wait, in seconds, before each of them, and
+    one behind the last."""
 
     num_steps: int
     wait_s: float
@@ -61,13 +61,15 @@ def approaches(members: Sequence[LastStep]) -> list[Approach]:
 
 
 def _approach(member: LastStep, meeting_s: float) -> Approach:
-    """With as many steps as there is time for."""
+    """With as many steps as there is time for. The waits before them are longer than the last, as the step behind that
+    is longer."""
     seconds, step_s = meeting_s - member.end_s, member.step_s
     num_steps = min(member.most_steps, int(seconds / step_s + 1e-6))
-    spare_s = max(seconds - num_steps * step_s, 0.0) if num_steps else seconds
-    switch_s = num_steps * _SWITCH_SHARE * step_s if num_steps else 0.0
-    last_wait_s = max((spare_s - switch_s) / (num_steps + 1), 0.0)
-    return Approach(num_steps, (spare_s - last_wait_s) / max(num_steps, 1), last_wait_s)
+    if num_steps == 0:
+        return Approach(0, 0.0, seconds)
+    spare_s = max(seconds - num_steps * step_s, 0.0)
+    last_wait_s = max((spare_s - num_steps * _SWITCH_SHARE * step_s) / (num_steps + 1), 0.0)
+    return Approach(num_steps, (spare_s - last_wait_s) / num_steps, last_wait_s)
 
 
 def _share(approach: Approach, step_s: float) -> float:
@@ -80,6 +82,10 @@ class InStep:
     only.
 
     It is planned once: what steps take differs by more than a later plan would gain.
+
+    Args:
+        instances: some of which have steps that run.
+        now: in seconds of `time.perf_counter`.
     """
 
     def __init__(self, instances: Sequence[Instance], now: float):
@@ -96,8 +102,8 @@ class InStep:
                 self._planned[instance] = instance.num_launched + num_steps, wait_s
 
     def due_s(self, instance: Instance, now: float) -> float:
-        """Seconds until one of them launches another step; infinite while one of its own computes, and where it has
-        launched all that it is to."""
+        """Seconds from `now` until one of them launches another step; infinite while one of its own computes, and where
+        it has launched all that it is to."""
         num_launched, wait_s = self._planned.get(instance, (0, 0.0))
         if instance.num_launched >= num_launched or instance.has_steps:
             return math.inf
@@ -105,8 +111,8 @@ class InStep:
 
 
 def _last_step(instance: Instance, now: float) -> LastStep:
-    """None more are launched by one with a prompt to compute, which takes long, or without pages for them: those for
-    whom it waits should not have to wait for that, and no one lose his pages for it."""
+    """What an instance has launched. It launches no more with a prompt to compute, which others would wait for, or
+    without pages for them, which a request would lose."""
     going_on = [sequence for sequence in instance.running if sequence.num_uncomputed_tokens > 0]
     step_s = (instance.pace.step_s or 0.0) if going_on else math.inf
     decode = all(s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits for s in going_on)
