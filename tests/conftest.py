@@ -8,11 +8,16 @@ from typing import Any
 
 os.environ.setdefault("NPROC", "16")
 
+import hypothesis
 import jax
 import pytest
 from quick_compiling import compiling_quickly
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Property tests have no limit of time for an example: machines that run tests may be slow or busy.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"

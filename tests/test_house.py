@@ -1,9 +1,11 @@
-"""The sizes that files and classes keep to."""
+"""The sizes that files and classes keep to, and settings of all tests."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+
+import hypothesis
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("amoeba_jax", "benchmarks", "examples", "kvcache", "pallas_kernels", "serving", "sharding", "tests", "tools")
@@ -33,3 +35,14 @@ def test_classes_are_short():
                 if node.end_lineno - first + 1 > MAX_CLASS_LINES:
                     found.add(f"{name}: {node.name}")
     assert found == set()
+
+
+def test_property_tests_have_no_deadline():
+    """On a slow machine an example may take longer than any limit."""
+    assert hypothesis.settings().deadline is None
+    deadlines = set()
+    for name, text in source_files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "settings":
+                deadlines |= {name for keyword in node.keywords if keyword.arg == "deadline"}
+    assert deadlines == set(), "the profile in tests/conftest.py sets it for all"

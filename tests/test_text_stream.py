@@ -18,7 +18,7 @@ from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 LONG_TOKENS = ["ab", "abc", "ca", "aab", "bb", "c a", "#b#", "###", "\n\n", "日é", "🦠🦠"]
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Few letters, so that stop strings occur; characters of 1 to 4 bytes, and what a cut character becomes.
 TEXT = st.text(alphabet="aaabbc \n#é日🦠\ufffd", max_size=24)
 STOPS = st.lists(st.text(alphabet="aabc#\n 日🦠\ufffd", min_size=1, max_size=5), max_size=4).map(tuple)

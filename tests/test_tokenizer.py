@@ -149,7 +149,7 @@ def increments(tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)))
 def test_increments_add_up_to_the_text(name, loaded, text):
     tokenizer = loaded[name]
@@ -159,7 +159,7 @@ def test_increments_add_up_to_the_text(name, loaded, text):
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Qwen3"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), skip=st.booleans())
 def test_increments_add_up_for_any_tokens_of_byte_level_vocabularies(name, loaded, data, skip):
     tokenizer = loaded[name]
@@ -169,7 +169,7 @@ def test_increments_add_up_for_any_tokens_of_byte_level_vocabularies(name, loade
     assert "".join(increments(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), skip=st.booleans())
 def test_sentencepiece_increments_add_up_unless_bytes_are_invalid(loaded, data, skip):
     tokenizer = loaded["stories15M"]
@@ -189,7 +189,7 @@ def given_out(tokenizer: Tokenizer, ids: list[int], end: int, skip: bool = True)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)), skip=st.booleans())
 def test_prompt_and_increments_add_up_to_the_text(name, loaded, data, text, skip):
     """Also where the prompt ends in the middle of a word or of a character."""

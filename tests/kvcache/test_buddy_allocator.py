@@ -145,7 +145,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_takes_the_smallest_sufficient_block_with_the_lowest_id():

@@ -90,7 +90,7 @@ both_ways = pytest.mark.parametrize("loop", [False, True], ids=["programs", "loo
 
 @both_ways
 @pytest.mark.parametrize("case", CASES, ids=str)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1), full=st.booleans())
 def test_phases_do_on_devices_what_they_do_on_the_host(case, loop, seed, full):
     tp, old, new, dtype = case

@@ -64,7 +64,7 @@ def slots(codes: np.ndarray, num_ids: int) -> np.ndarray:
     return np.stack(np.divmod(codes, num_ids), axis=1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     num_ranks=st.sampled_from([1, 2, 4]),
     num_ids=st.integers(1, 40),

@@ -39,7 +39,7 @@ def bits(array: jax.Array | np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_targets_hold_what_sources_held_and_nothing_else_changes(shape, data, seed):
     extent_pages, page_elems, tp, dtype = shape

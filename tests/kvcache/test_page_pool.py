@@ -39,7 +39,7 @@ def test_whole_memory_can_be_allocated_at_every_degree(tp):
     assert pool.num_free_pages == 3 * tp
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tp=st.sampled_from([1, 2, 4]),
     sizes=st.lists(st.integers(1, 4), min_size=4, max_size=4),

@@ -11,7 +11,7 @@ from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), page_size=st.sampled_from([1, 2, 4]), tokens=st.lists(st.integers(0, 2**31 - 1), max_size=20))
 def test_keys_are_those_of_the_full_pages_however_the_tokens_come(data, page_size, tokens):
     whole, pieces = PageKeys(page_size, "a"), PageKeys(page_size, "a")
@@ -23,7 +23,7 @@ def test_keys_are_those_of_the_full_pages_however_the_tokens_come(data, page_siz
     assert {len(key) for key in whole.keys} <= {16}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(a=st.lists(st.integers(0, 1), max_size=12), b=st.lists(st.integers(0, 1), max_size=12))
 def test_keys_are_common_as_far_as_all_tokens_before_are(a, b):
     common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -108,7 +108,7 @@ cases = given(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @cases
 def test_scale_up_keeps_every_page(degrees, num_pages, fill, even, extra, phase_pieces, seed):
     (a, b, max_tp), random = degrees, np.random.default_rng(seed)
@@ -141,7 +141,7 @@ def test_scale_up_keeps_every_page(degrees, num_pages, fill, even, extra, phase_
     assert all(memory.holds(new[i], i, names[i]) for i in range(k))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @cases
 def test_scale_down_keeps_every_page(degrees, num_pages, fill, even, extra, phase_pieces, seed):
     (a, b, max_tp), random = degrees, np.random.default_rng(seed)
@@ -174,7 +174,7 @@ def test_scale_down_keeps_every_page(degrees, num_pages, fill, even, extra, phas
     assert all(memory.holds(new[i], i, pages[i]) for i in range(k))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @cases
 def test_up_and_down_again_while_sequences_come_and_go(degrees, num_pages, fill, even, extra, phase_pieces, seed):
     (a, b, max_tp), random = degrees, np.random.default_rng(seed)
@@ -284,7 +284,7 @@ def alone(*lengths: int) -> list[np.ndarray]:
     return np.split(np.random.default_rng(0).permutation(sum(lengths)), np.cumsum(lengths)[:-1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 12), max_size=12),
     room=st.lists(st.integers(0, 40), min_size=2, max_size=4),

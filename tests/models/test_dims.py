@@ -122,7 +122,7 @@ def test_only_what_is_transformable_is_laid_out_in_pages():
         assert paged == (set() if max_tp == 1 else ffn | attention if transform_attention else ffn)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     hidden=st.integers(1, 300),
     kv_heads=st.integers(1, 9),

@@ -32,7 +32,7 @@ append = jax.jit(append_kv, static_argnums=1, donate_argnums=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_tokens_land_in_their_slots_and_nothing_else_changes(shape, data, seed):
     extent_pages, kv_heads, page_size, head_dim, tokens, dtype = shape

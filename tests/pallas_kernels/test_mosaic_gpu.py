@@ -65,7 +65,7 @@ def test_interpreted_kernel_computes_attention_without_races(name):
 
 
 @pytest.mark.skipif(not FINDS_RACES, reason="the interpreter before JAX 0.12 takes minutes")
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(lengths=st.lists(st.integers(0, 144), min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
 def test_interpreted_kernel_takes_any_lengths_and_positions(lengths, seed):
     """Queries at positions with gaps between them, sequences of no tokens, pages dealt over extents at random."""

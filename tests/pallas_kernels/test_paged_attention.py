@@ -82,7 +82,7 @@ def check(shape: Shape, case: Case, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_attention_over_scattered_pages_is_contiguous_attention(shape, data, seed):
     lengths = data.draw(st.lists(st.integers(0, shape.longest), min_size=shape.B, max_size=shape.B), "lengths")

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from quick_compiling import compiling_quickly
@@ -66,7 +66,6 @@ def test_every_field_comes_out_on_every_rank_as_it_went_in(shape):
         np.testing.assert_array_equal(out["tables"][rank], tables[rank])
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 33)), min_size=1, max_size=4).map(tuple),
     width=st.integers(1, 20),

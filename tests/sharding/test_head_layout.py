@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.errors import LayoutError
@@ -14,7 +14,6 @@ from sharding.heads import HeadLayout
 KV_HEADS, GROUPS, DEGREES = st.integers(1, 20), st.integers(1, 9), st.sampled_from([1, 2, 4])
 
 
-@settings(deadline=None)
 @given(num_kv_heads=KV_HEADS, model_group=GROUPS, max_tp=DEGREES)
 def test_every_model_head_is_stored_beside_its_own_kv_head(num_kv_heads, model_group, max_tp):
     num_heads = num_kv_heads * model_group
@@ -32,7 +31,6 @@ def test_every_model_head_is_stored_beside_its_own_kv_head(num_kv_heads, model_g
                 assert kv_head == query // model_group, "a query head sees the KV head it has in the model"
 
 
-@settings(deadline=None)
 @given(num_kv_heads=KV_HEADS, model_group=GROUPS, max_tp=DEGREES)
 def test_stored_kv_heads_divide_by_every_degree_with_least_padding(num_kv_heads, model_group, max_tp):
     num_heads = num_kv_heads * model_group
@@ -49,7 +47,6 @@ def test_stored_kv_heads_divide_by_every_degree_with_least_padding(num_kv_heads,
         assert layout.kv_heads * layout.group < num_heads + layout.kv_heads, "less than one padded head per copy"
 
 
-@settings(deadline=None)
 @given(num_kv_heads=KV_HEADS, model_group=GROUPS, max_tp=DEGREES)
 def test_ranks_of_a_lower_degree_hold_whole_neighbours_of_a_higher_one(num_kv_heads, model_group, max_tp):
     """At every degree a rank serves contiguous stored heads, so its query heads find their KV heads there."""

@@ -140,7 +140,7 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES)
 def test_shards_are_those_cut_by_hand(sizes):
     dims = make_dims(sizes)
@@ -156,7 +156,7 @@ def test_shards_are_those_cut_by_hand(sizes):
             np.testing.assert_array_equal(weights.matrix(name, index), shard, err_msg=f"{name} {index}")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes=SIZES)
 def test_shards_are_written_whole_into_memory_that_was_used_before(sizes):
     weights = Weights(make_dims(sizes))
@@ -167,7 +167,7 @@ def test_shards_are_written_whole_into_memory_that_was_used_before(sizes):
             np.testing.assert_array_equal(shard, expected, err_msg=name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES, dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
 def test_tensors_come_back_from_their_shards(sizes, dtype):
     dims = make_dims(sizes)
@@ -188,7 +188,7 @@ def test_tensors_come_back_from_their_shards(sizes, dtype):
     ), "every tensor of the checkpoint can be written back"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES)
 def test_feed_forward_over_shards_is_the_dense_one(sizes):
     dims = make_dims(sizes)
@@ -213,7 +213,7 @@ def test_feed_forward_over_shards_is_the_dense_one(sizes):
         np.testing.assert_allclose(total, dense, rtol=1e-9, atol=1e-9 * np.abs(dense).max())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES)
 def test_attention_projections_over_shards_are_the_dense_ones(sizes):
     """`tanh(q * k) * v` stands for attention: it mixes a query head with its KV head and nothing else."""
@@ -247,7 +247,7 @@ def test_attention_projections_over_shards_are_the_dense_ones(sizes):
     np.testing.assert_allclose(total, dense, rtol=1e-9, atol=1e-9 * np.abs(dense).max())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES)
 def test_padding_is_accounted_for(sizes):
     """Stored elements less zeros and replicas are the model's own (no element of `Weights` is zero)."""

@@ -270,7 +270,6 @@ def test_any_order(llm: LLM, examples: int, monkeypatch: pytest.MonkeyPatch):
     limits = settings(
         max_examples=examples,
         stateful_step_count=25,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     monkeypatch.setattr(Pace, "expected", expected)

@@ -91,7 +91,7 @@ def send(channel: grpc.Channel, path: str, method: Any, data: bytes) -> grpc.Sta
 @pytest.mark.parametrize("count", [150, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(0)
 def test_no_message_breaks_the_server(fuzzed: Live, count: int):
-    @settings(max_examples=count, deadline=None)
+    @settings(max_examples=count)
     @given(method=st.sampled_from(METHODS), data=st.one_of(st.binary(max_size=200), mutated()))
     def every_message_has_a_status(method: tuple[str, Any], data: bytes) -> None:
         path, described = method

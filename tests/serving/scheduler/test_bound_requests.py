@@ -88,7 +88,7 @@ def check_choices(policy: BindingPolicy) -> None:
     policy.choose = checked  # type: ignore[method-assign]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from((*BASELINES, AmoebaPaperPolicy, FlyingPolicy)))
 def test_what_is_remembered_of_instances_makes_no_difference(seed: int, make: type):
     """A policy that forgets it before each decision decides the same. Requests come, go and starve; instances merge."""

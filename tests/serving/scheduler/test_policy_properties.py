@@ -112,7 +112,7 @@ def check_transformation(view: ClusterView, action: ScaleUp | ScaleDown) -> None
         assert all(r.max_total_tokens <= CAPACITY[action.degree] for r in member.running)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(clusters(), st.sampled_from(POLICY_NAMES), st.sampled_from([0.0, 60.0]), st.sampled_from([0.0, 1.0]))
 def test_decisions_can_be_carried_out(view: ClusterView, name: str, linger_s: float, growth: float):
     policy = make_policy(name, config=AmoebaConfig(linger_s=linger_s, reserved_growth=growth))
@@ -120,14 +120,14 @@ def test_decisions_can_be_carried_out(view: ClusterView, name: str, linger_s: fl
         check(view, policy.decide(view))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), st.sampled_from(POLICY_NAMES))
 def test_decisions_do_not_depend_on_the_order_in_the_snapshot(view: ClusterView, name: str):
     shuffled = dataclasses.replace(view, queue=view.queue[::-1])
     assert set(make_policy(name).decide(view)) == set(make_policy(name).decide(shuffled))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), st.sampled_from([0.0, 1.0]))
 def test_nobody_of_higher_priority_is_preempted(view: ClusterView, growth: float):
     priority = {r.request_id: r.priority for i in view.instances for r in i.running}
@@ -137,7 +137,7 @@ def test_nobody_of_higher_priority_is_preempted(view: ClusterView, growth: float
             assert priority[action.request_id] > best
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(st.floats(0, 20), st.sampled_from([1_000, 6_000, 11_000, 20_000, 50_000]), st.integers(-5, 5)),

@@ -32,7 +32,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.lists(requests | st.sampled_from([f"r{n}" for n in range(12)]), max_size=8), max_size=6))
 def test_changes_give_what_sorting_gives(rounds: list[list[WaitingRequest | str]]):
     queue, index, present, now_s = WaitingQueue(), QueueIndex(ORDER), {}, 90.0

@@ -78,7 +78,7 @@ def check_groups(room: Room, degree: int) -> None:
         assert kind == (busy_kind if any(i.running for i in members) else 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([0.0, 0.03, 0.1, 1.0]), min_size=1, max_size=6))
 def test_a_kept_room_is_the_room_of_its_last_snapshot(seed: int, shares: list[float]):
     chance = random.Random(seed)

@@ -248,7 +248,7 @@ asked = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, phases=NO_SHRINKING)
+@settings(max_examples=40, phases=NO_SHRINKING)
 @given(
     st.lists(asked, min_size=1, max_size=40),
     st.sampled_from(["hard", "soft", "sequential"]),
@@ -263,7 +263,7 @@ def test_all_requests_end_whatever_comes(requests: list[Asked], preemption, star
     assert sum(ending == 1 for ending in run.cluster.records.ending) == len(fits)
 
 
-@settings(max_examples=25, deadline=None, phases=NO_SHRINKING)
+@settings(max_examples=25, phases=NO_SHRINKING)
 @given(st.lists(asked, min_size=5, max_size=40), st.sampled_from(["amoeba", "static", "round_robin", "amoeba_paper"]))
 def test_requests_that_paused_go_on_under_another_policy(requests: list[Asked], name: str):
     """`SetPolicy` while some are paused."""

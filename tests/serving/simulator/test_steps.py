@@ -86,7 +86,7 @@ def reference(arrivals: list[float], prompts: list[int], outputs: list[int]) -> 
     return first, last
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(moments, st.integers(1, 200), st.integers(1, 60)), min_size=1, max_size=12))
 def test_times_are_those_of_single_steps(requests: list[tuple[float, int, int]]):
     arrivals, prompts, outputs = (list(column) for column in zip(*requests, strict=True))
@@ -105,7 +105,7 @@ def test_prompts_hold_up_those_that_decode_in_the_same_steps():
     assert tally.interference_s > 0.9 * (beside.end_s[0] - alone.end_s[0])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 300), st.integers(1, 300)), min_size=2, max_size=20),
     st.integers(1, 4),
