@@ -144,9 +144,8 @@ class EngineHandle:
                 Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
                 Splitting restores what the lower degree needs. Instances that have the degree already release or
                 restore theirs, all layers in one go between two steps.
-            layers_per_step: layers that change between two steps, up to whole segments (`EngineConfig.segment_layers`);
-                `"auto"`: as many as keep the longest wait for a token under 1.25 steps, by measured times, and all at
-                once when nothing runs.
+            layers_per_step: layers that change between two steps, rounded up to whole segments
+                (`EngineConfig.segment_layers`); `"auto"`: one segment. If no request runs, all layers change at once.
             wait_for_programs: whether to wait for a degree that `warmup(background=True)` has not come to yet. Requests
                 run as before until its programs are there.
             running: what becomes of the requests that run on instances that merge. `"migrate"`: they go on in the

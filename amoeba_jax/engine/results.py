@@ -49,11 +49,9 @@ class Results:
         prompt_tokens = step.prompt_tokens if instance.transition is None else 0
         now = time.perf_counter()
         kind = step.decodes, prompt_tokens, step.beside_decodes
-        seconds = instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
+        instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
         if instance.begun is not None and not instance.pending:
             instance.begun.began(now)
-        if instance.transition is not None:
-            instance.transition.pace.step_taken(seconds, step.switched_bytes)
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:

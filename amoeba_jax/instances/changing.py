@@ -3,24 +3,8 @@
 from typing import NamedTuple, Protocol
 
 
-class ChangePace(Protocol):
-    """How fast layers change their home."""
-
-    behind_step: int
-    """Bytes of the switches that the next step is launched behind."""
-
-    def step_taken(self, seconds: float, num_bytes: int) -> None:
-        """Take note of a decode step that was launched behind switches of that many bytes."""
-        ...
-
-
 class Changing(Protocol):
     """What changes the placement of an instance's layers, from one step to the next."""
-
-    @property
-    def pace(self) -> ChangePace:
-        """How fast they change."""
-        ...
 
     @property
     def overlaps(self) -> bool:

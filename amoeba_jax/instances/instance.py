@@ -224,7 +224,6 @@ class Instance:
         step = self.launcher.launch(plan, self.lanes)
         if self.transition is not None:
             step.decodes = False
-            step.switched_bytes = self.transition.pace.behind_step if plan.decodes else 0
         self._add_pending(step, plan)
 
     @property

@@ -48,9 +48,8 @@ class Pace:
         prompt_tokens: int = 0,
         beside_decodes: bool = False,
         num_rows: int = 0,
-    ) -> float:
-        """Take note of a step of that many sequences, in the order of their launches, and return its duration; times
-        are by one clock, in seconds.
+    ) -> None:
+        """Record a step of that many sequences, in the order of their launches; times are by one clock, in seconds.
 
         `step_s` is of steps for which `decodes` is true, `prompt_tokens_per_s` of those with prompt tokens, which may
         be beside decodes. Steps of a transformation are neither.
@@ -63,7 +62,6 @@ class Pace:
             of_decodes_s = (self.step_s or 0.0) if beside_decodes else 0.0
             self._prompts.append((prompt_tokens, seconds, max(seconds - of_decodes_s, 0.0)))
         self.taken_at = taken_at
-        return seconds
 
     def expected(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> ExpectedStep | None:
         """When a step that was launched then computes, as the latest ones of its kind say; None where there was none.

@@ -105,8 +105,7 @@ class PendingStep:
         sampled: rows whose next token the step chooses.
         result: what the sampler returned, in flight to the host; read after all else.
         decodes: it computes no prompt, but a token of each of its rows, and no layers change beside it.
-        prompt_rows: a row whose prompt log-probabilities it computes, with those in flight.
-        switched_bytes: of the layers' switches that it was launched behind, if it only decodes.
+        prompt_row: a row whose prompt log-probabilities it computes, with those in flight.
         launched_at: by `time.perf_counter()`.
     """
 
@@ -116,7 +115,6 @@ class PendingStep:
     decodes: bool
     prompt_row: Row | None = None
     prompt_result: "Future[np.ndarray] | None" = None
-    switched_bytes: int = 0
     launched_at: float = field(default_factory=time.perf_counter)
 
     @property

@@ -109,7 +109,6 @@ class ActiveTransitions:
             else:
                 active.steps += 1
                 active.tokens += len(instance.pending[-1].sampled)
-            transition.pace.behind_step = 0
             if transition.done:
                 self._finish(active)
         except Exception as error:

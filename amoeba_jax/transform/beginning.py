@@ -19,7 +19,6 @@ from amoeba_jax.transform.needs import GroupChange, samplers, transition_program
 from amoeba_jax.transform.pausing import KeptPages, drop_prefixes
 from amoeba_jax.transform.restart import check_growth
 from amoeba_jax.transform.staging import reserve_staging
-from amoeba_jax.transform.switch_pace import SwitchPace, SwitchRates
 from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import OutOfPagesError
 from kvcache.pages import PagePool
@@ -36,7 +35,6 @@ class Beginning:
 
     def __init__(self, cluster: Cluster, requeue: Callable[[Instance, Sequence], None]):
         self._cluster, self._requeue = cluster, requeue
-        self._rates = SwitchRates()
 
     def merge(self, call: TransformCall, old: list[Instance]) -> GroupTransition:
         """Begin to have one instance in the place of several, over their devices."""
@@ -69,8 +67,8 @@ class Beginning:
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
         step_s = max(paces, default=None)
         transition = Transition(
-            new, high, members, programs, mover, cluster.weights, self._pace(call, step_s, up=True),
-            overlapped=call.overlapped,
+            new, high, members, programs, mover, cluster.weights,
+            call.options.layers_per_step, overlapped=call.overlapped,
         )  # fmt: skip
         new.lane_buckets = cluster.buckets(change.lower)
         hand_over(old, views, self._requeue)
@@ -123,7 +121,7 @@ class Beginning:
         instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
         transition = Transition(
             instance, instance.site, members, programs, mover, cluster.weights,
-            self._pace(call, instance.pace.step_s, up=False), overlapped=call.overlapped,
+            call.options.layers_per_step, overlapped=call.overlapped,
         )  # fmt: skip
         cached = old_lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
         return GroupTransition(call, transition, allocators, [instance], extra, instance.pace.step_s, kept, *cached)
@@ -132,9 +130,6 @@ class Beginning:
     def _busy(instance: Instance, count: int) -> list[int]:
         """Count the slots that paused requests have on each of the instances to come."""
         return [len(member.running) for member in instance.paused] or [0] * count
-
-    def _pace(self, call: TransformCall, step_s: float | None, *, up: bool) -> SwitchPace:
-        return SwitchPace(call.options.layers_per_step, step_s, self._rates, up=up)
 
     def _joined_lane(self, part: LanePages, low: Any, high: Any, max_running: int):
         enabled = self._cluster.config.prefix_caching

@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
@@ -96,12 +94,6 @@ class GroupTransition:
         """What it took, now that it is done."""
         transition, programs = self.transition, self.transition.programs
         lower, higher = programs.lower, programs.group.tp
-        itemsize = jnp.dtype(programs.dims.dtype).itemsize
-        restored = sum(
-            shard.spec.num_elements // shard.spec.num_shards * itemsize * higher
-            for switch in transition.switches
-            for shard in (programs.restored(switch.layer) if not transition.up else ())
-        )
         return GroupTransform(
             programs.group.device_indices,
             lower if transition.up else higher,
@@ -111,7 +103,7 @@ class GroupTransition:
             self.steps,
             self.tokens,
             self.staging_bytes,
-            restored,
+            len(transition.switches) * programs.restored_bytes,
             self.recomputed,
             self.step_s,
             prefix_pages_kept=self.cached_after,

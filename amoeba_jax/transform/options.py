@@ -1,10 +1,12 @@
 """What a transformation is asked to do."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from amoeba_jax.transform.report import TransformVariant
-from amoeba_jax.transform.switch_pace import LayersPerStep
+
+LayersPerStep: TypeAlias = int | Literal["auto"]
+"""Layers that switch between two steps, rounded up to whole segments; `"auto"`: one segment."""
 
 RunningRequests = Literal["migrate", "pause", "wait"]
 """What becomes of running requests: see `LLM.transform`."""

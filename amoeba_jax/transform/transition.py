@@ -21,8 +21,8 @@ from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.deferred_switch import DeferredSwitch, deferred_switch
 from amoeba_jax.transform.movers import InPlaceMover, Mover, PlacedExchange, Plan
+from amoeba_jax.transform.options import LayersPerStep
 from amoeba_jax.transform.report import LayerSwitch
-from amoeba_jax.transform.switch_pace import SwitchPace
 from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import assemble, disassemble, replaced_if_lost
 
@@ -36,7 +36,7 @@ class Transition:
         members: sites of the lower degree, in the order of their devices. They have the other layers.
         programs: that were prepared for them.
         mover: that was prepared for them.
-        pace: how many layers switch between two steps.
+        layers_per_step: layers that switch between two steps, rounded up to whole segments; `"auto"`: one segment.
         overlapped: whether steps are launched behind a layer's switch without waiting for it.
 
     Attributes:
@@ -53,16 +53,17 @@ class Transition:
         programs: TransitionPrograms,
         mover: Mover,
         weights: WeightStore,
-        pace: SwitchPace,
+        layers_per_step: LayersPerStep,
         *,
         overlapped: bool,
     ):
-        self.instance, self.high, self.members, self.programs, self.pace = instance, high, members, programs, pace
+        self.instance, self.high, self.members, self.programs = instance, high, members, programs
         self.up = programs.up
         self.num_switched = 0
         self.started = False
         self.restored: list[jax.Array] = []
         self.switches: list[LayerSwitch] = []
+        self._layers_per_step = 1 if layers_per_step == "auto" else layers_per_step
         self._mover, self._weights, self._overlapped = mover, weights, overlapped
         self._left: list[SegmentPlan] = list(programs.plan.segments)
         self._spent: list[Any] = []
@@ -91,16 +92,15 @@ class Transition:
         the next step to launch, if that is known (`DeferredSwitch`)."""
         self.switch_deferred()
         start = time.perf_counter()
-        plan = self._plan_moves()
+        self._plan_moves()
         plan_s = time.perf_counter() - start
-        layer_bytes = plan.num_pieces * self.programs.piece_bytes + self.programs.restored_bytes
-        wanted = self.pace.num_layers(layer_bytes) if self.instance.running else self.boundary
-        before, first, deferred = self.num_switched, len(self._left), 0
+        wanted = self._layers_per_step if self.instance.running else self.boundary
+        before, first, deferred = self.num_switched, len(self._left), False
         try:
             while self._left and self.num_switched - before < wanted:
                 segment = self._left[-1]
                 if self.num_switched - before + len(segment.layers) >= wanted and self._defer(segment, step):
-                    deferred = len(segment.layers)
+                    deferred = True
                     break
                 self._switch(segment, plan_s)
                 plan_s = 0.0
@@ -108,7 +108,6 @@ class Transition:
             # Layers that split in the next step compute it where they are to be then.
             last = len(self._left) - (1 if deferred and not self.up else 0)
             self._place(self.programs.plan.segments[last:first])
-        self.pace.switched((self.num_switched - before + deferred) * layer_bytes)
 
     def _defer(self, segment: SegmentPlan, step: StepPlan | None) -> bool:
         """Leave the switch of a segment to the next step, where that has programs for it."""
@@ -255,7 +254,7 @@ class Transition:
             extents[:] = replaced_if_lost(extents, group)
         return self.high.kv
 
-    def _plan_moves(self) -> Plan:
+    def _plan_moves(self) -> None:
         """Have the mover plan how all live pages get to their places in the new layout.
 
         The plan is the same for every layer until a page comes or goes.
@@ -269,4 +268,3 @@ class Transition:
         if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
             self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
             self._plan_of = tables
-        return self._plan

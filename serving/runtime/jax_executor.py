@@ -18,9 +18,8 @@ from amoeba_jax.errors import (
 )
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.options import LayersPerStep, TransformOptions
 from amoeba_jax.transform.report import TransformReport
-from amoeba_jax.transform.switch_pace import LayersPerStep
 from serving.runtime.timings import Timings
 from serving.runtime.waiting_view import WaitingView, name_of
 from serving.scheduler import (

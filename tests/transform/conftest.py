@@ -10,7 +10,6 @@ from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
 from amoeba_jax.instances.pace import Pace
-from amoeba_jax.transform.switch_pace import SwitchPace
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +21,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     with make(directory, compile_cache, **SHARED) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def one_layer_at_a_time() -> Iterator[None]:
-    """`auto` takes one layer a step here, however long steps take: so every state between two layouts is run in."""
-
-    def num_layers(pace: SwitchPace, layer_bytes: int) -> int:
-        return 1 if pace._layers_per_step == "auto" else pace._layers_per_step
-
-    with pytest.MonkeyPatch.context() as patch:  # one of its own: tests undo theirs before `idle` ends
-        patch.setattr(SwitchPace, "num_layers", num_layers)
-        yield
 
 
 @pytest.fixture(autouse=True)

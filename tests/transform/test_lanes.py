@@ -1,7 +1,6 @@
 """Who gets which cached prefixes when a group splits."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +17,6 @@ from sharding.placement import Home
 
 GEOMETRY = PageGeometry(kv_heads=4, page_size=4, head_dim=2)
 GROUP = Home(0, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_layer_at_a_time() -> None:
-    """No engine here."""
 
 
 def greedy(pages: SequencePages) -> Sequence:
