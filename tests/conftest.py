@@ -128,8 +128,8 @@ def quick_steps(quick_compile: None) -> Iterator[None]:
     """`quick_compile` but for steps of layers, of which LLVM optimizes somewhat more: they take half as long again to
     compile, and less than half of the time to run. For modules whose time goes into steps rather than into compiling.
     """
+    from amoeba_jax.cpu_cache import Options, few_kernels
     from amoeba_jax.programs import program_specs
-    from amoeba_jax.programs.compile_options import Options, few_kernels
 
     def options(platform: str) -> Options:
         return few_kernels(platform) | {"xla_backend_optimization_level": "1"}

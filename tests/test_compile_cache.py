@@ -17,9 +17,9 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, tidy
+from amoeba_jax.cpu_cache import PortableProgram
+from amoeba_jax.cpu_cache.program_cache import CacheEntry, _min_compile_time, without_jax_cache_writes
 from amoeba_jax.errors import ConfigError
-from amoeba_jax.programs.program_cache import Entry, _min_compile_time, unwritten_by_jax
-from amoeba_jax.programs.relocation import PortableProgram
 
 # A process that compiles three small programs, and says how many of them the cache had.
 SCRIPT = """
@@ -239,13 +239,13 @@ def test_no_program_is_loaded_from_a_directory_of_jax_that_others_can_write(
     caplog: pytest.LogCaptureFixture,
 ):
     """Nor kept there, while JAX goes on to use it."""
-    entry, program = Entry("model", "program", jax.devices()[0]), PortableProgram(b"code", ((), ()))
+    entry, program = CacheEntry("model", "program", jax.devices()[0]), PortableProgram(b"code", ((), ()))
     monkeypatch.setattr(pickle, "loads", unpickle := Mock(wraps=pickle.loads))
-    entry.keep(program)
+    entry.write(program)
     assert entry.find() == program
     assert unpickle.called
     unpickle.reset_mock()
-    with unwritten_by_jax():
+    with without_jax_cache_writes():
         assert _min_compile_time().value > 1e6
     changed(of_jax, monkeypatch)
     with caplog.at_level(logging.WARNING):
@@ -253,11 +253,11 @@ def test_no_program_is_loaded_from_a_directory_of_jax_that_others_can_write(
         assert entry.find() is None
         (path,) = entries(of_jax)
         path.unlink()
-        entry.keep(program)
+        entry.write(program)
     assert not unpickle.called
     assert not entries(of_jax)
     assert caplog.text.count(f"{of_jax} (mode {mode})") == 1
-    with unwritten_by_jax():
+    with without_jax_cache_writes():
         assert _min_compile_time().value < 1e6
 
 

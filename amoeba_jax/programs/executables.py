@@ -8,12 +8,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import jax
 
+from amoeba_jax.cpu_cache import ProgramStore
 from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import Arrival, BackgroundCompiler
 from amoeba_jax.programs.compiling import Executable, compile_family, compile_programs
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
-from amoeba_jax.programs.program_store import ProgramStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
+from amoeba_jax.cpu_cache import few_kernels, step_options
 from amoeba_jax.models.decoder import SegmentPlan, head_plan
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs.compile_options import few_kernels, step_options
 from amoeba_jax.programs.page_copy import compile_page_copy
 from amoeba_jax.programs.restore import compile_restore
 from amoeba_jax.programs.step_program import (

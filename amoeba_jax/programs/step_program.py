@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from amoeba_jax.cpu_cache import Options
 from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, head_plan, is_sharded, leaf_variables
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import QueryGroup, StepContext
 from amoeba_jax.programs.batch import BatchShape, row_fields, unpack
-from amoeba_jax.programs.compile_options import Options
 from amoeba_jax.sampling.sampler import argmax, for_host
 from kvcache.exchange import exchange_pieces
 from kvcache.migration import phase_shape

@@ -22,6 +22,7 @@ from serving_checks import forget_prefixes
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.accumulate import wait_for
+from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.pace import Pace
@@ -30,7 +31,6 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
-from amoeba_jax.programs.relocation import PortableProgram
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformVariant
@@ -234,7 +234,7 @@ class Faults:
         def faulty_get(executables: Executables, request: ProgramSpec) -> Any:
             return _Program(get(executables, request), request, self)
 
-        def faulty_compile(request: ProgramSpec, source: PortableProgram | None = None) -> Any:
+        def faulty_compile(request: ProgramSpec, portable: PortableProgram | None = None) -> Any:
             if request.kind == self.kind and self.how in ("compile", "load"):
                 self._compiled += 1
                 if self.how == "compile" and self._compiled == self.number:
@@ -242,7 +242,7 @@ class Faults:
                     raise jax.errors.JaxRuntimeError(NO_MEMORY)
                 loading.kind = request.kind
             try:
-                return compile_program(request, source)
+                return compile_program(request, portable)
             finally:
                 loading.kind = None
 

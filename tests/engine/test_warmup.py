@@ -21,6 +21,7 @@ from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_mod
 from transform_cases import Background, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.cpu_cache import ProgramStore
 from amoeba_jax.engine import warmup
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError, MemoryBudgetError, NotCompiledError, RequestError
@@ -30,7 +31,6 @@ from amoeba_jax.programs.compiling import compile_program, compile_programs
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramKey, ProgramSpec
-from amoeba_jax.programs.program_store import ProgramStore
 from amoeba_jax.weights.store import WeightStore
 from sharding.errors import LayoutError
 

@@ -11,7 +11,7 @@ from attention_cases import Case, Shape, check_output, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amoeba_jax.programs.compile_options import step_options
+from amoeba_jax.cpu_cache import step_options
 from pallas_kernels.paged_attention import PageLayout, PageTable, paged_attention
 
 IMPLEMENTATIONS = ("xla", "reference")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.programs.compile_options import few_kernels
+from amoeba_jax.cpu_cache import few_kernels
 from amoeba_jax.sampling.rows import (
     NO_SLOT,
     SamplingResult,

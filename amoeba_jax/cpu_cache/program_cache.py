@@ -1,9 +1,9 @@
-"""Compiled programs on disk: one entry for all groups of devices of a degree, found without tracing anything.
+"""Compiled programs on disk: one entry for all groups of devices of a degree, found without tracing.
 
-Entries lie beside JAX's own in the directory of its persistent compilation cache, in JAX's format, so that the same
-limit of size, the same lock and the same search for damage hold (see `compile_cache`). A key has all that a program
-depends on: what is asked for, the model's sizes, this project's source, versions, settings, and the kind of processor.
-Functions that are replaced in a running process are not noticed: to do that, turn the cache off
+Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. The size limit, the lock and the
+check for damaged files are therefore the same (see `compile_cache`). The key of an entry covers everything that a
+program depends on: its shapes, the model's sizes, this project's source, versions, settings, and the kind of processor.
+The key does not cover functions that are replaced in a running process. Turn the cache off to do that
 (`compile_cache=""`).
 """
 
@@ -16,7 +16,7 @@ import os
 import pickle
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,31 @@ from typing import Any
 import jax
 
 from amoeba_jax.compile_cache import may_hold_programs
-from amoeba_jax.programs.program_specs import ProgramSpec
-from amoeba_jax.programs.relocation import PortableProgram, is_possible
+from amoeba_jax.cpu_cache.relocation import PortableProgram, can_relocate
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("amoeba_jax", "kvcache", "pallas_kernels", "sharding")
-# Settings of JAX that programs do not depend on, by a part of their names.
-_NO_PART = ("cache", "num_cpu_devices", "log", "profiler", "traceback", "distributed", "platforms", "explain", "check_")
+# Parts of the names of JAX settings that programs do not depend on.
+_IGNORED_SETTINGS = (
+    "cache",
+    "num_cpu_devices",
+    "log",
+    "profiler",
+    "traceback",
+    "distributed",
+    "platforms",
+    "explain",
+    "check_",
+)
 _NEVER_S = 1e9
 _lock = threading.Lock()
 
 
-def _source() -> str:
-    """A hash of this project's Python files."""
+def _hash_source() -> str:
+    """Return a hash of this project's Python files."""
     digest = hashlib.sha256()
     for package in _SOURCES:
         for file in sorted((_ROOT / package).rglob("*.py")):
@@ -48,68 +57,74 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-# Of the files that this process has just imported: they may be edited while it runs.
-_SOURCE = _source()
+# Computed at import, because the files may be edited while the process runs.
+_SOURCE_HASH = _hash_source()
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The place of one program in the cache, on one device's behalf."""
+class CacheEntry:
+    """Entry of one program in the cache.
+
+    Attributes:
+        model: sizes of the model.
+        program: everything else that distinguishes the program, except its devices.
+        device: any device that runs the program.
+    """
 
     model: str
     program: str
     device: jax.Device
 
     @classmethod
-    def of(cls, spec: ProgramSpec) -> "Entry | None":
-        """The place of what is asked for; None for what belongs to no model, and where JAX keeps programs."""
-        if not spec.model or spec.on[0].platform != "cpu" or not is_possible():
+    def of(cls, model: str, program: str, devices: Sequence[jax.Device]) -> "CacheEntry | None":
+        """Return the entry of a program; None if this cache does not keep it: no model, or not on CPU."""
+        if not model or devices[0].platform != "cpu" or not can_relocate():
             return None
-        return cls(spec.model, repr(spec.family), spec.on[0])
+        return cls(model, program, devices[0])
 
     @functools.cached_property
     def key(self) -> str:
-        """Return the name in the directory: a hash of all that the entry depends on."""
+        """Return the file name: a hash of everything that the program depends on."""
         settings = [
             f"{name}={value}"
             for name, value in sorted(jax.config.values.items())
-            if not any(part in name for part in _NO_PART)
+            if not any(part in name for part in _IGNORED_SETTINGS)
         ]
         parts = (_environment(), self.device.device_kind, *settings, self.model, self.program)
         return f"amoeba_program-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()}"
 
     def find(self) -> PortableProgram | None:
-        """The program, if there is a cache and it has it. A damaged one is none, with a warning."""
+        """Return the program, or None. A damaged entry is removed with a warning."""
         if (cache := _cache(self.device)) is None:
             return None
         try:
-            with _lock:  # JAX's lock of the directory is one of the process
+            with _lock:  # JAX's lock of the directory does not exclude other threads of this process
                 data = cache.get(self.key)
             if data is None:
                 return None
-            program = pickle.loads(_formats().decompress_executable(data))
+            program = pickle.loads(_jax_cache().decompress_executable(data))
             if isinstance(program, PortableProgram):
                 return program
-            raise ValueError("it is no program")
+            raise ValueError("not a program")
         except Exception as error:
-            logger.warning("%s in the compile cache cannot be read (%s): it is compiled again", self.key, error)
+            logger.warning("%s in the compile cache cannot be read (%s). It is compiled again", self.key, error)
             self.remove()
             return None
 
-    def keep(self, program: PortableProgram) -> None:
-        """Write a program, if there is a cache that is written to. A full disk keeps nothing, with a warning."""
+    def write(self, program: PortableProgram) -> None:
+        """Write a program if the cache can be written. If the disk is full, log a warning."""
         cache = _cache(self.device)
         if cache is None or jax.config.values["jax_persistent_cache_min_compile_time_secs"] >= _NEVER_S:
             return
         try:
-            data = _formats().compress_executable(pickle.dumps(program))
+            data = _jax_cache().compress_executable(pickle.dumps(program))
             with _lock:
                 cache.put(self.key, data)
         except Exception as error:
-            logger.warning("the compile cache cannot be written (%s): programs are compiled again next time", error)
+            logger.warning("the compile cache cannot be written (%s). The next process compiles again", error)
 
     def remove(self) -> None:
-        """Take a damaged program out."""
+        """Remove the entry from the directory."""
         directory = jax.config.values["jax_compilation_cache_dir"]
         if directory:
             with contextlib.suppress(OSError):
@@ -117,8 +132,8 @@ class Entry:
 
 
 @contextlib.contextmanager
-def unwritten_by_jax() -> Iterator[None]:
-    """Where this cache keeps programs, JAX does not keep them besides: for the thread that compiles in here."""
+def without_jax_cache_writes() -> Iterator[None]:
+    """Stop JAX from writing programs to its own cache, in this thread, if this cache writes them."""
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
         yield
@@ -129,7 +144,7 @@ def unwritten_by_jax() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """The setting as one that can be another for a thread; None where JAX has none such."""
+    """Return JAX's setting, which can be overridden in one thread; None if this version of JAX has none."""
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
     except ImportError:
@@ -138,19 +153,19 @@ def _min_compile_time() -> Any:
 
 
 @functools.cache
-def _formats() -> Any:
+def _jax_cache() -> Any:
     from jax._src import compilation_cache
 
     return compilation_cache
 
 
 def _cache(device: jax.Device) -> Any:
-    """JAX's cache of files, None where there is none, or not on CPU, or where others can write to it."""
+    """Return JAX's file cache; None if there is none, other users can write to it, or the device is not a CPU."""
     directory = jax.config.values["jax_compilation_cache_dir"]
     if device.platform != "cpu" or not directory or not jax.config.values["jax_enable_compilation_cache"]:
         return None
     try:
-        cache = _formats()._get_cache(device.client)  # makes the directory
+        cache = _jax_cache()._get_cache(device.client)  # creates the directory
     except (ImportError, AttributeError):
         return None
     return cache if may_hold_programs(directory) else None
@@ -158,14 +173,14 @@ def _cache(device: jax.Device) -> Any:
 
 @functools.cache
 def _environment() -> str:
-    """What stays the same in a process."""
+    """Return the parts of a key that are the same for the whole process."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     flags = [f"{name}={os.environ.get(name)}" for name in ("XLA_FLAGS", "JAX_PALLAS_INTERPRET")]
-    return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE])
+    return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE_HASH])
 
 
 def _processor() -> str:
-    """Return a CPU's kind and instructions, which machine code depends on."""
+    """Return the model and the instruction sets of the CPU."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

@@ -14,7 +14,7 @@ from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.programs import relocation
+from amoeba_jax.cpu_cache import relocation
 from amoeba_jax.programs.compiling import Executable
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -148,10 +148,10 @@ def test_without_what_it_needs_of_jax_programs_are_compiled_for_each_group(
 
     tmp_path.chmod(0o700)
     monkeypatch.setattr(relocation._Pickler, "persistent_id", missing)
-    relocation._say_once.cache_clear()
+    relocation._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING), LLM(directory, compile_cache=str(tmp_path), **SETTINGS) as llm:
         found = everywhere(llm, PARAMS[0])
         assert len(set(found)) == 1
         assert not [e for e in executables(llm) if e.info.relocated]
     assert caplog.text.count("compiled for each group of devices") == 1
-    relocation._say_once.cache_clear()
+    relocation._warn_once.cache_clear()

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from amoeba_jax.programs import program_store
-from amoeba_jax.programs.program_store import ProgramStore
+from amoeba_jax.cpu_cache import ProgramStore, program_store
 
 
 def test_programs_are_made_once():
