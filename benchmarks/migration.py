@@ -26,7 +26,6 @@ from kvcache.exchange import compile_exchange, exchange_kinds, join_phases
 from kvcache.geometry import PageGeometry
 from kvcache.migration import plan_phases
 from kvcache.relayout import moves, place_down, place_up
-from kvcache.stride_order import KVLayout, contiguous_runs
 from sharding.mesh import SubMesh
 
 TP, PHASE_PAGES, FULL = 4, 16, 0.9
@@ -50,10 +49,15 @@ def rows(pages: np.ndarray, share: int | None, runs: int) -> np.ndarray:
 
 
 class Copied:
-    """All pages go into fresh pools. A page at TP1 is `[runs, TP, elems of a run]`, a share at TP4 `[runs, elems]`."""
+    """Copies of all pages in new pools. A page at TP1 is `[runs, TP, elems of a run]`, a share at TP4 `[runs, elems]`.
 
-    def __init__(self, group: SubMesh, num_pages: int, pages: np.ndarray, layout: KVLayout):
-        self.group, self.pages, self.runs = group, pages, contiguous_runs(layout, GEOMETRY, TP)
+    Args:
+        runs: contiguous runs of memory in a rank's share of a page: 1 in header-centric order, one for each key and
+            each value of a token in page-friendly order.
+    """
+
+    def __init__(self, group: SubMesh, num_pages: int, pages: np.ndarray, runs: int):
+        self.group, self.pages, self.runs = group, pages, runs
         run_elems = GEOMETRY.page_elems // TP // self.runs
         # To the programs a piece is a run.
         geometry = PageGeometry(TP, 1, run_elems // 2, TP)
@@ -175,8 +179,8 @@ def main() -> None:
     used = round(FULL * options.pages)
     pages = np.stack([random.permutation(options.pages)[:used] for _ in range(TP)])
     ways = {
-        "page-friendly, copied": Copied(group, options.pages, pages, KVLayout.PAGE_FRIENDLY),
-        "header-centric, copied": Copied(group, options.pages, pages, KVLayout.HEADER_CENTRIC),
+        "page-friendly, copied": Copied(group, options.pages, pages, 2 * GEOMETRY.page_size),
+        "header-centric, copied": Copied(group, options.pages, pages, 1),
         "header-centric, in place": InPlace(group, options.pages, pages),
     }
     moved = used * TP * GEOMETRY.page_elems * F32.itemsize * (TP - 1) / TP / 2**20

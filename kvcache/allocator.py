@@ -1,8 +1,9 @@
-"""A buddy allocator for the KV pages of one device.
+"""Buddy allocator for the KV pages of one device.
 
-It counts in units, sub-pages of degree `max_tp`. A block of order `k` is `2**k` units, aligned to its size: a
-TP1 page is the largest order (`max_tp` units), a page at degree `max_tp` is order 0. So pages of all degrees
-share one id space, and a paused TP1 request keeps its pages while a TP4 request runs.
+The allocator counts in units: a unit is a sub-page at degree `max_tp`. A block of order `k` has `2**k` units and is
+aligned to its size. A TP1 page is a block of the largest order (`max_tp` units), a page at degree `max_tp` a block of
+order 0. Pages of all degrees therefore share one id space, and a paused TP1 request keeps its pages while a TP4 request
+runs.
 """
 
 import heapq
@@ -10,11 +11,11 @@ from typing import NamedTuple
 
 
 class OutOfPagesError(RuntimeError):
-    """The KV cache has no room for what was asked. Nothing was allocated: preempt, wait or scale up."""
+    """Error: too few free pages. Nothing was allocated. The caller may preempt, wait or scale up."""
 
 
 class Block(NamedTuple):
-    """A live block: its first unit, its order (`2**order` units) and how many references hold it."""
+    """Live block: its first unit, its order (`2**order` units) and its number of references."""
 
     unit: int
     order: int
@@ -22,10 +23,10 @@ class Block(NamedTuple):
 
 
 class _FreeBlocks:
-    """The free blocks of one order: a set that gives up its lowest member in O(log n).
+    """Free blocks of one order: a set that returns its lowest member in O(log n).
 
-    The heap is cleaned lazily: a block that coalesced stays queued until it reaches the top, and is not
-    queued again meanwhile. So the heap never outgrows the ids that exist.
+    A block that coalesced stays in the heap until it reaches the top, and is not added a second time. The heap
+    therefore never holds more entries than there are ids.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Adds blocks higher than all that there have been: a heap's last places are theirs."""
+        """Add blocks with higher ids than all earlier ones: appending them keeps the heap valid."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -64,13 +65,13 @@ class _FreeBlocks:
 
 
 class BuddyAllocator:
-    """Allocates, shares and frees blocks of units over the extents of one device.
+    """Allocator of reference-counted blocks of units over the extents of one device.
 
-    Of the free blocks it takes the smallest that is large enough, so that whole pages stay whole, and among
-    those the one with the lowest id. Extents added late (released weights) have the highest ids, so they
-    are filled last and empty soonest when their weights must come back.
+    It takes the smallest free block that is large enough, so that whole pages stay whole; among equal blocks, the
+    lowest id. Extents added later (released weights) have the highest ids, so they fill last and empty first, before
+    their weights must be restored.
 
-    Not thread-safe: only the engine's dispatcher thread mutates it.
+    Not thread-safe: only the engine's dispatcher thread changes it.
     """
 
     def __init__(self, max_tp: int) -> None:
@@ -86,7 +87,7 @@ class BuddyAllocator:
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """`(start unit, number of units)` of each extent, by rising id."""
+        """`(start unit, number of units)` of each extent, in ascending order."""
         return tuple(self._extents)
 
     @property
@@ -98,12 +99,12 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Blocks of `order` that could be allocated right now, all at once."""
+        """Return the number of blocks of `order` that can be allocated now, all together."""
         self._check_order(order)
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
     def add_extent(self, num_pages: int) -> int:
-        """Adds `num_pages` whole (TP1) pages and returns their first unit: they follow those of the other extents."""
+        """Add `num_pages` whole (TP1) pages behind the existing extents. Return their first unit."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
         start, num_units = self.total_units, num_pages * self.max_tp
@@ -112,7 +113,7 @@ class BuddyAllocator:
         return start
 
     def allocate(self, order: int) -> int:
-        """Returns the first unit of a new block with one reference, or raises `OutOfPagesError`."""
+        """Allocate a block with one reference and return its first unit. Raises `OutOfPagesError` if none is free."""
         self._check_order(order)
         for k in range(order, self.max_order + 1):
             if self._free[k]:
@@ -128,7 +129,10 @@ class BuddyAllocator:
         return unit
 
     def allocate_many(self, order: int, n: int) -> list[int]:
-        """`n` blocks as by `allocate`, or `OutOfPagesError` and none."""
+        """Allocate `n` blocks with one reference each and return their first units.
+
+        Raises `OutOfPagesError` if fewer are free. Nothing is allocated then.
+        """
         if n < 0:
             raise ValueError(f"n is {n}; it must not be negative")
         if self.num_free(order) < n:
@@ -136,14 +140,14 @@ class BuddyAllocator:
         return [self.allocate(order) for _ in range(n)]
 
     def claim(self, unit: int, order: int) -> None:
-        """Makes the free block of `order` at `unit` live with one reference: `allocate` at a chosen place.
+        """Allocate the block of `order` that starts at `unit`, with one reference.
 
-        Raises `ValueError`, with nothing changed, where `unit` is not aligned or any unit of the block is not free.
+        Raises `ValueError` if `unit` is not aligned or any unit of the block is in use. Nothing is changed then.
         """
         self._check_order(order)
         if unit % (1 << order):
             raise ValueError(f"unit is {unit}; a block of {1 << order} units starts at a multiple of its size")
-        # Free buddies always coalesce, so a block that is free lies within one free block.
+        # Free buddies always coalesce, so all units of a free block belong to one entry of `_free`.
         for k in range(order, self.max_order + 1):
             block = unit >> k << k
             if block in self._free[k]:
@@ -153,24 +157,24 @@ class BuddyAllocator:
         self._free[k].remove(block)
         while k > order:
             k -= 1
-            self._free[k].add((unit >> k << k) ^ (1 << k))  # the half that `unit` is not in
+            self._free[k].add((unit >> k << k) ^ (1 << k))  # the half without `unit`
         self._orders[unit] = order
         self._references[unit] = 1
 
     def share(self, unit: int) -> None:
-        """Adds a reference to the live block that starts at `unit`."""
+        """Add a reference to the live block that starts at `unit`."""
         self._check_live(unit)
         self._references[unit] += 1
 
     def free(self, unit: int) -> None:
-        """Drops a reference to the block that starts at `unit`; with the last one the block becomes free."""
+        """Drop a reference to the live block that starts at `unit`. Without references the block is free."""
         self._check_live(unit)
         self._references[unit] -= 1
         if self._references[unit]:
             return
         del self._references[unit]
         order = self._orders.pop(unit)
-        # Extents start at multiples of the largest block, so a buddy is never in another extent.
+        # Extents start at multiples of the largest block, so both buddies are always in the same extent.
         while order < self.max_order and (buddy := unit ^ (1 << order)) in self._free[order]:
             self._free[order].remove(buddy)
             unit = min(unit, buddy)
@@ -178,9 +182,9 @@ class BuddyAllocator:
         self._free[order].add(unit)
 
     def become(self, other: "BuddyAllocator") -> None:
-        """Take the extents and blocks of another allocator, on which a change was planned; that one is of no use then.
+        """Take over the extents and blocks of `other`, on which a change was planned. Do not use `other` afterwards.
 
-        Those that have this allocator go on with it: a device has one for life.
+        A device has one allocator object for its lifetime, so holders of this object see the change.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")
@@ -188,17 +192,17 @@ class BuddyAllocator:
         self._orders, self._references = other._orders, other._references
 
     def references(self, unit: int) -> int:
-        """References to the live block that starts at `unit`."""
+        """Return the number of references to the live block that starts at `unit`."""
         self._check_live(unit)
         return self._references[unit]
 
     def order_of(self, unit: int) -> int:
-        """Order of the live block that starts at `unit`."""
+        """Return the order of the live block that starts at `unit`."""
         self._check_live(unit)
         return self._orders[unit]
 
     def live_blocks(self) -> list[Block]:
-        """All live blocks by rising unit."""
+        """Return all live blocks in ascending order of their first unit."""
         return [Block(u, order, self._references[u]) for u, order in sorted(self._orders.items())]
 
     def _check_order(self, order: int) -> None:

@@ -1,4 +1,4 @@
-"""Which instance each sequence goes to when a group of devices splits."""
+"""Assignment of sequences to instances when a group of devices splits."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,24 +16,24 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " S"]:
-    """The instance that each of `S` sequences of a group goes to when the group splits.
+    """Choose an instance for each of the `S` sequences of a group that splits.
 
-    Longest first, each goes to the instance that has most free pages at that moment. A page that sequences share is
-    needed once on each instance that gets one of them. Those that share pages, directly or through others, go to one
-    instance only where they do not fit otherwise: a system prompt in common is no reason to leave instances idle.
-    Cached pages that no sequence uses are not listed, and dropped.
+    The longest sequences are assigned first, each to the instance with the most free pages. A shared page takes a page
+    on every instance that gets one of its sequences. Sequences that share pages are kept together only if they do not
+    fit otherwise: instances should not stay idle because all prompts begin with the same system prompt. Cached pages
+    without a sequence are not part of the input; the caller drops them.
 
     Args:
-        pages: for each sequence the numbers of its distinct pages, such as their ids on rank 0. Equal numbers are the
+        pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers are the
             same page.
-        room: pages at the lower degree that each instance has room for.
-        staying: for each sequence, how many pieces could stay in their places on each instance (`staying_pieces`). It
-            goes to the one with most, but for those that are moved on until the free pages of instances differ by no
-            more than the longest sequence.
-        limit: sequences that each instance, or any, takes at most; as many as fit if None.
+        room: free pages of each instance, in pages of the lower degree.
+        staying: number of pieces of each sequence that could stay in place on each instance (`staying_pieces`). A
+            sequence goes to the instance with the highest number. Some sequences then move on, until the free pages of
+            the instances differ by at most the longest sequence.
+        limit: maximum number of sequences of an instance: one number for all, or one for each. None: no limit.
 
-    Raises `OutOfPagesError` where no assignment is found. The search is not exhaustive: it packs bins greedily, in a
-    few ways.
+    Raises `OutOfPagesError` if no assignment is found. The search is a greedy packing with three preferences, and not
+    exhaustive.
     """
     numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
     ends = list(itertools.accumulate(len(p) for p in pages))
@@ -61,7 +61,7 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Cost of a group on an instance, from its free pages and the new ones it needs: the lowest is best."""
+"""Function `(free pages of an instance, new pages that a group needs there) -> cost`. The lowest cost wins."""
 
 
 def _assign(
@@ -72,7 +72,10 @@ def _assign(
     preference: _Preference,
     limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
-    """Assigns groups of sequences, largest first, one by one where a whole group does not fit; None if one fails."""
+    """Assign groups of sequences, the largest first. Return None if a sequence does not fit.
+
+    If a group does not fit into one instance, its sequences are assigned one by one.
+    """
     free, left = list(room), list(limit)
     held = np.zeros((len(room), num_pages), bool)
     assignment = np.zeros(len(pages), np.int32)
@@ -105,7 +108,8 @@ def _assign_staying(
     staying: Sequence[Int[np.ndarray, " _"]],
     limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
-    """Each sequence where most of its pieces can stay, and some on from there; None if that finds no room for all."""
+    """Assign each sequence to the instance on which most of its pieces stay, then balance. Return None if one does not
+    fit."""
     if not pages:
         return np.zeros(0, np.int32)
     state = _Staying(pages, num_pages, np.asarray(room), np.stack(staying), limit)
@@ -115,11 +119,11 @@ def _assign_staying(
 
 
 class _Staying:
-    """Sequences on the instances where most of their pieces can stay, and which of them has to go on.
+    """Assignment that starts with every sequence where most of its pieces stay, and is balanced move by move.
 
-    Each goes on to the emptiest instance, and leaves the two of them less unequal. That ends: the fuller one of the two
-    then has more free pages than before, and the other one still more than that had. It also ends where an instance
-    has too many sequences, since no other gets too many.
+    Every move goes to the instance with the most free pages and makes the free pages of the two instances more equal:
+    afterwards both have more free pages than the fuller one had before. So the moves end. Moves away from an instance
+    with too many sequences end too, because no move gives another instance too many.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class _Staying:
         self._lengths = np.array([len(own) for own in pages])
         self._all = np.concatenate(pages)
         self._ends = np.cumsum(self._lengths)
-        # Sequences on each instance that have each page.
+        # [instances, pages]: number of sequences on the instance that use the page.
         self._users = np.zeros((len(room), num_pages), np.int64)
         for own, instance in zip(pages, self.assignment, strict=True):
             self._users[instance, own] += 1
@@ -159,13 +163,13 @@ class _Staying:
         self.assignment[sequence] = instance
 
     def next_move(self) -> tuple[int, int] | None:
-        """A sequence that has to go on, and the instance that it goes to."""
+        """Return a sequence to move and the instance to move it to, or None if the assignment is balanced."""
         free, counts = self._free, self._counts
         open_to = np.flatnonzero(counts < self._limit)
         if not len(open_to):
             return None
         to = int(open_to[np.argmax(free[open_to])])
-        # Those with too many sequences first, and of the others the fullest.
+        # Instances with too many sequences come first, then the fullest.
         for instance in np.lexsort((free, counts <= self._limit)).tolist():
             own = np.flatnonzero(self.assignment == instance)
             if instance == to or not len(own):
@@ -183,13 +187,13 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " S"]:
-        """How many of each sequence's pages are flagged."""
+        """Count the flagged pages of each sequence."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 
 
 def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
-    """Sequences grouped so that no page is shared across groups."""
+    """Group the sequences so that no two groups share a page."""
     leader = list(range(len(pages)))
 
     def find(sequence: int) -> int:

@@ -1,8 +1,8 @@
-"""Moves pages by copying all of them into fresh extents: the baseline that moving in place is measured against.
+"""Programs that move pages by copying them into new extents: the baseline for moving them in place.
 
-Two programs for a layer. `migrate` sends every piece that changes its rank, all at once, into a buffer of its own.
-`defragment` then fills fresh extents: with the pieces that stay on their rank, packed to where the new view has them,
-and with those received. The old extents are dropped afterwards. So a layer's cache is there twice for a moment.
+Two programs for a layer. `migrate` sends all pieces that change their rank at once, into a separate buffer.
+`defragment` then fills new extents with the pieces that stay on their rank and with the received pieces, both at their
+ids of the new layout. The caller drops the old extents afterwards, so a layer's cache exists twice for a moment.
 """
 
 import jax
@@ -18,10 +18,10 @@ from sharding.mesh import TP_AXIS, SubMesh
 def compile_migrate(
     geometry: PageGeometry, dtype: jnp.dtype, group: SubMesh, extent_pages: tuple[int, ...], num_pieces: int
 ) -> jax.stages.Compiled:
-    """A program `(extents, send) -> received` for one layer.
+    """Compile a program `(extents, send) -> received` for one layer. Nothing is donated.
 
-    `extents` are `[tp * pages, page_elems]` over the group's ranks and stay as they are; `send` is that of a `Phase`
-    with `K = num_pieces`; `received` has an array `[tp * K, elems of a piece]` for each distance but 0.
+    `extents` are `[tp * pages, page_elems]` over the ranks of the group, unchanged. `send` is `Phase.send` with
+    `K = num_pieces`. `received` has an array `[tp * K, elems of a piece]` for each distance from 1 to `tp - 1`.
     """
 
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
@@ -41,9 +41,9 @@ def compile_defragment(
     new_extent_pages: tuple[int, ...],
     num_pieces: int,
 ) -> jax.stages.Compiled:
-    """A program `(extents, received, send, receive) -> fresh extents` for one layer.
+    """Compile a program `(extents, received, send, receive) -> new extents` for one layer. Nothing is donated.
 
-    Takes the old extents, what `migrate` returned, and both halves of the `Phase`.
+    Its inputs are the old extents, the result of `migrate`, and both id arrays of the `Phase`.
     """
 
     piece_elems = geometry.page_elems // group.tp

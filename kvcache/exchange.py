@@ -1,4 +1,4 @@
-"""Runs the phases of a migration plan on the devices of a group: gather, exchange, scatter, in place."""
+"""Programs that run the phases of a migration plan on the devices of a group, in place: gather, exchange, scatter."""
 
 import functools
 import itertools
@@ -18,19 +18,19 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Phases of one distance that one program runs, where it does not loop: launching a program of four devices takes
-0.3 ms of a CPU, and most plans that are full enough for such phases have three or more of each distance."""
+"""Phases of equal distance that one program without a loop runs. Launching a program on four devices takes 0.3 ms of
+CPU time, and most plans with phases of a distance have at least three of each."""
 
 PHASES_OF_LOOP = 16
-"""Phases that one program may loop over. Most plans have fewer."""
+"""Most phases that a program with a loop runs. Most plans have fewer."""
 
 
 class ExchangeKind(NamedTuple):
-    """What one program runs: that many phases of this distance, one after the other.
+    """Shape of an exchange program: the number of phases that it runs in sequence, and their distance.
 
-    A loop runs at most that many, each of a distance of its own (`distance` says nothing). It is one program in place
-    of many, and one launch for a layer. Where a device runs ahead of the host, as a GPU does, the host would have to
-    wait for it in each phase, to know which way to go.
+    A program with a loop runs at most `num_phases` phases, each with its own distance (`distance` is None). It replaces
+    many programs and takes one launch for a layer. It suits CPU only: on a GPU, which runs ahead of the host, the host
+    would have to wait in each phase to learn the branch to take.
     """
 
     distance: int | None
@@ -39,11 +39,14 @@ class ExchangeKind(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Phases that one program runs.
+    """Phases that one program runs together, as its inputs.
 
-    Their ids, `[p, num_phases, *pieces]`. Those of a loop are `[p, num_phases, p * K]` in all phases, and behind those
-    to be sent stands the phase's way: 0 if it is general, one more than its distance if it has one, `PADDING` where
-    there are no more phases.
+    Attributes:
+        kind: shape of the program.
+        send: `[p, num_phases, *pieces]` ids of the pieces that leave. For a loop `[p, num_phases, p * K + 1]`: the last
+            entry is the branch of the phase, namely 0 for a general phase, `1 + distance` for a phase with a distance,
+            and `PADDING` behind the last phase.
+        receive: `[p, num_phases, *pieces]` target ids. For a loop `[p, num_phases, p * K]`.
     """
 
     kind: ExchangeKind
@@ -52,7 +55,10 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """All that `join_phases` makes for `p` ranks. General phases, and those of a rank's own pieces, are few."""
+    """Return all kinds that `join_phases` uses for `p` ranks.
+
+    General phases and phases with distance 0 are rare, so they run one at a time.
+    """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
     single = [ExchangeKind(distance, 1) for distance in (None, *range(p))]
@@ -60,7 +66,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """A plan's phases in their order, those together that one program can run."""
+    """Group the phases of a plan, in their order, into exchanges that one program runs each."""
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []
@@ -94,21 +100,23 @@ def exchange_pieces(
     receive: Int32[Array, "*pieces"],
     distance: int | Int32[Array, ""] | None = None,
 ) -> list[jax.Array]:
-    """One rank's part of a `Phase`, for one layer, inside `shard_map` over `p` ranks.
+    """Exchange the pieces of one `Phase` in one layer and return the extents. In place if they are donated.
 
-    In place where the extents are donated. Temporaries are the pieces to be sent, and as many received.
+    Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: the pieces sent and as many received.
 
     Args:
-        extents: each `[pages, page_elems]`; a piece is `page_elems / p` elements, and ids count over all extents.
-        num_read: the first that many extents have pieces that are sent.
-        num_written: the first that many extents have slots that are received into.
-        send: this rank's ids of the phase, `[p, K]` or `[p * K]`; a negative id sends anything (padding).
-        receive: ids of where the pieces are put that come, likewise; a negative id puts nothing.
-        distance: of the phase; in a loop its way, as of an `Exchange`.
+        extents: extents of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements, and ids count
+            over all extents.
+        num_read: number of leading extents that pieces are sent from.
+        num_written: number of leading extents that pieces are written to.
+        send: ids of the pieces that this rank sends, `[p, K]` or `[p * K]`. A negative id sends garbage (padding).
+        receive: target ids of the pieces that this rank receives, same shape. A negative id writes nothing.
+        distance: distance of the phase, None for a general phase; in a loop the branch, an int32 scalar (see
+            `Exchange`).
     """
     p = jax.lax.axis_size(TP_AXIS)
     rows = as_pieces(extents, p)
-    # All are gathered before any is put anywhere.
+    # All pieces are gathered before the first one is written.
     if distance is None:
         received = swap_blocks([as_bits(gather_pieces(rows[:num_read], ids)) for ids in send])
     else:
@@ -123,22 +131,22 @@ def exchange_pieces(
 
 
 def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
-    """Extents of one rank as rows of one piece each: one flat leading axis, which XLA neither transposes nor copies."""
+    """Reshape the extents of one rank to rows of one piece: XLA neither transposes nor copies a flat leading axis."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
-    """Pieces by their ids, which count over all of `rows`. A negative id gives anything."""
+    """Gather pieces by ids that count over all of `rows`. A negative id returns garbage."""
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
-        # One loop over all extents, once XLA has fused it. What is not wanted of an extent is always its first row.
+        # XLA fuses this into one loop over all extents. Ids outside an extent read its first row, which is cached.
         pieces = jnp.where(inside[:, None], r[jnp.where(inside, ids - start, 0)], pieces)
     return pieces
 
 
 def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N elems"]:
-    """Gives all to rank `r ^ distance`, `r` being one's own; returns what that rank gave. Takes bits: see `as_bits`."""
+    """Trade all pieces with rank `r ^ distance`, if `r` is this rank. Return its pieces. Takes bits, see `as_bits`."""
     if distance == 0:
         return pieces
     pairs = [(rank, rank ^ distance) for rank in range(jax.lax.axis_size(TP_AXIS))]
@@ -146,33 +154,34 @@ def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N e
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"]:
-    """`swap_pieces` of a general phase: block `i` goes to the rank that is `i` apart."""
-    return jnp.concatenate([swap_pieces(block, apart) for apart, block in enumerate(blocks)])
+    """Trade block `i` with the rank at distance `i`, for every `i`: a general phase. Return the received blocks."""
+    return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """As integers of the same size: XLA's CPU backend sends bf16 as f32, which is twice the bytes and changes NaNs.
+    """Reinterpret elements as integers: XLA's CPU backend sends bf16 as f32, which doubles the bytes and changes NaNs.
 
-    Elements of 32 bits as they are: turned back, what has come would be copied once more, a fifth of an exchange.
+    Elements of 32 bits stay as they are: reinterpreting the received pieces would copy them again, a fifth of the time
+    of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
 
 
 def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `as_bits` has made of an array of that dtype, turned back."""
+    """Reinterpret the result of `as_bits` as `dtype` again."""
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scatter_pieces(
     rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
 ) -> list[jax.Array]:
-    """Puts pieces where their ids say, all different, which count over all of `rows`. A negative id puts nothing."""
+    """Write pieces at ids that count over all of `rows`, all different. A negative id writes nothing."""
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))
-        # Past the end, so dropped; all different, or XLA writes with atomic operations on GPUs (measured: 0.42 TB/s in
-        # place of 2.0 on an H100).
+        # Indices behind the end are dropped. All indices differ: otherwise XLA needs atomic writes on GPUs (measured on
+        # an H100: 0.42 TB/s instead of 2.0).
         place = jnp.where(inside, ids - start, len(r) + jnp.arange(len(ids)))
         written.append(r.at[place].set(pieces, mode="drop", unique_indices=True))
     return written
@@ -187,25 +196,27 @@ def compile_exchange(
     phase_pieces: int,
     kind: ExchangeKind,
 ) -> jax.stages.Compiled:
-    """A program `(extents, send, receive) -> extents` that runs an `Exchange` in one layer.
+    """Compile a program `(extents, send, receive) -> extents` that runs an `Exchange` in one layer.
 
-    `extents` are the layer's, `[tp * pages, page_elems]` each over the group's ranks (donated, all of both views),
-    `send` and `receive` are the exchange's, over the ranks. The group is that of the higher degree in both directions.
-    Temporaries are at most twice `tp * phase_pieces` pieces on each rank, in a loop three times.
+    `extents` are all extents of the layer in the old and the new layout, each `[tp * pages, page_elems]` over the ranks
+    of the group, donated. `send` and `receive` are the arrays of the exchange, sharded over the ranks. Temporary memory
+    on each rank: at most `2 * tp * phase_pieces` pieces, in a loop `3 * tp * phase_pieces`.
 
     Args:
-        geometry: of the pages.
-        dtype: of the extents.
-        group: the devices.
-        old_extent_pages: pages of each extent of a layer that may hold pages in the old view.
-        new_extent_pages: likewise in the new view. One of the two begins with the other.
+        geometry: geometry of the pages.
+        dtype: dtype of the extents.
+        group: devices of the higher degree, also when an instance splits.
+        old_extent_pages: number of pages of each extent that may hold pages in the old layout.
+        new_extent_pages: number of pages of each extent in the new layout. One of the two lists begins with the other.
         phase_pieces: `K` of the phases.
-        kind: of the exchange.
+        kind: kind of the exchange.
+
+    Raises `LayoutError` if neither list of extents begins with the other.
     """
     few, many = sorted((old_extent_pages, new_extent_pages), key=len)
     if many[: len(few)] != few or not few:
         raise LayoutError(
-            f"extents of {old_extent_pages} pages in the old view and {new_extent_pages} in the new one: "
+            f"extents of {old_extent_pages} pages in the old layout and {new_extent_pages} in the new layout: "
             "one list must begin with the other"
         )
     num_old, num_new = len(old_extent_pages), len(new_extent_pages)

@@ -1,4 +1,4 @@
-"""The size of a KV page, and of the pieces that it falls into at each tensor-parallel degree."""
+"""Sizes of a KV page and of its sub-pages at each tensor-parallel degree."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,22 @@ from sharding.errors import LayoutError
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """Shape of one page: the KV of `page_size` tokens for all KV heads of one layer.
+    """Shape of one page: keys and values of `page_size` tokens for all KV heads of one layer.
 
-    A page is `[kv_heads, 2, page_size, head_dim]` in that order (header-centric), so that the `tp` sub-pages
-    that it falls into at degree `tp` are contiguous and splitting it is a reshape.
+    A page is stored as `[kv_heads, 2, page_size, head_dim]` (header-centric). Its `tp` sub-pages at degree `tp` are
+    therefore contiguous, and splitting a page is a reshape.
 
-    Raises `LayoutError` for a geometry that cannot exist.
+    Raises `LayoutError` if a size is not supported.
     """
 
     kv_heads: int
-    """KV heads as stored. A model with fewer KV heads than `max_tp` stores each several times."""
+    """Stored KV heads. A model with fewer KV heads than `max_tp` stores each one several times."""
     page_size: int
     """Tokens in a page, a power of two."""
     head_dim: int
-    """Elements of one head's key (or value) of one token."""
+    """Elements of the key (or value) of one token in one head."""
     max_tp: int = 4
-    """The largest TP degree that pages are split for."""
+    """Largest TP degree, and number of units of a page."""
 
     def __post_init__(self) -> None:
         if self.max_tp not in DEGREES:
@@ -40,29 +40,29 @@ class PageGeometry:
 
     @property
     def page_elems(self) -> int:
-        """Elements of a whole page: the row length of an extent."""
+        """Elements of a whole page, and row length of an extent."""
         return self.kv_heads * 2 * self.page_size * self.head_dim
 
     def sub_pages(self, tp: int) -> int:
-        """Sub-pages of one page at degree `tp`: an extent of `n` pages holds `n * sub_pages(tp)`."""
+        """Return the number of sub-pages of a page at degree `tp`, which is `tp`, or raise `LayoutError`."""
         if tp not in DEGREES or tp > self.max_tp:
             raise LayoutError(f"TP degree is {tp}; it must be one of {DEGREES} and at most max_tp ({self.max_tp})")
         return tp
 
     def sub_page_shape(self, tp: int) -> tuple[int, int, int, int]:
-        """`(heads, 2, page_size, head_dim)` of what one rank holds of a page at degree `tp`."""
+        """Return the shape `(heads, 2, page_size, head_dim)` of a sub-page at degree `tp`."""
         return (self.kv_heads // self.sub_pages(tp), 2, self.page_size, self.head_dim)
 
     def units_per_page(self, tp: int) -> int:
-        """Allocator units (sub-pages of degree `max_tp`) in a sub-page of degree `tp`."""
+        """Return the number of allocator units (sub-pages at degree `max_tp`) in a sub-page at degree `tp`."""
         return self.max_tp // self.sub_pages(tp)
 
     def order(self, tp: int) -> int:
-        """Buddy order of a sub-page of degree `tp`: log2 of its units, so 0 at `max_tp`."""
+        """Return the buddy order of a sub-page at degree `tp`: log2 of its units, so 0 at `max_tp`."""
         return self.units_per_page(tp).bit_length() - 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens of one sequence take, at any degree."""
+        """Return the number of pages for `num_tokens` tokens of one sequence, equal at all degrees."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; it must not be negative")
         return -(-num_tokens // self.page_size)

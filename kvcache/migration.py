@@ -1,13 +1,15 @@
-"""Plans the order in which pieces of pages move between ranks, so that none is overwritten before it was read.
+"""Order in which pieces of pages move between ranks, so that every piece is read before it is overwritten.
 
-Pieces move in phases of a fixed size, each one run of one compiled program: all ranks gather what they send, exchange
-it, and then write what they received. So a slot (a place for one piece on one rank) whose piece leaves in a phase may
-be written in that phase, and a move waits for those that vacate its target, in the same phase at the latest.
+Pieces move in phases of a fixed size, and one compiled program runs a phase: all ranks gather the pieces that they
+send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. If a piece
+leaves a slot in some phase, the slot may be written in the same phase. A move therefore waits until the moves that
+vacate its target are in the same phase or an earlier one.
 
-Each slot is the target of one move at most, so moves form trees, which end in slots that are free, and cycles. A tree
-is done from its ends. A cycle must turn in one phase; where it is too long, it is cut into arcs that turn each by
-itself. That puts all pieces but the last of each arc into place, and the last ones, which are then at the first slots
-of their arcs, form a cycle of that many slots fewer. So no plan needs a free slot, however full the ranks are.
+Each slot is the target of at most one move, so the moves form cycles, and trees that end in free slots. Trees are
+scheduled from their free slots backwards. All moves of a cycle must run in one phase. A cycle that is too long for a
+phase is cut into arcs, and each arc is closed to a shorter cycle. This brings all pieces except the last one of each
+arc to their targets. The last pieces are then in the first slots of their arcs. They form a cycle with one slot for
+each arc, which is scheduled the same way. So no plan needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -19,55 +21,57 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64
 
 PADDING = -1
-"""Id in `Phase.send` and `Phase.receive` where there is no piece."""
+"""Id of an unused entry of `Phase.send` and `Phase.receive`."""
 
 GENERAL_COST = 1.2
-"""Time of a phase in which each rank trades with all, in that of one in which each trades with one other.
-
-As measured on CPU: it waits for its peers several times."""
+"""Time of a general phase, in which each rank trades with all ranks, relative to a phase with a distance, in which each
+trades with one. Measured on CPU: a general phase waits for its peers several times."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What the ranks exchange at once: each with all, or each with one other. Ranks `r` and `r ^ i` are `i` apart.
+    """Pieces that the ranks exchange at once: a *general* phase between all ranks, or a phase between pairs of ranks.
 
-    `K` is `phase_pieces`, the same in all phases of a plan. Both arrays are padded with `PADDING`, at the same places.
+    The distance of ranks `r` and `s` is `r ^ s`. `K` is `phase_pieces`, equal in all phases of a plan. Both arrays have
+    `PADDING` at the same indices.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
-    """Ids of pieces. `[p, p, K]`: `send[r, i, n]` on rank `r` goes to `receive[r ^ i, i, n]`, `i = 0` being the rank
-    itself. With a distance `[p, p * K]`: `send[r, n]` goes to `receive[r ^ distance, n]`."""
+    """Ids of the pieces that leave. General phase: `[p, p, K]`, and piece `send[r, i, n]` of rank `r` goes to slot
+    `receive[r ^ i, i, n]` of rank `r ^ i`. With a distance: `[p, p * K]`, and `send[r, n]` goes to
+    `receive[r ^ distance, n]`."""
     receive: Int32[np.ndarray, "p *pieces"]
-    """Ids of where they are put."""
+    """Ids of the target slots, same shape."""
     distance: int | None = None
-    """How far those are apart that trade, if each rank trades with one."""
+    """Distance of the ranks that trade; None for a general phase."""
 
 
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
-    """Shape of one rank's part of a phase's ids."""
+    """Return the shape of the ids of one rank in a phase."""
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
 
 def plan_phases(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> list[Phase]:
-    """Phases that, run in order, put a copy of the piece at each source to its target.
+    """Plan phases that, run in order, copy the piece at each source to its target.
 
-    Where enough pieces can go between the same pairs of ranks, a phase is theirs alone: it takes more of them, in less
-    time. Phases in which each rank trades with all take what is few, and what waits for one another.
+    If many pieces can move between ranks of one distance, a phase with this distance moves them: more pieces in less
+    time. General phases move the remaining pieces, and pieces that wait for each other.
 
-    A source may have several targets, and be a target of another piece. Slots that are no target keep their piece.
-    Slots that are a source and a target may hold others' pieces between phases; all other slots are written once.
-    A rank holds at most `2 * num_ranks * phase_pieces` pieces besides, those it sends and those it receives.
+    A source may have several targets, and may be the target of another piece. A slot that is not a target keeps its
+    piece. A slot that is both source and target may hold other pieces between phases; all other targets are written
+    once. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, sent and received.
 
     Args:
         source: (rank, piece id) of each piece.
-        target: (rank, piece id) of where it goes, all different. May be equal to its source.
+        target: (rank, piece id) of its target slot, all different. May be equal to its source.
         num_ranks: `p` of the phases.
-        phase_pieces: `K` of the phases: pieces from one rank to another (or itself) in one phase; at least 2, so that
-            two pieces of one rank can change places.
+        phase_pieces: `K` of the phases: the number of pieces from one rank to another (or to itself) in a general
+            phase. At least 2, so that two pieces of one rank can trade slots.
 
-    Raises `ValueError` for arguments that are not so. No set of moves is refused.
+    Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2. Every other set of
+    moves has a plan.
     """
     _check(source, target, num_ranks, phase_pieces)
     if not len(source):
@@ -79,7 +83,7 @@ def plan_phases(
         raise ValueError("two moves have the same target")
 
     refill, depth, cyclic = _dependencies(sources, targets, num_ranks * num_ids)
-    # The moves that most others wait for come first.
+    # The moves with the longest chains of waiting moves come first.
     order = np.argsort(-depth, kind="stable")
     new_index = np.empty_like(order)
     new_index[order] = np.arange(len(order))
@@ -89,7 +93,7 @@ def plan_phases(
     table = _Timetable(num_ranks, num_ids, phase_pieces)
     phases = table.enter_trees(sources, targets, refill, cyclic)
     tree = ~cyclic
-    # A slot on a cycle turns when the copies of its piece that leave the cycle are gone.
+    # A slot on a cycle may be written once all copies of its piece to slots outside of the cycle have left.
     last_copy: dict[int, int] = {}
     for move in np.flatnonzero(tree & (refill >= 0) & cyclic[refill]).tolist():
         slot = int(sources[move])
@@ -105,14 +109,15 @@ def plan_phases(
 def single_phase(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> Phase:
-    """All moves at once, for pieces that are written elsewhere than they are read. Arguments as of `plan_phases`.
+    """Return one phase with all moves, for pieces that are written to other buffers than they are read from.
 
-    Raises `ValueError` where more than `phase_pieces` go from one rank to another.
+    The arguments are those of `plan_phases`. Raises `ValueError` if more than `phase_pieces` pieces go from one rank to
+    another.
     """
     _check(source, target, num_ranks, phase_pieces)
     counts = np.bincount(source[:, 0] * num_ranks + target[:, 0], minlength=1)
     if counts.max() > phase_pieces:
-        raise ValueError(f"{counts.max()} pieces go from one rank to another, and a phase has {phase_pieces}")
+        raise ValueError(f"{counts.max()} pieces go from one rank to another; a phase has room for {phase_pieces}")
     num_ids = int(max(source[:, 1].max(initial=0), target[:, 1].max(initial=0))) + 1
     slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
     moves = np.stack([*slots, np.zeros(len(source), np.int64)], axis=1).astype(np.int64)
@@ -126,21 +131,25 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
         raise ValueError(f"phase_pieces is {phase_pieces}; it must be at least 2")
     for name, slots in (("source", source), ("target", target)):
         if len(slots) and (slots.min() < 0 or slots[:, 0].max() >= num_ranks):
-            raise ValueError(f"a {name} has a negative id or a rank that is not one of {num_ranks}")
+            raise ValueError(
+                f"the {name}s have ranks up to {slots[:, 0].max()} and numbers from {slots.min()}: "
+                f"ranks must be below {num_ranks}, and no number negative"
+            )
 
 
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """For each move: the one that refills its source or -1, how many wait for it in a row, and if it is on a cycle.
+    """Return for each move: the move that refills its source (-1: none), the length of the chain of moves that wait for
+    it, and whether it is on a cycle.
 
-    A move waits for those out of its target, so the one that refills a slot waits for those that vacate it.
+    A move waits for all moves out of its target. So the move that refills a slot waits for the moves that vacate it.
     """
     num_moves = len(sources)
     into = np.full(num_slots, num_moves)
     into[targets] = np.arange(num_moves)
     refill = into[sources]
-    # 2**k steps at once. Who is still somewhere after more steps than there are moves is on a cycle by then.
+    # Pointer doubling: iteration k follows 2**k steps. Chains end after at most `num_moves` steps, cycles never do.
     jump = np.append(refill, num_moves)
     depth = (jump < num_moves).astype(np.int64)
     for _ in range(num_moves.bit_length()):
@@ -152,40 +161,43 @@ def _dependencies(
 
 
 class _Timetable:
-    """The room that is left in each phase between each pair of ranks. A slot here is `rank * num_ids + piece id`."""
+    """Phases planned so far, with the free entries of each pair of ranks.
+
+    A slot is numbered `rank * num_ids + piece id`, a pair `from rank * num_ranks + to rank`.
+    """
 
     def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
         self._num_ranks = num_ranks
         self._num_ids = num_ids
         self._phase_pieces = phase_pieces
         self.distances: list[int | None] = []  # of each phase
-        self._rooms: list[list[int]] = []  # [phase][pair]
-        # First phase with room for that many pieces of a pair: (pair, count) -> phase.
-        self._first_with_room: dict[tuple[int, int], int] = {}
+        self._free: list[list[int]] = []  # [phase][pair]
+        # (pair, count) -> no phase before this one has `count` free entries of the pair.
+        self._first_with_free: dict[tuple[int, int], int] = {}
 
     def _add_phase(self, distance: int | None = None) -> list[int]:
         p = self._num_ranks
-        room = [self._phase_pieces] * p**2
+        free = [self._phase_pieces] * p**2
         if distance is not None:
-            room = [0] * p**2
+            free = [0] * p**2
             for rank in range(p):
-                room[rank * p + (rank ^ distance)] = p * self._phase_pieces
+                free[rank * p + (rank ^ distance)] = p * self._phase_pieces
         self.distances.append(distance)
-        self._rooms.append(room)
-        return room
+        self._free.append(free)
+        return free
 
     def _best_distance(self, queues: list[list[int]]) -> int | None:
-        """The kind of phase that takes most of what could go now, in the time that it takes."""
+        """Return the distance of the phase that moves most of the ready pieces per time, None for a general phase."""
         p, most = self._num_ranks, self._phase_pieces
-        # What others wait for would pass through many phases of pairs, and through few in which all take part.
-        best, kind = p * most // 2, None
+        # Below this number a general phase is better: chains of waiting moves need fewer general phases.
+        best, best_distance = p * most // 2, None
         for distance in range(p):
             count = sum(min(len(queues[rank * p + (rank ^ distance)]), p * most) for rank in range(p))
             if count > best:
-                best, kind = count, distance
-        if kind is not None and sum(min(len(queue), most) for queue in queues) > GENERAL_COST * best:
+                best, best_distance = count, distance
+        if best_distance is not None and sum(min(len(queue), most) for queue in queues) > GENERAL_COST * best:
             return None
-        return kind
+        return best_distance
 
     def enter_trees(
         self,
@@ -194,7 +206,7 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """The phase of each move that is not on a cycle (0 for the others). Earlier moves go first where they can."""
+        """Choose the phase of each move that is not on a cycle, 0 for the others. Earlier moves have priority."""
         refills = refill.tolist()
         on_cycle = cyclic.tolist()
         pairs = (sources // self._num_ids * self._num_ranks + targets // self._num_ids).tolist()
@@ -202,20 +214,20 @@ class _Timetable:
         waiting = waits_for.tolist()
         queues: list[list[int]] = [[] for _ in range(self._num_ranks**2)]
         for move in np.flatnonzero((waits_for == 0) & ~cyclic).tolist():
-            queues[pairs[move]].append(move)  # by rising move, so each queue is a heap
+            queues[pairs[move]].append(move)  # in ascending order, so each queue is a heap
 
         phases = [0] * len(refills)
         while any(queues):
-            room = self._add_phase(self._best_distance(queues))
-            phase = len(self._rooms) - 1
+            free = self._add_phase(self._best_distance(queues))
+            phase = len(self._free) - 1
             entered = True
-            while entered:  # a move that is entered may let others in, in this same phase
+            while entered:  # every entered move may make another one ready for the same phase
                 entered = False
                 for pair, queue in enumerate(queues):
-                    while queue and room[pair]:
+                    while queue and free[pair]:
                         move = heapq.heappop(queue)
                         phases[move] = phase
-                        room[pair] -= 1
+                        free[pair] -= 1
                         entered = True
                         later = refills[move]
                         if later >= 0:
@@ -227,10 +239,10 @@ class _Timetable:
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
     ) -> tuple[Int64[np.ndarray, "N 3"], Bool[np.ndarray, " M"]]:
-        """Enters pairs of pieces that change places, among the moves `which` on cycles.
+        """Enter pairs of pieces that trade slots, among the moves on cycles selected by `which`.
 
-        A merge and a split in the same places are such swaps for the most part. Those that would not make up phases of
-        their own are left. Returns moves `[source, target, phase]`, and which of all moves they are.
+        Merges and splits in place consist mostly of such swaps. Swaps that are too few for a phase of their distance
+        are left. Returns moves `[source, target, phase]` and a mask of them over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -238,7 +250,8 @@ class _Timetable:
         back = into[sources]
         first = np.flatnonzero(which & (back >= 0) & (sources < targets))
         first = first[sources[back[first]] == targets[first]]
-        # By pair of ranks: the first `room` of each go in its distance's first phase, and so on.
+        # Sorted by pair of ranks: the first `room` swaps of each pair go into the first phase of their distance, the
+        # next ones into the second phase.
         ranks, peers = sources // self._num_ids, targets // self._num_ids
         pairs = (ranks ^ peers)[first] * p + ranks[first]
         order = np.argsort(pairs, kind="stable")
@@ -252,19 +265,19 @@ class _Timetable:
             for n in range(full + (rest > self._phase_pieces)):
                 here = mine[places // room == n]
                 both = np.concatenate([here, back[here]])
-                left = self._add_phase(distance)
+                free = self._add_phase(distance)
                 for pair, count in enumerate(np.bincount(ranks[both] * p + peers[both], minlength=p * p).tolist()):
-                    left[pair] -= count
-                found.append(np.stack([sources[both], targets[both], np.full(len(both), len(self._rooms) - 1)], axis=1))
+                    free[pair] -= count
+                found.append(np.stack([sources[both], targets[both], np.full(len(both), len(self._free) - 1)], axis=1))
                 entered[both] = True
         return np.concatenate([np.zeros((0, 3), np.int64), *found]), entered
 
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
-        """The moves `[source, target, phase]` that turn the cycles `following` (slot -> slot; emptied here).
+        """Enter the cycles `following` (slot -> slot; emptied here). Return their moves `[source, target, phase]`.
 
-        `ready[slot]`, if given, is the first phase in which the slot may be written.
+        `ready[slot]`, if present, is the first phase in which the slot may be written.
         """
-        # Small against a phase, so that little room is left unused.
+        # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
         moves: list[tuple[int, int, int]] = []
         cycles: Iterable[list[int]] = _cycles(following)
@@ -285,9 +298,9 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cuts a cycle into arcs that have at most `limit` moves of each pair of ranks, and their numbers.
+        """Cut a cycle into arcs with at most `limit` moves of each pair of ranks. Yield each with its moves per pair.
 
-        The move from an arc's last slot to its first counts too. All arcs but the last have at least two slots.
+        The move from the last slot of an arc to its first one counts too. Only the last arc may have a single slot.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -310,24 +323,24 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """The first phase, `phase` at the earliest, with room for that many pieces of each pair. Takes the room."""
+        """Find the first phase from `phase` on with `counts[pair]` free entries of each pair. Take them."""
         for pair, count in counts.items():
-            first = self._first_with_room.get((pair, count), 0)
-            while first < len(self._rooms) and self._rooms[first][pair] < count:
+            first = self._first_with_free.get((pair, count), 0)
+            while first < len(self._free) and self._free[first][pair] < count:
                 first += 1
-            self._first_with_room[pair, count] = first
+            self._first_with_free[pair, count] = first
             phase = max(phase, first)
-        while phase < len(self._rooms) and any(self._rooms[phase][pair] < count for pair, count in counts.items()):
+        while phase < len(self._free) and any(self._free[phase][pair] < count for pair, count in counts.items()):
             phase += 1
-        while phase >= len(self._rooms):
+        while phase >= len(self._free):
             self._add_phase()
         for pair, count in counts.items():
-            self._rooms[phase][pair] -= count
+            self._free[phase][pair] -= count
         return phase
 
 
 def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
-    """The cycles of `following` (slot -> slot), each as its slots in order. Empties it."""
+    """Yield the slots of each cycle of `following` (slot -> slot), in order. Empties `following`."""
     while following:
         start, slot = following.popitem()
         cycle = [start]
@@ -341,7 +354,7 @@ def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
 def _phases(
     moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int, distances: list[int | None]
 ) -> list[Phase]:
-    """The phases of moves `[source, target, phase]`."""
+    """Return the phases of moves `[source, target, phase]`."""
     from_rank, source = np.divmod(moves[:, 0], num_ids)
     to_rank, target = np.divmod(moves[:, 1], num_ids)
     phase = moves[:, 2]

@@ -1,4 +1,4 @@
-"""Copy whole pages within one layer's extents, for sequences that stop sharing a page."""
+"""Copies of whole pages within the extents of a layer, for sequences that stop sharing a page."""
 
 from collections.abc import Sequence
 
@@ -17,23 +17,23 @@ def copy_pages(
     source_ids: Int32[Array, " N"],
     target_ids: Int32[Array, " N"],
 ) -> list[jax.Array]:
-    """Extents in which page `target_ids[n]` holds what `source_ids[n]` held; in place where they are donated.
+    """Copy page `source_ids[n]` to page `target_ids[n]` and return the extents. In place if they are donated.
 
-    One rank's part, for use inside `shard_map`. All sources are read before the first target is written, so a page
-    may be the source of one copy and the target of another. Temporaries are `N` sub-pages.
+    Runs on one rank, inside `shard_map`. All sources are read before the first target is written, so a page may be the
+    source of one copy and the target of another. Temporary memory: `N` sub-pages.
 
     Args:
-        extents: one layer's, each `[pages, page_elems]`.
-        first_ids: first page id of each extent, and one past the last (`extent_starts`).
-        tp: degree of the ids: an extent of `pages` pages has `pages * tp` of them, and a page `page_elems / tp`
-            elements.
-        source_ids: local page ids over all extents.
-        target_ids: likewise, all different. A negative source or target copies nothing (padding).
+        extents: extents of one layer, each `[pages, page_elems]`.
+        first_ids: first page id of each extent, and the end of the last one (`extent_starts`).
+        tp: degree that the ids refer to. An extent of `pages` pages has `pages * tp` ids, each for
+            `page_elems / tp` elements.
+        source_ids: local page ids, counted over all extents.
+        target_ids: local page ids, all different. A negative source or target copies nothing (padding).
     """
     rows = as_pieces(extents, tp)
 
     def places(ids: jax.Array) -> jax.Array:
-        """Where ids are among all rows; -1 where there is no page."""
+        """Turn ids into indices over all rows; -1 if an id is in no extent."""
         found = jnp.full_like(ids, -1)
         for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
             inside = (ids >= start) & (ids < start + len(r))
@@ -41,8 +41,8 @@ def copy_pages(
         return found
 
     source_ids, target_ids = places(source_ids), places(target_ids)
-    # In a branch, so that XLA has all contents before it writes: else each write would read the extents for itself, and
-    # they would have to be copied.
+    # A branch, because XLA then gathers all contents before it writes. Otherwise it fuses the gather into each write,
+    # and has to copy the extents.
     contents = jax.lax.cond(
         jnp.any(source_ids >= 0),
         lambda: gather_pieces(rows, source_ids),

@@ -1,7 +1,7 @@
-"""Block tables split by extent, the form that paged attention takes.
+"""Block tables split by extent, as paged attention takes them.
 
-Attention runs over each extent (a device buffer of its own) and merges the partial results. For each extent
-it needs to know which pages to read and which tokens of the sequence they hold.
+Attention reads each extent (a separate device buffer) and merges the partial results. For each extent it needs the ids
+of the pages and their positions in the sequence.
 """
 
 import itertools
@@ -16,13 +16,17 @@ from sharding.errors import LayoutError
 def split_by_extent(
     table: Int32[Array, "B W"], num_pages: Int32[Array, "B"], extent_starts: tuple[int, ...]
 ) -> tuple[PageTable, ...]:
-    """One `PageTable` for each extent, entries packed to the left in logical order.
+    """Split block tables into one `PageTable` for each extent, with entries packed to the left in logical order.
 
-    Entries from `num_pages` on are padding: 0 with several extents, the table's own padding with one.
+    Entries behind `num_pages` are padding: 0 if there are several extents, unchanged if there is one.
 
-    `table` holds local page ids in logical order, of which the first `num_pages` of each row are valid.
-    `extent_starts` is static: the local page id at which each extent starts, from 0, and the end of the last
-    (`kvcache.extents.extent_starts`). Raises `LayoutError` if it does not rise from 0.
+    Args:
+        table: `[B, W]` local page ids in logical order.
+        num_pages: `[B]` number of valid entries of each row.
+        extent_starts: static first page id of each extent, beginning with 0, and the end of the last one
+            (`kvcache.extents.extent_starts`).
+
+    Raises `LayoutError` if `extent_starts` does not rise from 0.
     """
     rises = all(a < b for a, b in itertools.pairwise(extent_starts))
     if len(extent_starts) < 2 or extent_starts[0] != 0 or not rises:
@@ -32,7 +36,7 @@ def split_by_extent(
     if num_extents == 1:
         return (PageTable(table, column, num_pages),)
 
-    # Padding sorts behind the last extent. The sort is stable, so pages of an extent stay in logical order.
+    # Padding sorts behind the last extent. The sort is stable, so the pages of an extent stay in logical order.
     inner_starts = jnp.asarray(extent_starts[1:-1], jnp.int32)
     extent = jnp.searchsorted(inner_starts, table, side="right", method="compare_all")
     extent = jnp.where(column < num_pages[:, None], extent, num_extents)

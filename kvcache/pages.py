@@ -1,4 +1,4 @@
-"""The pages of one instance over its ranks' allocators, and the block table of one sequence."""
+"""Page pool of an instance, over the allocators of its ranks, and block table of a sequence."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,12 @@ from sharding.errors import LayoutError
 
 
 class PagePool:
-    """Allocates pages for sequences of one instance: for each page, a block on every rank.
+    """Pool of pages for the sequences of one instance. A page is a block on every rank.
 
-    A table holds each rank's local page ids at its degree: a unit id divided by `units_per_page(tp)`. The ids of one
-    page may differ between ranks. Pools of different degrees may stand over the same allocators.
+    A table `[tp, pages]` holds the local page ids of each rank: the unit id divided by `units_per_page(tp)`. The ids of
+    one page may differ between ranks. Pools of different degrees may share allocators.
 
-    While layers change from one layout to another, a page has blocks in both: `PagePool.joined` has the ranks of
-    several pools, one after the other.
-
-    Raises `LayoutError` where the allocators do not match the geometry and the degree.
+    Raises `LayoutError` if the allocators do not match the geometry or the degree.
     """
 
     def __init__(self, geometry: PageGeometry, allocators: Sequence[BuddyAllocator], tp: int) -> None:
@@ -39,8 +36,11 @@ class PagePool:
 
     @classmethod
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
-        """Pages that lie in several pools at once. A table has the rows of the first pool, then of the second, and so
-        on. The pools must have no allocator in common."""
+        """Join pools of different layouts. A page of the joined pool has blocks in all of them.
+
+        Layers that change from one layout to another need both. A table has the rows of the first pool, then the rows
+        of the second, and so on. Raises `LayoutError` if two pools share an allocator.
+        """
         joined = cls.__new__(cls)
         joined.geometry, joined.tp = pools[0].geometry, sum(pool.tp for pool in pools)
         joined._units_per_page = np.concatenate([pool._units_per_page for pool in pools])
@@ -52,44 +52,47 @@ class PagePool:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated right now: those of the fullest rank."""
+        """Pages that can be allocated now: the free pages of the fullest rank."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
-        """Pages that each rank could have if nothing else were live."""
+        """Return the number of pages of each rank, free and in use."""
         return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
 
     def free_by_rank(self) -> list[int]:
-        """Pages that each rank has room for."""
+        """Return the number of free pages of each rank."""
         return [a.num_free(order) for a, order in zip(self._allocators, self._orders, strict=True)]
 
     @property
     def num_total_pages(self) -> int:
-        """Pages that could be allocated if nothing else were live."""
+        """Pages that could be allocated if no page were in use."""
         return min(self.total_by_rank())
 
     def allocate(self, num_pages: int) -> Int32[np.ndarray, "tp pages"]:
-        """New pages with one reference each, on all ranks, or `OutOfPagesError` and nothing changed."""
-        # Asking first leaves nothing to roll back: `num_free` is exact and no one else allocates meanwhile.
+        """Allocate pages on all ranks, with one reference each, and return their ids.
+
+        Raises `OutOfPagesError` if they do not fit. Nothing is changed then.
+        """
+        # The check leaves nothing to roll back: `num_free` is exact, and all changes are made by this thread.
         if num_pages > self.num_free_pages:
             raise OutOfPagesError(f"{num_pages} pages do not fit: the ranks have room for {self.free_by_rank()} pages")
         units = [a.allocate_many(order, num_pages) for a, order in zip(self._allocators, self._orders, strict=True)]
         return np.asarray(units, np.int32) // self._units_per_page
 
     def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Adds a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        """Add a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.share(unit)
 
     def free(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Drops a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        """Drop a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.free(unit)
 
     def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
-        """References to each page, those on the rank that has most. Raises `ValueError` as `free` does."""
+        """Return the references to each page, the maximum over the ranks. Raises `ValueError` as `free` does."""
         ranks = [
             [allocator.references(unit) for unit in units]
             for allocator, units in zip(self._allocators, self._live_units(table), strict=True)
@@ -97,7 +100,7 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """First units of the pages of each rank, checked before anything is changed."""
+        """Check the pages of a table. Return their first units on each rank."""
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
@@ -112,10 +115,9 @@ class PagePool:
 
 
 class SequencePages:
-    """The block table of one sequence: its pages in logical order, on each rank.
+    """Block table of one sequence: its pages in logical order, on each rank.
 
-    Takes over the references in `table` (`[tp, pages]`), if given, such as the pages that a migration
-    allocated. Holds them until `release`.
+    The sequence takes over the references of `table` (`[tp, pages]`), if given, and holds them until `release`.
     """
 
     def __init__(self, pool: PagePool, table: Int32[np.ndarray, "tp pages"] | None = None) -> None:
@@ -129,19 +131,19 @@ class SequencePages:
 
     @property
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """Local page ids, a read-only view. `reserve` and `release` leave views taken earlier stale."""
+        """Local page ids, as a read-only view. After `reserve` or `release`, read it again."""
         view = self._buffer[:, : self._num_pages]
         view.flags.writeable = False
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Pages that it has yet to get for `num_tokens` tokens; none where that is not above 0."""
+        """Return the pages that are missing for `num_tokens` tokens; zero or negative if none is."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
-        """Grows the table to hold `num_tokens` tokens (never shrinks it). Returns the number of new pages.
+        """Grow the table to `num_tokens` tokens and return the number of new pages. A table never shrinks.
 
-        Raises `OutOfPagesError`, with the table as it was, where they do not fit.
+        Raises `OutOfPagesError` if they do not fit. The table is unchanged then.
         """
         num_new = self.num_lacking(num_tokens)
         if num_new <= 0:
@@ -150,7 +152,7 @@ class SequencePages:
         end = self._num_pages + num_new
         capacity = self._buffer.shape[1]
         if end > capacity:
-            # Doubled, so that a long generation does not copy its table at every page.
+            # Doubling the capacity avoids copying the table for every new page of a long generation.
             grown = np.zeros((self.pool.tp, max(end, 2 * capacity)), np.int32)
             grown[:, : self._num_pages] = self.table
             self._buffer = grown
@@ -159,18 +161,18 @@ class SequencePages:
         return num_new
 
     def is_shared(self, index: int) -> bool:
-        """Whether page `index` has other references too, on any rank. Raises `IndexError` beyond the table."""
+        """Return whether page `index` has several references on any rank. Raises `IndexError` if it does not exist."""
         return bool(self.pool.references(self.table[:, index, None])[0] > 1)
 
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Makes page `index` this sequence's own. Returns (source, target) columns to copy on the device, if any.
+        """Replace page `index` by a new page if it is shared. Return the columns `(source, target)`, or None.
 
-        None where the page is not shared. Otherwise a new page takes its place in the table, and the caller copies
-        its contents (`page_copy.copy_pages`). This sequence's reference to the source is gone on return, yet its
-        contents stay until a program launched later overwrites them: programs run in the order of their launch. So
-        launch the copy before any other program that writes to pages allocated since.
+        The caller must copy the contents from source to target (`page_copy.copy_pages`), and launch this copy before
+        any other program that writes to newly allocated pages. The source is safe until then, although this sequence's
+        reference to it is dropped: programs run in launch order, so nothing can overwrite it earlier.
 
-        Raises `OutOfPagesError`, with nothing changed, where no page is free, and `IndexError` beyond the table.
+        Raises `OutOfPagesError` if no page is free (nothing is changed), and `IndexError` if page `index` does not
+        exist.
         """
         if not self.is_shared(index):
             return None
@@ -182,6 +184,6 @@ class SequencePages:
         return source, new[:, 0]
 
     def release(self) -> None:
-        """Drops all pages. The sequence is empty then and may `reserve` again."""
+        """Drop all pages. The sequence is empty afterwards, and may `reserve` again."""
         self.pool.free(self.table)
         self._num_pages = 0

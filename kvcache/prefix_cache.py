@@ -1,6 +1,7 @@
-"""Pages kept after their sequences ended, found again by the tokens they hold.
+"""Prefix cache: full pages stay after their sequences ended, and later prompts find them by their tokens.
 
-A page is identified by a hash of all tokens up to its end, so that equal prefixes have equal keys, page by page.
+The key of a page is a hash of all tokens up to its end. Sequences with equal prefixes therefore have equal keys, page
+by page.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ _KEY_BYTES = 16
 
 
 class CachedPage(NamedTuple):
-    """A page of a `PrefixCache`.
+    """Cached page.
 
     Attributes:
-        key: of its tokens and all before them.
-        parent: key of the page before it; None for the first of a prefix.
-        column: its ids, a row of a table each.
+        key: hash of the tokens of the page and all tokens before them.
+        parent: key of the page before it; None for the first page of a sequence.
+        column: local page ids, one for each row of a table.
     """
 
     key: bytes
@@ -32,27 +33,27 @@ class CachedPage(NamedTuple):
 
 
 class PageKeys:
-    """The keys of a growing token sequence's full pages.
+    """Keys of the full pages of a growing token sequence.
 
-    Each is a hash of the page's tokens and the key before it; the first follows a hash of `salt`. Sequences with
-    different salts (tenants) never have a key in common.
+    Each key is a hash of the previous key and the tokens of the page. The first key follows a hash of `salt`: sequences
+    with different salts (tenants) never have a key in common.
     """
 
     def __init__(self, page_size: int, salt: str = "") -> None:
         self.keys: list[bytes] = []
         self._page_size = page_size
-        # Hashed under a name of its own, so that no salt can be made to pass for the pages of another tenant.
+        # `person` separates salts from pages: no salt can imitate the pages of another tenant.
         root = salt.encode("utf-8", "surrogatepass")
         self._last = hashlib.blake2b(root, digest_size=_KEY_BYTES, person=b"salt").digest()
         self._tail: list[int] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken in so far, those after the last full page included."""
+        """Tokens so far, also behind the last full page."""
         return len(self.keys) * self._page_size + len(self._tail)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Takes in the tokens that follow. The cost is that of the new tokens, however long the sequence is."""
+        """Append tokens. The cost depends only on the number of new tokens."""
         self._tail.extend(tokens)
         size = self._page_size
         num_full = len(self._tail) // size * size
@@ -64,32 +65,33 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Others have pages of a pool's allocators, and give some up when they are asked to."""
+    """Other holders of pages of the same allocators, which can release some of them (paused sequences)."""
 
     def num_free_pages(self) -> int:
-        """Pages that the pool would have free if they gave up all that they can."""
+        """Return the pages that would be free in the pool if the holders released all that they can."""
         ...
 
     def make_free(self, num_pages: int) -> None:
-        """Give up as few as needed for the pool to have that many pages free, or all that they can."""
+        """Release pages until `num_pages` are free in the pool, or until no more can be released."""
         ...
 
 
 class PrefixCache:
-    """Shares computed pages of one pool between sequences, and keeps those that no sequence uses while there is room.
+    """Cache of computed pages of one pool. Sequences share them, and unused pages stay until their memory is needed.
 
-    A cached page has one reference of the cache, besides those of the sequences that use it. Where it has no other it
-    is evictable: it counts as available, and `reserve` takes it when nothing is free. So all sequences of the pool
-    must get, copy and give back their pages here (`PagePool.share` is fine: it needs no new page).
+    The cache holds one reference to each cached page, and every sequence that uses the page holds another. A page with
+    no other reference is evictable: it counts as available, and `reserve` evicts it if no page is free. All sequences
+    of the pool must therefore reserve, copy and release their pages here. `PagePool.share` may be called directly,
+    because it needs no new page.
 
-    Pages are told apart by their id on rank 0; a page is its whole column of a table, on all ranks.
+    A page is identified by its id on rank 0. Not thread-safe, like the pool.
 
     Args:
-        pool: the pages; used by one thread, as this is.
-        enabled: False caches nothing, and everything else works alike.
+        pool: pool that the pages belong to.
+        enabled: False: nothing is cached, everything else works the same.
 
     Attributes:
-        lender: gives up pages of its own before any that are cached here are evicted.
+        lender: holder of other pages, asked to release some before cached pages are evicted.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -98,7 +100,7 @@ class PrefixCache:
         self._columns: dict[bytes, tuple[int, ...]] = {}
         self._keys: dict[int, bytes] = {}  # by the page's id on rank 0
         self._parents: dict[bytes, bytes | None] = {}
-        self._evictable: OrderedDict[bytes, None] = OrderedDict()  # the next to go first
+        self._evictable: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self.lender: PageLender | None = None
 
     @property
@@ -112,7 +114,7 @@ class PrefixCache:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `reserve` can add right now, all at once: free or evictable."""
+        """Pages that `reserve` can add now, all together: free and evictable pages."""
         return self._num_free_pages + len(self._evictable)
 
     @property
@@ -122,26 +124,26 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Pages that `match` would return. Takes none and counts nothing."""
+        """Return the number of leading pages that are cached. Changes nothing."""
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
         return len(keys)
 
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
-        """Whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Takes none and counts nothing.
+        """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        Not the same as comparing `num_available_pages`: an evictable page that is matched is no longer available.
+        A comparison with `num_available_pages` is not enough: a matched page is no longer evictable.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """A sequence that begins with the longest cached run of leading pages, with a reference to each.
+        """Return a sequence of the longest cached run of leading pages, with a reference to each.
 
-        To compute the token that follows a prompt, its last token must be computed: ask for the keys of the prompt
-        without it.
+        Leave out the last token of a prompt when you compute its keys: a step must compute at least this token to
+        predict the next one.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -151,24 +153,25 @@ class PrefixCache:
         return SequencePages(self.pool, table)
 
     def insert(self, keys: Sequence[bytes], pages: SequencePages, start: int = 0) -> None:
-        """Caches pages `start .. len(keys)` of a sequence: page `i` holds the keys and values of `keys[i]`.
+        """Cache pages `start .. len(keys)` of a sequence. Page `i` holds the tokens of `keys[i]`.
 
-        They need not be computed yet, if the programs that do are launched before any that reads them, but nothing
-        else may be written to them any more. A key that is cached already keeps its page, and the sequence has a
-        duplicate, which is free once the sequence is. Should the cached one go first, inserting again from 0 caches
-        the duplicate.
+        The pages may still be uncomputed if their programs are launched before any program that reads them. They must
+        not be written again afterwards. If a key is cached already, its page stays, and the duplicate of this sequence
+        is freed with the sequence. If the cached page is evicted earlier, inserting again from 0 caches the duplicate.
 
-        Raises `ValueError` where the sequence has fewer pages, or a page is cached for other tokens.
+        Raises `ValueError` if the sequence has fewer pages than keys, or a page is cached under another key.
         """
         if len(keys) > pages.num_pages:
-            raise ValueError(f"{len(keys)} keys for a sequence of {pages.num_pages} pages: a page each at most")
+            raise ValueError(
+                f"{len(keys)} keys for a sequence of {pages.num_pages} pages: at most one key for each page"
+            )
         if not self.enabled:
             return
         columns = pages.table[:, start : len(keys)].T.tolist()
         new = {}
         for index, (key, column) in enumerate(zip(keys[start:], columns, strict=True), start):
             if self._keys.get(column[0], key) != key:
-                raise ValueError(f"page {index} of the sequence ({column}) is cached for other tokens")
+                raise ValueError(f"page {index} of the sequence (ids {column}) is cached for other tokens")
             if key not in self._columns:
                 new[key] = tuple(column)
         self.pool.share(self._table(new.values()))
@@ -180,15 +183,15 @@ class PrefixCache:
     # Other pools
 
     def pages(self) -> list[CachedPage]:
-        """All cached pages: those that sequences use, then the evictable ones, the next to go first."""
+        """Return all cached pages: first the pages in use, then the evictable pages, least recently used first."""
         used = [key for key in self._columns if key not in self._evictable]
         return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
 
     def adopt(self, pages: Iterable[CachedPage]) -> None:
-        """Cache pages that were cached over another pool, and whose place in this one `column` is.
+        """Cache pages that another pool had cached. Their `column` holds their ids in this pool.
 
-        Takes over a reference to each; that to a page whose key is cached already is dropped. The evictable ones are
-        evicted in this order, after those that are here.
+        Takes over one reference to each page. If a key is cached already, this reference is dropped. Evictable pages
+        count as used more recently than all pages here, in the given order.
         """
         adopted = []
         for page in pages:
@@ -201,46 +204,47 @@ class PrefixCache:
         self._make_evictable(self._table([self._columns[key] for key in adopted]))
 
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """The columns of all cached pages."""
+        """Return the columns of all cached pages."""
         return self._table(self._columns.values())
 
-    # Room
+    # Allocation
 
     def reserve(self, pages: SequencePages, num_tokens: int) -> int:
-        """`SequencePages.reserve`, which evicts as many pages as it needs.
+        """Grow a sequence to `num_tokens` tokens, evicting pages if needed. Return the number of new pages.
 
-        Raises `OutOfPagesError`, with nothing evicted, where they do not fit even so.
+        Raises `OutOfPagesError` if they do not fit even then. Nothing is evicted then.
         """
-        self._make_room(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
+        self._make_free(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
         return pages.reserve(num_tokens)
 
     def make_private(
         self, pages: SequencePages, index: int
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """`SequencePages.copy_on_write`, which evicts a page if it needs one. A cached page counts as shared.
+        """Run `SequencePages.copy_on_write`, evicting a page if needed. A cached page counts as shared.
 
-        Raises `OutOfPagesError`, with nothing changed, where there is none, and `IndexError` beyond the table.
+        Raises `OutOfPagesError` if no page is available (nothing is changed), and `IndexError` if page `index` does not
+        exist.
         """
         if not pages.is_shared(index):
             return None
-        self._make_room(1)
+        self._make_free(1)
         copied = pages.copy_on_write(index)
-        assert copied is not None, "shared, as asked before"
+        assert copied is not None, "the page is shared"
         self._make_evictable(copied[0][:, None])
         return copied
 
     def release(self, pages: SequencePages) -> None:
-        """Drops all pages of a sequence. Those that are cached and that no one else uses become evictable.
+        """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        Sequences released earlier are evicted first, and of each its last pages: a prefix without its end is worth
-        something, an end without its prefix cannot be found.
+        Sequences released earlier are evicted first, and each from its end: a page is found only if all pages before
+        it are cached.
         """
         table = pages.table.copy()
         pages.release()
         self._make_evictable(table[:, ::-1])
 
     def evict(self, num_pages: int) -> int:
-        """Frees up to `num_pages` evictable pages, least recently used first. Returns how many."""
+        """Free up to `num_pages` evictable pages, least recently used first. Return their number."""
         if num_pages < 0:
             raise ValueError(f"num_pages is {num_pages}; it must not be negative")
         num_pages = min(num_pages, len(self._evictable))
@@ -249,20 +253,20 @@ class PrefixCache:
         return num_pages
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forgets the pages of these keys, as far as they are cached. Those in use stay their sequences' own, the
-        others are free."""
+        """Remove the pages of these keys from the cache. Unknown keys are ignored, and pages in use stay with their
+        sequences."""
         known = [key for key in dict.fromkeys(keys) if key in self._columns]
         for key in known:
             self._evictable.pop(key, None)
         self._forget(known)
 
     def clear(self) -> None:
-        """Forgets all pages. Those in use stay their sequences' own, the others are free."""
+        """Remove all pages from the cache. Pages in use stay with their sequences, the others are freed."""
         self._forget(list(self._columns))
         self._evictable.clear()
 
-    def _make_room(self, num_pages: int) -> None:
-        """Evicts until `num_pages` are free. Raises `OutOfPagesError`, with nothing evicted, where that cannot be."""
+    def _make_free(self, num_pages: int) -> None:
+        """Evict until `num_pages` are free. Raises `OutOfPagesError` if that is impossible. Nothing is evicted then."""
         free = self._num_free_pages
         if num_pages > free + len(self._evictable):
             raise OutOfPagesError(
@@ -275,7 +279,7 @@ class PrefixCache:
         self.evict(max(num_pages - free, 0))
 
     def _make_evictable(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Makes those pages evictable, in this order, of which only the cache's reference is left."""
+        """Mark the pages with no reference except the cache's as evictable, in this order."""
         if not self._keys:
             return
         table = table[:, [page in self._keys for page in table[0].tolist()]]

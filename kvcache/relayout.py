@@ -1,14 +1,15 @@
-"""Where pages go when the TP degree of a group of devices changes, and the moves that bring them there.
+"""Block ids of pages after a change of the TP degree of a group of devices, and the moves that bring the pages there.
 
 A group of `b` devices holds `k = b / a` instances of degree `a`, instance `i` on devices `i*a .. i*a + a - 1`, or one
-instance of degree `b`. A *piece* is a sub-page of degree `b`, and its id its first unit divided by a piece's units.
-Piece `m` of local page `n` at degree `a` has id `n*k + m`. Since heads are in order, the pieces of rank `j` of an
-instance of degree `a` belong to ranks `j*k .. j*k + k - 1` at degree `b`, and piece `m` of rank `j` to rank `j*k + m`.
-Where that is the device on which it lies already, the piece can stay in its place.
+instance of degree `b`. A *piece* is a sub-page at degree `b`. Its id is its first unit divided by the units of a piece,
+so piece `m` of local page `n` at degree `a` has id `n*k + m`. Heads are in order: piece `m` of rank `j` of an instance
+of degree `a` belongs to rank `j*k + m` at degree `b`. If this is the device that holds the piece already, the piece can
+stay in place.
 
-While the layers of a group change one after the other, its pages are in two *views*, each with allocators and tables
-of its own. The functions here fill the allocators of the view to come. Pages are columns of tables, as in
-`kvcache.pages`; a list of tables has one for each instance of degree `a`, with the distinct pages of that instance.
+While the layers of a group change one after another, its pages have block ids in the *old layout* and in the *new
+layout*, each with its own allocators and tables. The functions of this module fill the allocators of the new layout.
+Pages are columns of tables, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`, with
+the distinct pages of this instance.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,20 +28,20 @@ def place_up(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "b _"]]:
-    """Places the pages of `k` instances of degree `a` at degree `b`: returns their tables, in the same order.
+    """Allocate the pages of `k` instances of degree `a` at degree `b`. Return their new tables, in the same order.
 
-    Pieces that can stay where they are do. Of the others, one that comes from a device gets the slot of one that goes
-    there, so that they change places. What is left is placed by `BuddyAllocator.allocate`: extents that are new are
-    filled last.
+    Pieces that can stay in place do. A piece that moves from device d to device e gets the slot of a piece that moves
+    from e to d, if there is one, so that the two trade slots. `BuddyAllocator.allocate` chooses the remaining blocks,
+    so new extents are filled last.
 
     Args:
         tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
         references: `[P_i]` references that each page gets.
-        geometry: of the pages.
-        allocators: of the view to come, one a device (`b` of them), with nothing live and at least the extents of the
-            old view.
+        geometry: geometry of the pages.
+        allocators: allocators of the new layout, one for each of the `b` devices. They have no live blocks, and at
+            least the extents of the old layout.
 
-    Raises `OutOfPagesError`, with nothing changed, where they do not fit, and `LayoutError` for degrees that do not
+    Raises `OutOfPagesError` if the pages do not fit (nothing is changed), and `LayoutError` if the degrees do not
     match.
     """
     a, b, k = len(tables[0]), len(allocators), len(tables)
@@ -55,11 +56,13 @@ def place_up(
         return new_tables
     for device, allocator in enumerate(allocators):
         own = tables[device // a][device % a]
-        given = [_given_slots(device, instance, own, a, k)[: table.shape[1]] for instance, table in enumerate(tables)]
-        for table, ids, refs in zip(new_tables, given, references, strict=True):
+        offered = [
+            _offered_slots(device, instance, own, a, k)[: table.shape[1]] for instance, table in enumerate(tables)
+        ]
+        for table, ids, refs in zip(new_tables, offered, references, strict=True):
             _claim(allocator, ids, refs[: len(ids)], geometry, b)
             table[device, : len(ids)] = ids
-        for table, ids, refs in zip(new_tables, given, references, strict=True):
+        for table, ids, refs in zip(new_tables, offered, references, strict=True):
             units = allocator.allocate_many(order, table.shape[1] - len(ids))
             _add_references(allocator, units, refs[len(ids) :])
             table[device, len(ids) :] = np.array(units, np.int32) // geometry.units_per_page(b)
@@ -67,7 +70,7 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """How many of a sequence's pieces lie where they could stay, on each of `k` instances that it might go to."""
+    """Count the pieces of a sequence that could stay in place on each of the `k` instances of a split."""
     a = len(table) // k
     counts = np.zeros(k, np.int64)
     for device, ids in enumerate(table):
@@ -83,19 +86,20 @@ def place_down(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "a _"]]:
-    """Places pages of degree `b` on `k` instances of degree `a`: returns the instances' tables, in the same order.
+    """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
-    A page gets, on each device, the block in which the piece of it that lies there can stay, if that block is free.
-    Otherwise it gets the free block that holds fewest pieces in the old view, so that few moves wait for others.
+    On each device, a page gets the block that contains its piece on this device already, if this block is free.
+    Otherwise it gets the free block with the fewest pieces in the old layout, so that few moves wait for others.
 
     Args:
         tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets, see `kvcache.assignment`. A
             page may go to several instances.
         references: `[P_i]` references that each page gets.
-        geometry: of the pages.
-        allocators: of the view to come, one a device (`b` of them). Its extents are the first ones of the old view.
+        geometry: geometry of the pages.
+        allocators: allocators of the new layout, one for each of the `b` devices. Their extents are the first extents
+            of the old layout.
 
-    Raises `OutOfPagesError`, with nothing changed, where they do not fit, and `LayoutError` for degrees that do not
+    Raises `OutOfPagesError` if the pages do not fit (nothing is changed), and `LayoutError` if the degrees do not
     match.
     """
     b, k = len(allocators), len(tables)
@@ -120,7 +124,7 @@ def place_down(
             stays = (place == piece) & (block < len(free)) & free[known]
             ids[stays] = block[stays]
             free[ids[stays]] = False
-        # Ids beyond the extents of the view to come are those of extents that become weights again.
+        # Pages in extents that become weights again have ids behind the extents of the new layout.
         occupied = np.unique(np.concatenate([table[device] for table in tables])) // k
         pieces_in = np.bincount(occupied, minlength=len(free))
         blocks = np.flatnonzero(free)
@@ -138,14 +142,18 @@ def place_within(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> Int32[np.ndarray, "tp _"]:
-    """Places an instance's distinct pages again at the same degree: those that lie in free blocks stay.
+    """Allocate the distinct pages of an instance again at the same degree. Return their new table.
+
+    Pages in blocks that are free in the new layout stay in place.
 
     Args:
         table: `[tp, P]` local page ids.
         references: `[P]` references that each page gets.
-        allocators: of the view to come, one a rank. Its extents are the first ones of the old view.
+        geometry: geometry of the pages.
+        allocators: allocators of the new layout, one for each rank. Their extents are the first extents of the old
+            layout.
 
-    Raises `OutOfPagesError`, with nothing changed, where they do not fit.
+    Raises `OutOfPagesError` if the pages do not fit. Nothing is changed then.
     """
     tp, num_pages = table.shape
     room = [allocator.num_free(geometry.order(tp)) for allocator in allocators]
@@ -168,15 +176,23 @@ def moves(
     *,
     staying: bool = False,
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
-    """(rank, piece id) of each piece that changes its place, and of the place that it goes to, for `plan_phases`.
+    """Return (rank, piece id) of the source and of the target of each piece that moves, for `plan_phases`.
 
-    `old_tables[i]` and `new_tables[i]` are the pages of instance `i` of the lower degree in both views, column by
-    column: from `place_up` or `place_down`, with what sequences got and gave back since. A source occurs several times
-    where a page goes to several instances. With `staying`, pieces that stay where they are are listed as well.
+    If a page goes to several instances, its sources occur several times.
+
+    Args:
+        old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
+        new_tables: the same pages in the new layout, column by column (from `place_up` or `place_down`, updated with
+            pages that sequences reserved or released since).
+        staying: True also returns pieces that stay in place.
+
+    Raises `LayoutError` if the layouts have different numbers of pages.
     """
     num_pages = [[table.shape[1] for table in tables] for tables in (old_tables, new_tables)]
     if num_pages[0] != num_pages[1]:
-        raise LayoutError(f"the instances have {num_pages[0]} pages in the old view, {num_pages[1]} in the new one")
+        raise LayoutError(
+            f"the instances have {num_pages[0]} pages in the old layout, {num_pages[1]} in the new layout"
+        )
     empty = np.zeros((0, 2), np.int64)
     if not any(num_pages[0]):
         return empty, empty
@@ -190,7 +206,7 @@ def moves(
 
 
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "N 2"]:
-    """(rank, piece id) of all pieces of an instance's pages: piece by piece, in the order of heads."""
+    """Return (rank, piece id) of all pieces of the pages of an instance: piece by piece, in the order of heads."""
     tp, num_pages = table.shape
     k = degree // tp
     rank, piece = np.divmod(np.arange(degree), k)
@@ -205,16 +221,16 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 
 
 def _staying_piece(device: int, a: int, k: int) -> int | None:
-    """Which piece of the pages of degree `a` on a device belongs to that device at degree `b` as well, if one does."""
+    """Return the piece of a degree-`a` page on a device that belongs to this device at degree `b` too, or None."""
     piece = device - device % a * k
     return piece if 0 <= piece < k else None
 
 
-def _given_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Slots on a device, whose pages of degree `a` are `own`, for the pieces that come from an instance.
+def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
+    """Return slots on a device for pieces that arrive from `instance`. `own` are the degree-`a` pages of the device.
 
-    Those of the pieces that go to the device where they come from: their own, where that is this one. None where
-    nothing goes there.
+    They are the slots of pieces that leave for the device where the arriving pieces come from. If that is this device
+    itself, the pieces stay in their slots. Empty if no piece of `own` goes to that device.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]
@@ -234,14 +250,14 @@ def _claim(
 
 
 def _add_references(allocator: BuddyAllocator, units: Iterable[int], references: Int[np.ndarray, " _"]) -> None:
-    """Gives blocks that have one reference that many."""
+    """Raise the references of blocks from one to the given numbers."""
     for unit, number in zip(units, references.tolist(), strict=True):
         for _ in range(number - 1):
             allocator.share(unit)
 
 
 def _free_blocks(allocator: BuddyAllocator, block_units: int) -> Bool[np.ndarray, " _"]:
-    """Whether each aligned block of that many units is free, by its first unit divided by them."""
+    """Return whether each aligned block of `block_units` units is free, in ascending order of blocks."""
     end = max((start + units for start, units in allocator.extents), default=0)
     free = np.zeros(end, bool)
     for start, units in allocator.extents:

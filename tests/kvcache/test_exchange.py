@@ -249,5 +249,5 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def test_views_must_begin_alike():
-    with pytest.raises(LayoutError, match=r"extents of \(2, 3\) pages in the old view and \(3,\) in the new one"):
+    with pytest.raises(LayoutError, match=r"extents of \(2, 3\) pages in the old layout and \(3,\) in the new layout"):
         compile_exchange(GEOMETRY, jnp.dtype("float32"), group_of(2), (2, 3), (3,), 2, ExchangeKind(None, 1))

@@ -176,7 +176,7 @@ def test_bad_moves_are_refused():
         plan_phases(source, target, 2, 1)
     with pytest.raises(ValueError, match="two moves have the same target"):
         plan_phases(source, target[[0, 0]], 2, 2)
-    with pytest.raises(ValueError, match="a source has a negative id or a rank that is not one of 1"):
+    with pytest.raises(ValueError, match="ranks up to 1 and numbers from 0: ranks must be below 1"):
         plan_phases(source, target, 1, 2)
-    with pytest.raises(ValueError, match="a target has a negative id"):
+    with pytest.raises(ValueError, match="numbers from -2: ranks must be below 2, and no number negative"):
         plan_phases(source, -target, 2, 2)

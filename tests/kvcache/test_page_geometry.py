@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from kvcache.geometry import PageGeometry
@@ -19,6 +20,18 @@ def test_sub_pages_divide_a_page(tp, shape, units, order):
     assert GEOMETRY.units_per_page(tp) == units
     assert GEOMETRY.order(tp) == order
     assert math.prod(shape) * GEOMETRY.sub_pages(tp) == GEOMETRY.page_elems == 8 * 2 * 16 * 64
+
+
+def test_splitting_pages_is_a_reshape():
+    geometry = PageGeometry(kv_heads=4, page_size=8, head_dim=5, max_tp=4)
+    extent = np.arange(3 * geometry.page_elems).reshape(3, geometry.page_elems)
+    whole = extent.reshape(3, *geometry.sub_page_shape(1))
+    for tp in (2, 4):
+        heads = 4 // tp
+        sub_pages = extent.reshape(3 * geometry.sub_pages(tp), *geometry.sub_page_shape(tp))
+        assert np.shares_memory(sub_pages, extent)
+        for page, rank in np.ndindex(3, tp):
+            np.testing.assert_array_equal(sub_pages[page * tp + rank], whole[page, rank * heads : (rank + 1) * heads])
 
 
 def test_units_are_sub_pages_of_the_largest_degree():

@@ -267,7 +267,7 @@ def test_degrees_must_match():
         place_up([page, page], one * 2, geometry, make_allocators(geometry, 4, 1))
     with pytest.raises(LayoutError, match="4 devices cannot hold 3 instances"):
         place_down([page.repeat(4, axis=0)] * 3, one * 3, geometry, make_allocators(geometry, 4, 1))
-    with pytest.raises(LayoutError, match=r"\[1, 1\] pages in the old view, \[2, 0\] in the new one"):
+    with pytest.raises(LayoutError, match=r"\[1, 1\] pages in the old layout, \[2, 0\] in the new layout"):
         moves([page, page], [np.zeros((2, n), np.int32) for n in (2, 0)])
 
 
