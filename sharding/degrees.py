@@ -1,3 +1,3 @@
-"""The tensor-parallel degrees. Imports no JAX."""
+"""Supported tensor-parallel degrees, in a module without JAX."""
 
 DEGREES = (1, 2, 4)

@@ -1,9 +1,9 @@
-"""Errors about layouts and device memory, raised while an engine is being set up."""
+"""Errors about layouts and device memory, raised during start-up."""
 
 
 class LayoutError(ValueError):
-    """A device group, tensor-parallel degree or page geometry that cannot exist."""
+    """Error: unsupported device group, tensor-parallel degree, placement or page geometry."""
 
 
 class MemoryBudgetError(ValueError):
-    """What must live on a device does not fit into its memory budget."""
+    """Error: buffers or temporary memory exceed the memory budget of a device, or the budget cannot be parsed."""

@@ -1,4 +1,4 @@
-"""How attention heads are laid out so that every tensor-parallel degree up to `max_tp` divides them."""
+"""Stored attention heads: the heads of the model, extended so that every degree up to `max_tp` divides them."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,24 @@ from sharding.errors import LayoutError
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Stored heads of one attention layer: the model's own, plus replicas or zero padding.
+    """Stored heads of one attention layer: the heads of the model, plus copies or zero padding.
 
-    A page holds `kv_heads` KV heads and splits into `max_tp` equal pieces, so `kv_heads` must divide by
-    `max_tp`. Models whose own count does not are laid out in one of two ways:
+    A page holds `kv_heads` KV heads and splits into `max_tp` equal sub-pages, so `kv_heads` must be a multiple of
+    `max_tp`. If the number of KV heads of the model is not:
 
-    * fewer KV heads than ranks, and the ranks divide by them (2 KV heads at TP4): each KV head is stored
-      `kv_copies` times and its query heads are dealt out to the copies, so that all ranks do useful work;
-    * otherwise (3 or 6 KV heads at TP4) zero heads fill up to the next multiple of `max_tp`.
+    * If it divides `max_tp` (2 KV heads at TP4), each KV head is stored `kv_copies` times, and its query heads are
+      distributed over the copies, so that all ranks compute different heads.
+    * Otherwise (3 or 6 KV heads at TP4), zero heads are added up to the next multiple of `max_tp`.
 
-    `group` is the number of stored query heads per stored KV head. Padded query heads have zero weights in
-    both the query and the output projection: they change no result.
+    Padded query heads have zero weights in the query and the output projection, so they do not change results.
+
+    Attributes:
+        model_heads: number of query heads of the model.
+        model_kv_heads: number of KV heads of the model.
+        max_tp: largest TP degree.
+        kv_copies: number of stored copies of each KV head.
+        kv_heads: number of stored KV heads, a multiple of `max_tp`.
+        group: number of stored query heads for each stored KV head.
     """
 
     model_heads: int
@@ -32,7 +39,7 @@ class HeadLayout:
 
     @classmethod
     def plan(cls, num_heads: int, num_kv_heads: int, max_tp: int) -> "HeadLayout":
-        """Choose the layout. Raises `LayoutError` if query heads are not a multiple of KV heads."""
+        """Choose the layout. Raises `LayoutError` if `num_heads` is not a multiple of `num_kv_heads`."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise LayoutError(
                 f"{num_heads} query heads cannot be grouped over {num_kv_heads} KV heads: "
@@ -46,12 +53,12 @@ class HeadLayout:
         return cls(num_heads, num_kv_heads, max_tp, 1, kv_heads, group)
 
     def kv_rows(self) -> Int32[np.ndarray, " kv_heads"]:
-        """Index of the model's KV head behind each stored one; -1 is a zero head."""
+        """Return the KV head of the model for each stored KV head; -1 is a zero head."""
         stored = np.arange(self.kv_heads) // self.kv_copies
         return np.where(stored < self.model_kv_heads, stored, -1).astype(np.int32)
 
     def q_rows(self) -> Int32[np.ndarray, " heads"]:
-        """Index of the model's query head behind each of the `kv_heads * group` stored ones; -1 is a zero head."""
+        """Return the query head of the model for each of the `kv_heads * group` stored heads; -1 is a zero head."""
         model_group = self.model_heads // self.model_kv_heads
         kv = self.kv_rows()[:, None]
         copy = (np.arange(self.kv_heads) % self.kv_copies)[:, None]
@@ -61,5 +68,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Stored over model KV heads: how much larger the KV cache is than the model alone would need."""
+        """Stored KV heads divided by the KV heads of the model: the growth of the KV cache by copies and padding."""
         return self.kv_heads / self.model_kv_heads

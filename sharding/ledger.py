@@ -1,4 +1,4 @@
-"""The bytes that each owner has on a device, and the budget that they count against."""
+"""Ledger of the bytes of each owner on a device, with a budget."""
 
 import re
 from collections import defaultdict
@@ -20,7 +20,7 @@ _UNITS = {
 
 
 def parse_bytes(size: str | int) -> int:
-    """`"2GiB"`, `"512 MiB"`, `"1.5GB"` or a number of bytes. Raises `MemoryBudgetError` for anything else."""
+    """Parse a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a number of bytes, or raise `MemoryBudgetError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS:
         raise MemoryBudgetError(f"{size!r} is not a memory size: write bytes, or a number with MiB, GiB, MB or GB")
@@ -28,7 +28,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Format bytes with a unit: `1536` becomes `1.5 KiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
@@ -39,10 +39,12 @@ def format_bytes(size: int) -> str:
 
 @dataclass
 class Ledger:
-    """Bytes by owner on one device, and the budget that their sum may not pass.
+    """Bytes by owner on one device. Their sum never exceeds the budget.
 
-    Owners are `(layer, what)`; layer is None for what belongs to no layer. `reserved` entries are bytes that
-    programs need while they run (activations), not buffers that live between steps.
+    Attributes:
+        budget_bytes: limit for the sum of all entries and reservations.
+        entries: bytes of the buffers that live between steps, by (layer, owner). The layer is None outside of layers.
+        reserved: temporary memory of running programs (activations), by name.
     """
 
     budget_bytes: int
@@ -56,11 +58,11 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        """What is left of the budget after live buffers and reservations."""
+        """Budget minus live buffers and reservations."""
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Enter a buffer. Raises `MemoryBudgetError` if it does not fit."""
+        """Add a buffer to its owner. Raises `MemoryBudgetError` if it does not fit."""
         if num_bytes > self.free_bytes:
             raise MemoryBudgetError(
                 f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
@@ -69,20 +71,20 @@ class Ledger:
         self.entries[(layer, what)] += num_bytes
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Book a buffer under another owner. Raises `MemoryBudgetError` if the first has not as much."""
+        """Move bytes to another owner. Raises `MemoryBudgetError` if the first owner has fewer bytes."""
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
         if num_bytes > held:
             raise MemoryBudgetError(
-                f"{format_bytes(num_bytes)} of {what} cannot become {to}: there are {format_bytes(held)}"
+                f"{format_bytes(num_bytes)} of {what} cannot become {to}: only {format_bytes(held)} exist"
             )
         entries[owner] = held - num_bytes
         entries[(layer, to)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
-        """Set aside bytes for programs' temporaries, in place of what was set aside under that name before.
+        """Reserve temporary memory of programs. Replaces an earlier reservation with the same name.
 
-        Raises `MemoryBudgetError`, with the ledger as it was, if they do not fit.
+        Raises `MemoryBudgetError` if it does not fit. The ledger is unchanged then.
         """
         available = self.free_bytes + self.reserved.get(what, 0)
         if num_bytes > available:

@@ -1,4 +1,4 @@
-"""Aligned device groups and the meshes over them."""
+"""Aligned device groups, their meshes, and arrays over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ TP_AXIS = "tp"
 
 @dataclass(frozen=True)
 class SubMesh:
-    """An aligned, contiguous group of 1, 2 or 4 devices that serves as one instance."""
+    """Aligned, contiguous group of 1, 2 or 4 devices that serves as one instance."""
 
     start: int
     devices: tuple[jax.Device, ...]
-    # The first group of its degree; None for that one itself.
+    # First group of this degree; None if this is it.
     _first: "SubMesh | None" = field(default=None, compare=False, repr=False)
-    # Of the kinds of views that `assemble` has made.
+    # Abstract values of arrays that `assemble` has made, by (replicated, shape, dtype).
     _avals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -40,27 +40,27 @@ class SubMesh:
 
     @cached_property
     def home(self) -> Home:
-        """The group's name in placements."""
+        """Home of the group in placements."""
         return Home(self.start, self.tp)
 
     @cached_property
     def device_indices(self) -> tuple[int, ...]:
-        """Places of the group's devices in the pool."""
+        """Indices of the devices in the pool."""
         return tuple(range(self.start, self.start + self.tp))
 
     @cached_property
     def mesh(self) -> Mesh:
-        """One-dimensional mesh over the group, axis `tp`."""
+        """One-dimensional mesh over the group with axis `tp`."""
         return Mesh(np.array(self.devices), (TP_AXIS,), axis_types=(AxisType.Auto,))
 
     @cached_property
     def sharded(self) -> NamedSharding:
-        """Leading axis split over the ranks."""
+        """Sharding that splits the leading axis over the ranks."""
         return NamedSharding(self.mesh, PartitionSpec(TP_AXIS))
 
     @cached_property
     def replicated(self) -> NamedSharding:
-        """Every rank holds the whole array."""
+        """Sharding with the whole array on every rank."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def __str__(self) -> str:
@@ -69,7 +69,10 @@ class SubMesh:
 
 @dataclass(frozen=True)
 class SubMeshPool:
-    """All sub-meshes of a device list. Each is made once, so that equal groups share one `Mesh` object."""
+    """All sub-meshes of a device list. Each is created once, so that equal groups share one `Mesh` object.
+
+    Raises `LayoutError` for an unsupported number of devices or largest degree.
+    """
 
     devices: tuple[jax.Device, ...]
     max_tp: int
@@ -85,7 +88,7 @@ class SubMeshPool:
             )
 
     def group(self, start: int, tp: int) -> SubMesh:
-        """The group of `tp` devices from index `start`, which must be a multiple of `tp`."""
+        """Return the group of `tp` devices from index `start`. Raises `LayoutError` if it is not aligned."""
         self.check_degree(tp)
         if start % tp or not 0 <= start <= len(self.devices) - tp:
             raise LayoutError(
@@ -99,29 +102,33 @@ class SubMeshPool:
         return self._cache[key]
 
     def groups(self, tp: int) -> tuple[SubMesh, ...]:
-        """All groups of degree `tp`, side by side over all devices."""
+        """Return the groups of degree `tp` that together cover all devices."""
         self.check_degree(tp)
         return tuple(self.group(start, tp) for start in range(0, len(self.devices), tp))
 
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that instances can have here."""
+        """Return the degrees that instances of this pool can have."""
         return tuple(d for d in DEGREES if d <= self.max_tp)
 
     def check_degree(self, tp: int) -> None:
-        """Raise `LayoutError` unless instances can have degree `tp`."""
+        """Raise `LayoutError` if instances of this pool cannot have degree `tp`."""
         if tp not in self.degrees():
             raise LayoutError(f"tensor_parallel_size={tp} is not supported here: it must be one of {self.degrees()}")
 
 
 def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
-    """View single-device buffers, one per rank and all of one shape, as one array. Copies nothing.
+    """Combine single-device buffers of equal shape, one for each rank, into one array. Copies nothing.
 
-    Sharded: global shape `[tp * n, ...]`, rank r holding rows `r*n .. (r+1)*n`. Replicated: global shape `[n, ...]`.
-    The only buffer of a group is its own view: JAX takes its sharding for that of a mesh of one device.
+    Args:
+        group: devices of the array.
+        buffers: buffers `[n, ...]` in rank order.
+        replicated: False: the array has shape `[tp * n, ...]`, rows `r*n .. (r+1)*n` on rank r. True: shape `[n, ...]`.
 
-    JAX checks the first view of a kind. That takes four times as long as making one, so others are made by what it
-    found, with an argument that JAX keeps to itself: a model changes its views all at once, as many as it has layers.
-    Buffers of any other shapes or dtypes than the first one's are not found out then.
+    At TP1 the only buffer is returned: JAX accepts its sharding for a mesh of one device.
+
+    JAX checks the shapes and dtypes only of the first array of each kind. The check takes four times as long as the
+    rest, and a transformation makes an array for each layer at once, so later arrays skip it with a private argument
+    of JAX.
     """
     tp = len(group.devices)
     if tp == 1:
@@ -140,39 +147,37 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
 
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
-    """The single-device buffers behind an assembled array, in rank order. Copies nothing.
+    """Return the single-device buffers of an assembled array, in rank order. Copies nothing.
 
-    Raises `RuntimeError` for an array of several devices that was donated or deleted.
+    Raises `RuntimeError` if an array over several devices was donated or deleted.
     """
     if group.tp == 1:
         return [array]
     if array.is_deleted():
         raise RuntimeError(f"an array of shape {array.shape} has been deleted or donated")
     if not array.is_fully_replicated:
-        # In the order of the mesh's devices. JAX keeps this to itself: `addressable_data` of each rank takes a fifth
-        # longer, and making `addressable_shards` ten times as long.
+        # A private attribute of JAX, in mesh order. `addressable_data` for each rank takes 20% longer,
+        # `addressable_shards` ten times as long.
         return list(array._arrays)  # type: ignore[attr-defined]
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in group.devices]
 
 
 def is_lost(array: jax.Array) -> bool:
-    """Whether an array's buffers are gone with a program that failed: donated to it, or never computed by it.
-
-    Waits for the array.
-    """
+    """Wait for an array. Return whether a failed program destroyed it, as an input (donated) or as an output."""
     if array.is_deleted():
         return True
     try:
         array.block_until_ready()
-    except Exception:  # whatever the program failed with
+    except Exception:  # the error of the program, of any type
         return True
     return False
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Arrays that are sharded over a group's ranks, with zeros in the place of those that are lost (see `is_lost`).
+    """Replace lost arrays, sharded over the ranks of a group, by zeros (see `is_lost`).
 
-    To be asked before they are viewed with others: JAX then tells of the first rank's buffers alone.
+    Call this before their buffers become part of other arrays: JAX reports errors only for the first rank's buffer of
+    such an array.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

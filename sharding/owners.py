@@ -1,10 +1,10 @@
-"""What buffers of a device hold: the names under which a ledger books them."""
+"""Owners of device buffers in a ledger."""
 
 from enum import StrEnum
 
 
 class Owner(StrEnum):
-    """Owner of a buffer's bytes, within a layer or outside the layers. Values are what reports and metrics show."""
+    """Owner of a buffer, inside or outside of layers. Reports and metrics show its value."""
 
     KV_CACHE = "kv cache"
     FFN = "ffn weights"
@@ -18,5 +18,5 @@ class Owner(StrEnum):
 
     @property
     def is_weights(self) -> bool:
-        """Whether it owns parameters of the model."""
+        """Whether the buffers hold parameters of the model."""
         return self not in (Owner.KV_CACHE, Owner.SAMPLING, Owner.HIDDEN)

@@ -1,10 +1,10 @@
-"""Pages of the FFN tensors of a model at each TP degree, and what it costs to pad them to whole pages.
+"""Number of pages of the FFN tensors of a model, and the padding of their TP4 shards to whole pages.
 
     python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
-    python -m sharding.page_table --page-size 16 DIR/config.json   # pages of 16 tokens' KV, as the engine has them
+    python -m sharding.page_table --page-size 16 DIR/config.json   # KV pages of 16 tokens, as in the engine
 
-GPUs map memory in pages of 2 MiB, so a system that releases weights by unmapping wants shards of whole ones (Gyges).
-Here a page is the KV of `page_size` tokens of one layer, and shards are whole ones too.
+GPUs map memory in pages of 2 MiB, so a system that releases weights by unmapping them needs shards of whole pages
+(Gyges). In this engine a page is the KV of `page_size` tokens of one layer, and shards are whole pages too.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from sharding.ledger import parse_bytes
 from sharding.params import round_up_to_pages
 
 TP = 4
-"""The highest degree: weights are cut into that many shards."""
+"""Largest degree, and number of shards of each tensor."""
 ITEM = 2
 """Bytes of a bf16 element."""
 
 
 @dataclass(frozen=True)
 class FfnShape:
-    """What the table needs to know of a model: from its `config.json` (`from_hf`), which it may have under any name."""
+    """Sizes of a model that the table needs."""
 
     name: str
     hidden_size: int
     ffn_size: int
-    """Inner features, of each expert if there are several."""
+    """Inner features of the FFN, or of each expert."""
     num_experts: int
     num_layers: int
     num_heads: int
@@ -42,7 +42,7 @@ class FfnShape:
 
     @classmethod
     def from_hf(cls, name: str, config: dict) -> "FfnShape":
-        """Raises `ValueError` for a config that does not describe a decoder with gated FFNs."""
+        """Read a `config.json` of a decoder with gated FFNs. Raises `ValueError` if a field is missing."""
         try:
             heads = config["num_attention_heads"]
             return cls(
@@ -60,14 +60,14 @@ class FfnShape:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Elements of each FFN tensor of a layer, all experts together. MoE models store gate and up as one."""
+        """Elements of each FFN tensor of a layer, summed over experts. MoE models store gate and up as one tensor."""
         matrix = self.hidden_size * self.ffn_size * self.num_experts
         if self.num_experts > 1:
             return {"down": matrix, "gate_up": 2 * matrix}
         return {"down": matrix, "gate": matrix, "up": matrix}
 
     def kv_page_elems(self, page_size: int) -> int:
-        """Elements of the engine's page of `page_size` tokens: KV heads as stored for `TP` ranks."""
+        """Return the elements of a KV page of the engine, with the stored KV heads for `TP` ranks."""
         kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
         return kv_heads * 2 * page_size * self.head_dim
 
@@ -83,26 +83,26 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of one layer, in pages."""
+    """Size of one tensor of one layer, in pages."""
 
     model: str
     tensor: str
     pages: float
     shard_pages: float
-    """Pages of a TP4 shard, before padding."""
+    """Pages of a TP4 shard before padding."""
     stored_pages: int
-    """Pages of a TP4 shard, padded to whole pages."""
+    """Pages of a TP4 shard after padding to whole pages."""
 
     @property
     def padding(self) -> float:
-        """Added by padding, as a share of the shard."""
+        """Padding as a fraction of the shard."""
         return self.stored_pages / self.shard_pages - 1
 
 
 def rows(model: FfnShape, page_bytes: int) -> list[Row]:
-    """The model's tensors in pages of a fixed number of bytes; every shard padded by itself."""
+    """Return the tensors of a model in pages of a fixed size. Every shard is padded separately."""
     if page_bytes < 1:
-        raise ValueError(f"a page of {page_bytes} bytes: it must have at least one")
+        raise ValueError(f"page_bytes is {page_bytes}; it must be at least 1")
     result = []
     for tensor, elements in model.tensors.items():
         shard = elements * ITEM // TP
@@ -113,14 +113,16 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 
 
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
-    """The model's tensors in KV pages, padded as the engine pads them: the inner features of a shard are rounded up
-    until its gate-up and its down matrix are whole pages. Experts are dealt to ranks, each padded by itself.
+    """Return the tensors of a model in KV pages, padded as in the engine.
 
-    Raises `ValueError` where the experts cannot be dealt evenly.
+    The inner features of a shard are rounded up until its gate-up and its down matrix are whole pages. Experts are
+    distributed over the ranks, and each is padded separately.
+
+    Raises `ValueError` if the number of experts is not a multiple of the ranks.
     """
     page_elems = model.kv_page_elems(page_size)
     if model.num_experts % TP and model.num_experts > 1:
-        raise ValueError(f"{model.name}: {model.num_experts} experts cannot be dealt to {TP} ranks")
+        raise ValueError(f"{model.name}: {model.num_experts} experts cannot be distributed evenly over {TP} ranks")
     matrices = model.num_experts // TP if model.num_experts > 1 else 1
     share = model.ffn_size if model.num_experts > 1 else -(-model.ffn_size // TP)
     shard = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
@@ -133,7 +135,7 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,11 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="*",
         type=Path,
         metavar="config.json",
-        help="models, also as the directories that have it; default: four known ones",
+        help="config files of models, or their directories (default: four well-known models)",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--page-bytes", default="2MiB", help="size of a page (default: %(default)s)")
-    size.add_argument("--page-size", type=int, help="tokens of a KV page, instead of a number of bytes")
+    size.add_argument("--page-size", type=int, help="tokens of a KV page, instead of a size in bytes")
     options = parser.parse_args(arguments)
     try:
         paths = [path / "config.json" if path.is_dir() else path for path in options.configs]
@@ -165,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(table: list[Row], title: str) -> None:
-    """Print rows, models apart."""
+    """Print the rows, with a section for each model."""
     printed = Table(title=f"FFN tensors of one layer, bf16, {title}")
     for column in ("model", "tensor", "TP1", f"TP{TP}", f"TP{TP}, whole pages", "padding"):
         printed.add_column(column, justify="left" if column in ("model", "tensor") else "right")

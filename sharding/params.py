@@ -1,4 +1,4 @@
-"""One description per parameter, from which loading, initialization and every tensor-parallel layout derive."""
+"""Parameter descriptions: loading, initialization and all tensor-parallel layouts derive from them."""
 
 import itertools
 import math
@@ -18,15 +18,15 @@ ReadTensor = Callable[[str], np.ndarray]
 
 
 def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray, "..."]:
-    """Rows of blocks of `size` (heads to rows): block b becomes b*size .. b*size+size-1; -1 stays -1."""
+    """Expand block indices (heads) to row indices: block b becomes `b*size .. b*size + size - 1`, and -1 stays -1."""
     rows = np.where(blocks[..., None] < 0, -1, blocks[..., None] * size + np.arange(size))
     return rows.reshape(*blocks.shape[:-1], -1).astype(np.int32)
 
 
 def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray, "shards rows"]:
-    """Deal `total` rows evenly over shards of `shard_rows`; the rest of each shard is zero padding (-1).
+    """Distribute `total` rows evenly over shards of `shard_rows`. The rest of each shard is zero padding (-1).
 
-    Raises `LayoutError` where they do not fit.
+    Raises `LayoutError` if they do not fit.
     """
     share = -(-total // num_shards)
     if share > shard_rows:
@@ -37,17 +37,21 @@ def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray,
 
 
 def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
-    """Smallest n >= size for which n * r is a whole number of pages for every r in `row_elems`."""
+    """Return the smallest `n >= size` such that `n * r` is a multiple of `page_elems` for every `r` in `row_elems`."""
     step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
     return -(-size // step) * step
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint tensor and which of its rows go where in each shard.
+    """Checkpoint tensor, and the position of its rows in each shard.
 
-    `rows[c, i]` is the index along `axis` of the checkpoint tensor (`[out, in]` orientation) that becomes
-    position i of shard c; -1 is zero padding.
+    Attributes:
+        name: name in the checkpoint.
+        shape: shape in the checkpoint; matrices are `[out, in]`.
+        rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c; -1 is
+            zero padding. None: every shard has the whole tensor.
+        axis: axis that is cut.
     """
 
     name: str
@@ -58,25 +62,25 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """One parameter: where it comes from, its shards, and how devices hold them.
+    """Parameter: its checkpoint tensors, its shards, and its storage on devices.
 
-    Every device is loaded with all `num_shards` shards of every parameter (it must be able to serve alone, at TP1). At
-    TP p, rank r computes with shards `r*max_tp/p .. (r+1)*max_tp/p`, or, where `strided`, with `r, r + p, ...`: then
-    its shards at a higher degree are among those at a lower one, so that merging instances needs none from elsewhere.
-    `num_shards == 1` with `placement "replicated"` is used whole by every rank.
+    Every device loads all `num_shards` shards, because it must be able to serve alone at TP1. At TP p, rank r computes
+    with shards `r*max_tp/p .. (r+1)*max_tp/p`, or with shards `r, r + p, ...` if `strided`. The shards of a strided
+    parameter at a higher degree are a subset of the shards of the same device at a lower degree, so a merge moves no
+    weights. A replicated parameter with one shard is used whole by every rank.
 
     Attributes:
-        kind: what it is within its layer, e.g. `mlp.gate_up`; unique among parameters of the same layer.
-        sources: checkpoint tensors, laid side by side along the sharded axis.
-        shard_shape: shape of one shard as computed with: matrices are output-major, `[out, in]`, as in checkpoints.
+        kind: name within its layer, such as `mlp.gate_up`; unique in the layer.
+        sources: checkpoint tensors, concatenated along the sharded axis.
+        shard_shape: shape of one shard in computations; matrices are `[out, in]`, as in checkpoints.
         num_shards: `max_tp` for sharded parameters, 1 for replicated ones.
-        placement: `sharded`: rank r takes its own shards. `replicated`: every rank takes all shards.
-        page_elems: if set, a shard is stored as an extent `[pages, page_elems]`, which a transformation may
-            release to the KV cache.
+        placement: `sharded`: rank r computes with its own shards. `replicated`: every rank computes with all shards.
+        page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
+            transformation may release to the KV cache.
         init: distribution for random initialization.
-        strided: which shards a rank computes with. For parameters whose shards are summed, in any order.
-        owner: under which a ledger books its bytes.
-        layer: the layer that it belongs to; None: embedding, final norm and head.
+        strided: assignment of shards to ranks, see above. Only for parameters whose shards are summed in any order.
+        owner: owner of the bytes in the ledger.
+        layer: index of the layer; None for embedding, final norm and head.
     """
 
     kind: str
@@ -93,12 +97,12 @@ class ParamSpec:
 
     @cached_property
     def name(self) -> str:
-        """Name that no other parameter of the model has, e.g. `layers.3.mlp.gate_up`."""
+        """Name within the model, such as `layers.3.mlp.gate_up`; unique."""
         return self.kind if self.layer is None else f"layers.{self.layer}.{self.kind}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the device buffer of one shard."""
+        """Shape of the device buffer of one shard: `[pages, page_elems]` or `shard_shape`."""
         if self.page_elems is None:
             return self.shard_shape
         pages, rest = divmod(math.prod(self.shard_shape), self.page_elems)
@@ -107,20 +111,20 @@ class ParamSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements that a device stores, padding included."""
+        """Elements on a device that stores all shards, with padding."""
         return self.num_shards * math.prod(self.shard_shape)
 
     def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
-        """Bytes that a device stores, padding included."""
+        """Return the bytes on a device that stores all shards, with padding."""
         return self.num_elements * jax.numpy.dtype(dtype).itemsize
 
     @property
     def model_elements(self) -> int:
-        """Elements of the model's own tensors, without padding and replicas."""
+        """Elements of the checkpoint tensors, without padding and copies."""
         return sum(math.prod(source.shape) for source in self.sources)
 
     def shard_indices(self, tp: int, rank: int) -> range:
-        """Shards that `rank` computes with at degree `tp`."""
+        """Return the shards that `rank` computes with at degree `tp`."""
         if self.placement == "replicated":
             return range(self.num_shards)
         if self.strided:
@@ -129,18 +133,19 @@ class ParamSpec:
         return range(rank * per_rank, (rank + 1) * per_rank)
 
     def local_shards(self, tp: int) -> int:
-        """How many shards every rank computes with at degree `tp`."""
+        """Return the number of shards that each rank computes with at degree `tp`."""
         return len(self.shard_indices(tp, 0))
 
     def abstract(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of one shard as computed with."""
+        """Return shape and dtype of one shard in computations."""
         return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
     def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
-        """Write the shards of this parameter, padding as zeros, from checkpoint tensors returned by `read(name)`.
+        """Write the shards of this parameter from checkpoint tensors, with zeros as padding.
 
         Args:
-            shards: contiguous memory for each shard in `stored_shape`, whatever it holds.
+            read: function that returns the checkpoint tensor with a given name.
+            shards: output, a contiguous array of `stored_shape` for each shard. Its contents are overwritten.
         """
         outs = [shard.reshape(self.shard_shape) for shard in shards]
         position, axis = 0, 0
@@ -153,7 +158,7 @@ class ParamSpec:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
-        """The checkpoint tensor of `source` out of stored shards: the inverse of `fill_shards`."""
+        """Return the checkpoint tensor of `source` from all stored shards: the inverse of `fill_shards`."""
         position = 0
         for other in self.sources:
             if other is source:
@@ -183,7 +188,7 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Maximal index ranges over which rows are consecutive, or all padding: slices copy faster than gathers."""
+    """Split the rows into ranges of consecutive rows or padding: slices copy faster than gathers."""
     step = np.diff(rows)
     both_padding = (rows[1:] < 0) & (rows[:-1] < 0)
     consecutive = (step == 1) & (rows[:-1] >= 0)

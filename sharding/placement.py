@@ -1,16 +1,16 @@
-"""Which devices compute which layers, for which of an instance's sequences. Plain Python, without JAX.
+"""Placement of layers on devices, for each share of the sequences of an instance. Plain Python, without JAX.
 
-A *home* is an aligned group of devices that computes layers together. A *lane* is a share of an instance's sequences
-that always travel together. A *stage* is a run of layers, with the home that computes them for each lane. A *placement*
-is the stages of all layers, and the home of the embedding and the head:
+A *home* is an aligned group of devices that computes layers together. A *lane* is a group of sequences of an instance
+that are always computed together. A *stage* is a range of layers with a home for each lane. A *placement* consists of
+the stages of all layers, and of the home of the embedding and the head:
 
     a TP1 instance on device 0        [0, L): (d0,)
     a TP4 instance                    [0, L): (q,)
     four TP1 becoming TP4, half way   [0, k): (d0, d1, d2, d3)   [k, L): (q, q, q, q)
     layers 5 to 14 replicated         [0, 5): (d0, d0)   [5, 15): (d0, d1)   [15, L): (d0, d0)
 
-A change from one placement to another is a `path`: placements that differ in a few layers each, so that whatever fails
-leaves an instance at one of them.
+A change from one placement to another is a `path`: a list of placements, each of which differs in a few layers from the
+one before. After a failure the instance is therefore at a valid placement.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from sharding.errors import LayoutError
 class Home:
     """Devices `start .. start + degree` of the pool, which compute layers together.
 
-    Raises `LayoutError` unless `degree` is a power of two and `start` a multiple of it.
+    Raises `LayoutError` if `degree` is not a power of two, or `start` is not a multiple of `degree`.
     """
 
     start: int
@@ -38,11 +38,11 @@ class Home:
 
     @property
     def devices(self) -> range:
-        """Places of its devices in the pool."""
+        """Indices of the devices in the pool."""
         return range(self.start, self.start + self.degree)
 
     def overlaps(self, other: "Home") -> bool:
-        """Whether they share a device. As both are aligned, one then contains the other."""
+        """Return whether the homes share a device. One then contains the other, because both are aligned."""
         return self.start < other.devices.stop and other.start < self.devices.stop
 
     def __str__(self) -> str:
@@ -51,10 +51,13 @@ class Home:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that are placed alike.
+    """Consecutive layers with the same homes.
 
     Attributes:
-        homes: of each lane. Lanes with the same home are computed together. Homes that differ share no device.
+        layers: range of layers.
+        homes: home of each lane. Lanes with equal homes are computed together. Different homes share no device.
+
+    Raises `LayoutError` if there is no layer or no home, or if different homes share devices.
     """
 
     layers: range
@@ -62,7 +65,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if self.layers.step != 1 or not self.layers:
-            raise LayoutError(f"a stage has one layer or more, one after the other: not {self.layers}")
+            raise LayoutError(f"a stage needs one or more consecutive layers, not {self.layers}")
         if not self.homes:
             raise LayoutError(f"layers {_named(self.layers)} have no home")
         for one, other in combinations(self.distinct_homes, 2):
@@ -71,25 +74,25 @@ class Stage:
 
     @property
     def distinct_homes(self) -> tuple[Home, ...]:
-        """Each home once, in the order of their devices."""
+        """Homes without duplicates, in the order of their devices."""
         return tuple(sorted(set(self.homes)))
 
     def lanes(self, home: Home) -> tuple[int, ...]:
-        """The lanes that a home computes."""
+        """Return the lanes that a home computes."""
         return tuple(lane for lane, other in enumerate(self.homes) if other == home)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all layers of an instance are computed.
+    """Homes of all layers of an instance.
 
-    Stages that are placed alike are one: two placements are equal where every layer has the same homes.
+    Adjacent stages with the same homes are merged, so placements are equal if every layer has the same homes.
 
     Attributes:
-        ends: home of the embedding and the head, and of what sampling remembers.
-        stages: of all layers, from the first to the last.
+        ends: home of the embedding, the head and the sampling state.
+        stages: stages of all layers, in order.
 
-    Raises `LayoutError` where a layer is missing or there twice, or stages differ in their number of lanes.
+    Raises `LayoutError` if a layer is missing or occurs twice, or if stages have different numbers of lanes.
     """
 
     ends: Home
@@ -97,11 +100,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.stages:
-            raise LayoutError("a placement needs a stage")
+            raise LayoutError("a placement needs at least one stage")
         first = 0
         for stage in self.stages:
             if stage.layers.start != first:
-                raise LayoutError(f"layer {first} is expected next, and the stage is of layers {_named(stage.layers)}")
+                raise LayoutError(f"the next stage must start at layer {first}, not at {stage.layers.start}")
             if len(stage.homes) != self.num_lanes:
                 raise LayoutError(
                     f"layers {_named(stage.layers)} have {len(stage.homes)} lanes, others {self.num_lanes}"
@@ -111,12 +114,12 @@ class Placement:
 
     @classmethod
     def uniform(cls, home: Home, num_layers: int, num_lanes: int = 1) -> "Placement":
-        """All layers of all lanes at one home."""
+        """Place all layers of all lanes at one home."""
         return cls(home, (Stage(range(num_layers), (home,) * num_lanes),))
 
     @classmethod
     def of_layers(cls, ends: Home, homes: Sequence[tuple[Home, ...]]) -> "Placement":
-        """From the homes of every layer."""
+        """Build a placement from the homes of every layer."""
         stages, first = [], 0
         for of_lanes, run in groupby(homes):
             end = first + sum(1 for _ in run)
@@ -134,31 +137,31 @@ class Placement:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices that take part, in order."""
+        """Indices of all devices of the placement, in order."""
         homes = {self.ends, *(home for stage in self.stages for home in stage.homes)}
         return tuple(sorted({device for home in homes for device in home.devices}))
 
     def stage_of(self, layer: int) -> Stage:
-        """The stage of a layer. Raises `LayoutError` if there is no such layer."""
+        """Return the stage of a layer. Raises `LayoutError` if there is no such layer."""
         for stage in self.stages:
             if layer in stage.layers:
                 return stage
         raise LayoutError(f"there is no layer {layer}: the model has {self.num_layers}")
 
     def homes(self) -> list[tuple[Home, ...]]:
-        """The homes of every layer, one for each lane."""
+        """Return the homes of every layer, one for each lane."""
         return [stage.homes for stage in self.stages for _ in stage.layers]
 
     def parallelism(self) -> list[int]:
-        """Return, for every layer, how many homes compute it side by side: CoCoServe's vector P."""
+        """Return the number of homes that compute each layer in parallel: the vector P of CoCoServe."""
         return [len(stage.distinct_homes) for stage in self.stages for _ in stage.layers]
 
     def homes_of(self, lane: int) -> tuple[Home, ...]:
-        """The distinct homes that a lane's sequences have pages at, in the order of layers."""
+        """Return the homes of a lane without duplicates, in the order of layers. Its sequences have pages at each."""
         return tuple(dict.fromkeys(stage.homes[lane] for stage in self.stages))
 
     def with_lanes(self, num_lanes: int) -> "Placement":
-        """The same placement for more lanes of the same homes. Raises `LayoutError` unless it has a lane alone."""
+        """Return the placement with `num_lanes` copies of its only lane. Raises `LayoutError` if it has more lanes."""
         if self.num_lanes not in (1, num_lanes):
             raise LayoutError(f"a placement of {self.num_lanes} lanes cannot have {num_lanes}")
         return Placement(
@@ -167,7 +170,7 @@ class Placement:
         )
 
     def with_homes(self, layers: range, homes: tuple[Home, ...]) -> "Placement":
-        """The placement with some layers at other homes."""
+        """Return the placement with some layers at other homes. Raises `LayoutError` for unknown layers."""
         if not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_named(layers)} are not among the model's {self.num_layers}")
         before = [Stage(r, s.homes) for s in self.stages if (r := s.layers[: max(layers.start - s.layers.start, 0)])]
@@ -175,7 +178,7 @@ class Placement:
         return Placement(self.ends, (*before, Stage(layers, homes), *after))
 
     def with_ends(self, ends: Home) -> "Placement":
-        """The placement with the embedding and the head at another home."""
+        """Return the placement with the embedding and the head at another home."""
         return Placement(ends, self.stages)
 
     def __str__(self) -> str:
@@ -183,9 +186,9 @@ class Placement:
 
 
 def joined(placements: Sequence[Placement], ends: Home) -> Placement:
-    """Placements of instances side by side as one: the lanes of the first, then of the second, and so on.
+    """Join the placements of several instances: the lanes of the first, then the lanes of the second, and so on.
 
-    Raises `LayoutError` where they share devices or differ in their number of layers.
+    Raises `LayoutError` if they share devices or have different numbers of layers.
     """
     if len({placement.num_layers for placement in placements}) != 1:
         raise LayoutError("placements of different models cannot be joined")
@@ -199,17 +202,20 @@ def joined(placements: Sequence[Placement], ends: Home) -> Placement:
 def path(
     source: Placement, target: Placement, layers_per_step: int, *, last_first: bool = True
 ) -> Iterator[tuple[range, Placement]]:
-    """The way from one placement to another: which layers change next, and the placement with them changed.
+    """Yield the steps from one placement to another: the layers of the step, and the placement after it.
 
-    Layers that are the same in both are left alone. A step is of consecutive layers, `layers_per_step` at most, which
-    come from one stage and go to one. The ends are at the larger of their two homes all the way, and at the target's
-    with the last step: that has no layers where only the ends differ.
+    Only layers with different homes change. A step changes at most `layers_per_step` consecutive layers, which are in
+    one stage before and in one stage afterwards. The ends are at the larger of their two homes until the last step,
+    which moves them to their target. If only the ends differ, this step has no layers.
 
     Args:
-        last_first: begin with the last layers.
+        source: first placement; not yielded.
+        target: last placement.
+        layers_per_step: maximum number of layers in a step.
+        last_first: True begins with the last layers, False with the first.
 
-    Raises `LayoutError` where the two differ in layers or lanes (see `with_lanes`), or the home of the ends of one
-    does not contain that of the other.
+    Raises `LayoutError` if the placements have different numbers of layers or lanes (see `with_lanes`), or if neither
+    home of the ends contains the other.
     """
     if (source.num_layers, source.num_lanes) != (target.num_layers, target.num_lanes):
         raise LayoutError(
@@ -234,7 +240,7 @@ def path(
 
 
 def _steps(source: Placement, target: Placement, layers_per_step: int) -> Iterator[range]:
-    """The layers that change, in order, in runs of at most `layers_per_step` that change alike."""
+    """Yield the layers that change, in order, in ranges of at most `layers_per_step` with equal old and new homes."""
     changes = enumerate(zip(source.homes(), target.homes(), strict=True))
     for (before, after), run in groupby(changes, key=lambda change: change[1]):
         layers = [layer for layer, _ in run]
@@ -244,7 +250,7 @@ def _steps(source: Placement, target: Placement, layers_per_step: int) -> Iterat
 
 
 def _joined(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """With neighbours that have the same homes as one."""
+    """Merge adjacent stages with equal homes."""
     found: list[Stage] = []
     for homes, alike in groupby(stages, key=lambda stage: stage.homes):
         first, *more = alike

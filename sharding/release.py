@@ -1,4 +1,4 @@
-"""Which weight shards a device gives up for KV cache as the TP degree rises, in which order, and who has them then."""
+"""Weight shards that devices release to the KV cache at each TP degree, in order, and the ranks that keep them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,12 +9,12 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """One extent of a layer that holds KV pages in place of weights.
+    """Extent of a layer that holds a weight shard, or KV pages after the shard is released.
 
     Attributes:
-        spec: the parameter.
-        shards: the shard that it holds as weights, by the device's place among `max_tp` aligned ones.
-        degree: the lowest degree at which it is released.
+        spec: parameter of the shard.
+        shards: index of the shard on each of `max_tp` aligned devices.
+        degree: lowest degree at which the shard is released.
     """
 
     spec: ParamSpec
@@ -27,15 +27,15 @@ class ReleasedShard:
 
 
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
-    """Extents of a layer that can become KV cache, in the order in which they do.
+    """Return the extents of a layer that can become KV cache, in the order of their release.
 
-    At degree `p` those whose `degree` is at most `p` are not needed by their device, at this degree or any higher one.
-    All devices release as many, so that one program runs on all of them: where some need more shards than others (a
-    rank of TP2 that at TP4 computes with a shard that is not among its two), the others keep as many.
+    A shard with `degree <= p` is not needed by its device at degree `p` or any higher degree. All devices release the
+    same number of shards, so that one program runs on all of them. If some devices need more shards than others (a
+    device whose TP4 shard is not among its two TP2 shards), the others keep as many.
 
     Args:
-        specs: the layer's parameters that are stored as extents.
-        max_tp: the largest degree.
+        specs: parameters of the layer that are stored as extents.
+        max_tp: largest degree.
     """
     released: list[ReleasedShard] = []
     for degree in DEGREES[1:]:
@@ -47,7 +47,7 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
             for device in range(max_tp):
                 needed = {c for p in DEGREES if degree <= p <= max_tp for c in spec.shard_indices(p, device % p)}
                 gone = {shards[device] for shards in taken}
-                # The nearest in the sense of a butterfly exchange first: so peers trade shards pairwise.
+                # Sorted by distance in a butterfly exchange, so that peers trade shards in pairs.
                 spare.append(sorted(set(range(max_tp)) - needed - gone, key=lambda c, d=device: c ^ d))
             released += [ReleasedShard(spec, shards, degree) for shards in zip(*spare, strict=False)]
     return tuple(released)
@@ -55,7 +55,10 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """`(rank, place)`: the rank that computes with `shard` at degree `tp`, and its place among that rank's shards."""
+    """Return the rank that computes with `shard` at degree `tp`, and the index of the shard among its shards.
+
+    Raises `ValueError` if the parameter has no such shard.
+    """
     for rank in range(tp):
         indices = spec.shard_indices(tp, rank)
         if shard in indices:
