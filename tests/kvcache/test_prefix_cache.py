@@ -187,7 +187,7 @@ def test_bad_arguments_change_nothing():
     # A sequence that wrote other tokens to a cached page: not even its first page is cached.
     other = SequencePages(cache.pool, np.concatenate([cache.pool.allocate(1), pages.table[:, 1:]], axis=1))
     before = state(cache)
-    with pytest.raises(ValueError, match=r"page 1 of the sequence \(\[2\]\) is cached for other tokens"):
+    with pytest.raises(ValueError, match=r"page 1 of the sequence \(ids \[2\]\) is cached for other tokens"):
         cache.insert(keys_of(range(20, 24)), other)
     with pytest.raises(ValueError, match="num_pages is -1"):
         cache.evict(-1)
