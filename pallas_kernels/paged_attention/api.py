@@ -22,7 +22,7 @@ Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
 
 def _mosaic_gpu_paged_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """Import the kernel with its first call: Mosaic takes long to import, and most machines never need it."""
+    """Import the kernel on first use: importing Mosaic takes long, and most machines never need it."""
     from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
     return mosaic_gpu_paged_attention(*args, **kwargs)
@@ -50,31 +50,30 @@ def paged_attention(
     implementation: Implementation = "auto",
     debug: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Causal attention of new tokens over the paged cache, which already holds their own keys and values.
+    """Compute causal attention of new tokens over the paged cache, which already holds their keys and values.
 
-    Decode is T = 1; a chunk of prefill is T > 1. Query head i uses KV head `i // (H // K)`. Sums are in f32.
+    T = 1 is decode, T > 1 a chunk of prefill. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 
     Args:
-        queries: after rotary embedding; f32, bf16 or f16.
-        extents: pages `[pages, K, 2, S, h]` (header-centric; index 0 keys, 1 values), one array per extent, of the
-            queries' dtype or of fp8 (e4m3fn, e5m2).
-        tables: for each extent, the pages in use and their logical positions.
-        query_positions: position of each query in its sequence; -1 marks padding, whose output is zero.
+        queries: queries after rotary embedding; f32, bf16 or f16.
+        extents: pages `[pages, K, 2, S, h]` (header-centric; index 0 keys, 1 values), one array for each extent, with
+            the dtype of the queries or fp8 (e4m3fn, e5m2).
+        tables: pages of each extent that the sequences use, with their logical positions.
+        query_positions: position of each query in its sequence. -1 marks padding, whose output is zero.
         scale: factor on the scores, usually `h ** -0.5`.
-        sliding_window: if set, a query sees only the last `sliding_window` positions, its own included.
-        soft_cap: if set, scores become `soft_cap * tanh(score / soft_cap)`.
-        sinks: a score of each query head that takes part in the softmax and has no value.
-        kv_scales: by which stored keys (row 0) and values (row 1) of each KV head are multiplied.
-        stride_order: the permutation with which an extent, transposed, is `[pages, K, 2, S, h]`; `PageLayout` has the
-            three that are supported.
-        implementation: `auto` takes `mosaic_gpu` on a Hopper GPU for the calls that it supports, and `xla` for all
-            others, which on a GPU is logged with the reason; the rest force one.
-        debug: check the contents of the tables too, on the host: slow.
+        sliding_window: number of positions that a query sees, including its own. None: no limit.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`. None: unchanged.
+        sinks: one extra score for each query head, which takes part in the softmax but has no value.
+        kv_scales: factors on the stored keys (row 0) and values (row 1) of each KV head.
+        stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
+        implementation: `auto` chooses `mosaic_gpu` on a Hopper GPU if it supports the call, otherwise `xla`; on a GPU
+            the reason is logged. Other values force an implementation.
+        debug: check the contents of the tables too, on the host. Slow.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, an unknown implementation, or `mosaic_gpu` forced for
-            what it does not support. With `debug`, a page that is out of range or a position that is given twice:
-            inside `jit` as JAX's run-time error, before attention starts.
+        ValueError: shapes, dtypes or options do not fit together, the implementation is unknown, or `mosaic_gpu` is
+            forced and does not support the call. With `debug` also a page out of range or a repeated position; inside
+            `jit` this is a run-time error of JAX, before attention starts.
     """
     options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
     check_arguments(queries, extents, tables, query_positions, options)
@@ -94,7 +93,7 @@ def paged_attention(
         if device is not None:
             _log_once(reason)
         return xla_paged_attention(queries, extents, tables, query_positions, options)
-    # The program may still be for the host: a CPU mesh on a machine with a GPU.
+    # The program may still run on the host: a CPU mesh on a machine with a GPU.
     return lax.platform_dependent(
         queries,
         list(extents),
@@ -106,13 +105,13 @@ def paged_attention(
 
 
 def _not_hopper(device: Any) -> str | None:
-    """Why the kernel does not run on a device; None on a Hopper GPU."""
+    """Return the reason why the kernel does not run on a device, or None for a Hopper GPU."""
     capability = getattr(device, "compute_capability", "")
     if capability.startswith("9."):
         return None
-    return f"it runs on Hopper (compute capability 9), and {getattr(device, 'device_kind', 'this')} has {capability}"
+    return f"it needs Hopper (compute capability 9); {getattr(device, 'device_kind', 'this device')} has {capability}"
 
 
 @cache
 def _log_once(reason: str) -> None:
-    logger.info("paged attention is computed by XLA on this GPU, without the kernel: %s", reason)
+    logger.info("paged attention runs in XLA on this GPU, without the kernel: %s", reason)

@@ -1,7 +1,7 @@
-"""What paged attention computes, and a plain reference for it.
+"""Semantics of paged attention, with a plain reference implementation.
 
-Letters: B sequences, T query tokens of each, H query heads, K KV heads, h head size, P pages of an extent,
-S page size, W width of a block table.
+Letters: B sequences, T query tokens of each, H query heads, K KV heads, h head size, P pages of an extent, S page size,
+W width of a block table.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class PageTable(NamedTuple):
     """Pages of one extent that a batch of sequences uses, packed to the left.
 
     Attributes:
-        page_ids: `[B, W]` index of the page within its extent.
-        page_positions: `[B, W]` logical place of that page in its sequence: it holds tokens
-            `position*S .. (position+1)*S`.
-        num_pages: `[B]` how many entries of a row are used.
+        page_ids: `[B, W]` index of the page in its extent.
+        page_positions: `[B, W]` logical position of the page in its sequence. A page at position p holds tokens
+            `p*S .. (p+1)*S`.
+        num_pages: `[B]` number of used entries of each row.
     """
 
     page_ids: Int32[Array, "B W"]
@@ -32,15 +32,15 @@ class PageTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """How attention is computed; the same for all implementations.
+    """Options of attention, equal for all implementations.
 
     Attributes:
         scale: factor on the scores, usually `h ** -0.5`.
-        sliding_window: if set, a query sees only the last `sliding_window` positions, its own included.
-        soft_cap: if set, scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2), before masks and sinks.
-        sinks: `[H]` a score of each query head that takes part in the softmax and has no value (gpt-oss).
-        kv_scales: f32 `[2, K]` by which stored keys and values of each KV head are multiplied (fp8 caches).
-        stride_order: memory order of the extents, see `PageLayout`.
+        sliding_window: number of positions that a query sees, including its own. None: no limit.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before masks and sinks (Gemma 2). None: unchanged.
+        sinks: `[H]` one extra score for each query head, without a value (gpt-oss).
+        kv_scales: f32 `[2, K]` factors on stored keys and values of each KV head (fp8 caches).
+        stride_order: memory order of the extents, the value of a `PageLayout`.
     """
 
     scale: float
@@ -54,7 +54,7 @@ class Options:
 def visible(
     key_positions: Int32[Array, "B N"], query_positions: Int32[Array, "B T"], sliding_window: int | None
 ) -> jax.Array:
-    """`[B, T, N]`: which keys a query attends to. Position -1 marks padding, on either side."""
+    """Return the mask `[B, T, N]` of the keys that each query attends to. Position -1 marks padding of both."""
     keys, queries = key_positions[:, None, :], query_positions[:, :, None]
     mask = (keys >= 0) & (keys <= queries)
     if sliding_window is not None:
@@ -69,10 +69,10 @@ def reference_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Causal attention of queries over paged keys and values: gathers everything, then one softmax.
+    """Compute causal attention over paged keys and values: gather all pages, then one softmax.
 
-    Query head i attends with KV head `i // (H // K)`. A query at position -1 (padding) gives zeros. Accumulates
-    in f32 and returns the queries' dtype.
+    Query head i uses KV head `i // (H // K)`. The output of a query at position -1 (padding) is zero. Sums are in f32,
+    and the result has the dtype of the queries.
     """
     batch, length, heads, head_dim = queries.shape
     layout = PageLayout.of(options.stride_order)
@@ -89,7 +89,9 @@ def reference_paged_attention(
     key, value = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
     mask = visible(jnp.concatenate(positions, axis=1), query_positions, options.sliding_window)[:, None, None]
     grouped = queries.reshape(batch, length, key.shape[1], -1, head_dim).astype(jnp.float32) * options.scale
-    key = jnp.where(jnp.any(mask, axis=3)[:, 0, 0, None, :, None], key, 0)  # garbage times zero may be NaN
+    key = jnp.where(
+        jnp.any(mask, axis=3)[:, 0, 0, None, :, None], key, 0
+    )  # unseen keys may be NaN, and zero times NaN is NaN
     value = jnp.where(jnp.any(mask, axis=3)[:, 0, 0, None, :, None], value, 0)
     if options.kv_scales is not None:
         key = key * options.kv_scales[0, :, None, None]

@@ -1,9 +1,9 @@
-"""Measures paged attention on the device at hand, against what it has to beat, in one run.
+"""Benchmark of paged attention on the local device, with competing implementations in the same run.
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU: the kernel against XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate. Elsewhere the XLA
-path against gathering everything and against a dense cache. Prints tables in Markdown. Compared calls run in turns.
+On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate; elsewhere the
+XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in turns.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MEMORY = "memory alone (copy on a GPU, read on CPU)"
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement: what, seconds, bytes it has to move, operations it has to do (0 where that says nothing)."""
+    """Measurement: name, seconds, bytes that must be moved and operations that must be done (0: not meaningful)."""
 
     name: str
     time_s: float
@@ -38,7 +38,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device, bytes to measure its memory with, its operations a second, and seconds for each comparison."""
+    """Device of the run.
+
+    Attributes:
+        device: name of the device.
+        gpu: True for a GPU.
+        kernel: implementation of paged attention to measure.
+        dtype: dtype of queries and cache.
+        probe_bytes: bytes of the call that measures memory bandwidth.
+        flop_rate: operations per second of a matrix product.
+        budget_s: seconds for each comparison.
+    """
 
     device: str
     gpu: bool
@@ -50,7 +60,7 @@ class Machine:
 
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
-    """A call of `paged_attention`, compiled, over fresh arguments. Options of `Workload.make` are taken out."""
+    """Return a compiled call of `paged_attention`. `options` are its options, or options of `Workload.make`."""
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
     if "layout" in made:
@@ -61,7 +71,7 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 
 
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """The same attention over contiguous keys and values `[B, K, N, h]`, in plain XLA."""
+    """Return a call of the same attention over contiguous keys and values `[B, K, N, h]`, in plain XLA."""
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload
     contents = extent.reshape(w.batch, w.pages, w.kv_heads, 2, w.page_size, w.head_dim)
@@ -81,7 +91,8 @@ def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 
 
 def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """cuDNN's attention over contiguous keys and values; causal without earlier context, otherwise over all keys."""
+    """Return a call of cuDNN's attention over contiguous keys and values: causal without earlier context, otherwise
+    over all keys."""
     w, key = workload, jax.random.key(1)
     queries = jax.random.normal(key, (w.batch, w.queries, w.kv_heads * w.group, w.head_dim), machine.dtype)
     keys = jax.random.normal(key, (w.batch, w.tokens, w.kv_heads, w.head_dim), machine.dtype)
@@ -91,7 +102,7 @@ def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 
 
 def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """JAX's own decode kernel (Triton), in its own layout: pages `[K, pages, S, h]` of keys and of values."""
+    """Return a call of JAX's decode kernel (Triton), in its layout: pages `[K, pages, S, h]` of keys and of values."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as own
 
     w = workload
@@ -106,17 +117,17 @@ def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 def rows_of(
     machine: Machine, calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int
 ) -> list[Row]:
-    """Measures calls in turns. One that cannot be made or run is reported and left out."""
+    """Measure calls in turns. Calls that fail are reported and left out."""
     ready = {}
     for name, make in calls.items():
         try:
             ready[name] = make()
             jax.block_until_ready(ready[name]())
-        except Exception as error:  # a peer that this JAX or device lacks must not end the run
+        except Exception as error:  # a missing competitor must not end the run
             print(f"\n`{name}` does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             ready.pop(name, None)
     moved = 0
-    if num_bytes:  # in turns with the others, as the speed of a shared machine changes
+    if num_bytes:  # measured in turns too, because the speed of a shared machine changes
         ready[MEMORY], moved = memory_probe(machine.probe_bytes)
     times = compare(ready, machine.budget_s)
     rows = [Row(name, seconds, num_bytes, flops) for name, seconds in times.items() if name != MEMORY]
@@ -144,7 +155,7 @@ def prefill(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def variants(machine: Machine, workload: Workload) -> list[Row]:
-    """What extents, memory orders and options cost."""
+    """Measure the cost of extents, memory orders and options."""
     one = partial(attention, workload, machine, machine.kernel)
     heads = workload.kv_heads * workload.group
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"1 extent": one}
@@ -161,7 +172,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
-    """New tokens into their pages, and whole pages to and from a staging buffer, in place, by XLA."""
+    """Measure writes of new tokens, and copies of whole pages to and from a staging buffer. In place, by XLA."""
     w = workload
     _, (extent,), (table,), _ = w.make(machine.dtype)
     num_pages, itemsize = extent.shape[0], extent.dtype.itemsize
@@ -199,7 +210,7 @@ def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def show(title: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
-    """Prints a table of one comparison; ratios are to its first row."""
+    """Print the table of one comparison, with ratios to its first row, and return it as data."""
     if not rows:
         return {"title": title, "rows": []}
     memory = [row.num_bytes / row.time_s for row in rows if row.name == MEMORY]
@@ -226,7 +237,7 @@ def measure_machine(quick: bool) -> Machine:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measures everything and prints it. `quick` shrinks the workloads until their figures mean nothing."""
+    """Measure and print everything. `quick` uses tiny workloads, whose figures mean nothing."""
     machine = measure_machine(quick)
     print(f"{machine.device}, JAX {jax.__version__}, Python {platform.python_version()}, {jnp.dtype(machine.dtype)}")
     print(f"matmul {machine.flop_rate / 1e12:.3g} TFLOP/s")
@@ -249,8 +260,8 @@ def run(quick: bool) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--quick", action="store_true", help="tiny workloads, to see that everything runs")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="tiny workloads, to check that everything runs")
     arguments = parser.parse_args(argv)
     results = run(arguments.quick)
     if arguments.json:

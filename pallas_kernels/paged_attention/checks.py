@@ -1,4 +1,4 @@
-"""Refuses arguments that do not fit together, before anything is launched."""
+"""Checks of the arguments of paged attention, before anything is launched."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +22,11 @@ def check_arguments(
     query_positions: jax.Array,
     options: Options,
 ) -> None:
-    """Raise `ValueError` for shapes, dtypes or options that do not fit together."""
+    """Raise `ValueError` if shapes, dtypes or options do not fit together."""
     if not extents or len(extents) != len(tables):
-        raise ValueError(f"{len(extents)} extents and {len(tables)} page tables: one table per extent, at least one")
+        raise ValueError(
+            f"{len(extents)} extents and {len(tables)} page tables: one table for each extent, at least one"
+        )
     if queries.ndim != 4 or queries.dtype.name not in QUERY_DTYPES:
         raise ValueError(f"queries {queries.dtype}{queries.shape} must be [B, T, H, h] in one of {QUERY_DTYPES}")
     batch, length, heads, head_dim = queries.shape
@@ -83,12 +85,12 @@ def _check_options(options: Options, heads: int, kv_heads: int) -> None:
 def check_tables(
     tables: Sequence[PageTable], num_pages: Sequence[int], query_positions: jax.Array | np.ndarray
 ) -> None:
-    """Raise `ValueError` for contents of tables that name pages that do not exist, or a place of a sequence twice.
+    """Raise `ValueError` if a table contains an unknown page, or a position of a sequence occurs twice.
 
     Args:
-        tables: one of each extent; concrete.
-        num_pages: pages of each extent.
-        query_positions: `[B, T]`; concrete.
+        tables: table of each extent, with concrete values.
+        num_pages: number of pages of each extent.
+        query_positions: `[B, T]` positions, with concrete values.
     """
     positions = np.asarray(query_positions)
     if (positions < -1).any():
@@ -103,20 +105,23 @@ def check_tables(
                 )
             used = ids[row, :count]
             if (bad := used[(used < 0) | (used >= pages)]).size:
-                raise ValueError(f"extent {index}, sequence {row}: page {bad[0]} is out of range, there are {pages}")
+                raise ValueError(
+                    f"extent {index}, sequence {row}: page {bad[0]} is out of range: the extent has {pages} pages"
+                )
             for place in places[row, :count].tolist():
                 if place < 0 or place in seen[row]:
-                    what = "negative" if place < 0 else "given twice"
-                    raise ValueError(f"extent {index}, sequence {row}: page position {place} is {what}")
+                    problem = "negative" if place < 0 else "given twice"
+                    raise ValueError(f"extent {index}, sequence {row}: page position {place} is {problem}")
                 seen[row].add(place)
 
 
 def checked_tables(
     tables: Sequence[PageTable], num_pages: Sequence[int], query_positions: jax.Array
 ) -> Sequence[PageTable]:
-    """The tables, after `check_tables`; inside a traced program it runs on the host before attention does.
+    """Check the tables with `check_tables` and return them.
 
-    There the error reaches the caller as JAX's run-time error, with the same message.
+    In a traced program the check runs on the host before attention does, and its error reaches the caller as a
+    run-time error of JAX with the same message.
     """
     leaves: list[Any] = [*(field for table in tables for field in table), query_positions]
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -127,7 +132,7 @@ def checked_tables(
         check_tables(given, num_pages, positions)
         return [np.asarray(table.page_ids, np.int32) for table in given]
 
-    # Attention reads the ids that come out, so it cannot start before.
+    # Attention reads the ids that the callback returns, so it cannot start earlier.
     types = [jax.ShapeDtypeStruct(table.page_ids.shape, jnp.int32) for table in tables]
     ids = jax.pure_callback(check, types, list(tables), query_positions)
     return [table._replace(page_ids=new) for table, new in zip(tables, ids, strict=True)]

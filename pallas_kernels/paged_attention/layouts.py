@@ -1,8 +1,8 @@
-"""The orders in which the pages of an extent can lie in memory.
+"""Memory orders of the pages of an extent.
 
 Attention indexes the logical axes `[page, KV head, keys/values, token, element]`. A *stride order* is the permutation
-with which `physical.transpose(stride_order)` is that view; three are known. In header-centric order, which everything
-runs on unless told otherwise, a head's share of a page is contiguous. The others are there to measure what they cost.
+such that `physical.transpose(stride_order)` has these axes. In header-centric order, which the engine uses, the share
+of a head in a page is contiguous. The other two orders exist to measure their cost.
 """
 
 import enum
@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 
 
 class PageLayout(enum.Enum):
-    """A memory order; the value is its stride order."""
+    """Memory order; its value is the stride order."""
 
     HEADER_CENTRIC = (0, 1, 2, 3, 4)
     """`[page, KV head, keys/values, token, element]`"""
@@ -23,7 +23,7 @@ class PageLayout(enum.Enum):
 
     @staticmethod
     def of(stride_order: tuple[int, ...]) -> "PageLayout":
-        """The layout of a stride order. Raises `ValueError` for one that is not supported."""
+        """Return the layout of a stride order. Raises `ValueError` if it is not supported."""
         try:
             return PageLayout(tuple(stride_order))
         except ValueError:
@@ -34,23 +34,26 @@ class PageLayout(enum.Enum):
 
     @property
     def heads_inside_tokens(self) -> bool:
-        """Whether the heads of a token lie together, so that one head's tokens are not contiguous."""
+        """Whether all heads of a token are contiguous, and the tokens of a head are not."""
         return self is not PageLayout.HEADER_CENTRIC
 
     def logical_shape(self, physical: tuple[int, ...]) -> tuple[int, ...]:
-        """`[pages, K, 2, S, h]` of an array in this order."""
+        """Return the logical shape `[pages, K, 2, S, h]` of an array in this order."""
         return tuple(physical[axis] for axis in self.value)
 
     def physical_shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the array in this order whose logical view is `[pages, K, 2, S, h]`."""
+        """Return the shape in this order of an array with logical shape `[pages, K, 2, S, h]`."""
         return tuple(logical[self.value.index(axis)] for axis in range(5))
 
     def physical(self, logical: Shaped[jax.Array, "P K two S h"]) -> jax.Array:
-        """The array in this order whose logical view is given. Copies, except for header-centric order."""
+        """Convert an array with logical axes to this order. Copies, except for header-centric order."""
         return logical.transpose([self.value.index(axis) for axis in range(5)])
 
     def rows(self, extent: jax.Array, piece_tokens: int) -> jax.Array:
-        """A free view by pieces of pages: `[rows, piece_tokens, h]`, or with `K, h` at the end if heads are inside."""
+        """Reshape an extent to pieces of pages, without a copy: `[rows, piece_tokens, h]`.
+
+        If heads are inside tokens, the shape is `[rows, piece_tokens, K, h]`.
+        """
         _, kv_heads, _, _, head_dim = self.logical_shape(extent.shape)
         inner = (kv_heads, head_dim) if self.heads_inside_tokens else (head_dim,)
         return extent.reshape(-1, piece_tokens, *inner)
@@ -66,7 +69,8 @@ class PageLayout(enum.Enum):
         kv_heads: int,
         pieces: int,
     ) -> jax.Array:
-        """Index in `rows` of a piece of a page, `pieces` to a page; the head counts where heads are rows."""
+        """Return the index in `rows` of a piece of a page. `pieces`: pieces of a page. `head` matters only in
+        header-centric order."""
         if self is PageLayout.HEADER_CENTRIC:
             return ((page * kv_heads + head) * 2 + kv) * pieces + piece
         if self is PageLayout.PAGE_FRIENDLY:

@@ -1,4 +1,4 @@
-"""Workloads to measure paged attention with, and how time is taken."""
+"""Workloads for measuring paged attention, and timing of calls in turns."""
 
 import time
 from collections.abc import Callable
@@ -19,12 +19,16 @@ from pallas_kernels.paged_attention.tuning import KernelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of equal length, the last `queries` tokens of each being new.
+    """Sequences of equal length, of which the last `queries` tokens are new.
 
     Attributes:
-        batch, tokens, queries: sequences, tokens of each with the new ones, and how many are new.
-        kv_heads, group: K, and query heads for each of them.
-        head_dim, page_size: h, S.
+        batch: number of sequences.
+        tokens: tokens of each sequence, including the new ones.
+        queries: new tokens of each sequence.
+        kv_heads: K.
+        group: query heads for each KV head.
+        head_dim: h.
+        page_size: S.
     """
 
     batch: int
@@ -47,7 +51,7 @@ class Workload:
         return -(-self.tokens // self.page_size)
 
     def kernel_shape(self, kv_itemsize: int = 2) -> KernelShape:
-        """What the GPU kernel's sizes are chosen by, with one extent."""
+        """Return the shape that selects the sizes of the GPU kernel, for one extent."""
         return KernelShape(
             batch=self.batch,
             kv_heads=self.kv_heads,
@@ -59,11 +63,11 @@ class Workload:
         )
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of the keys and values that have to be read once."""
+        """Return the bytes of all keys and values."""
         return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * itemsize
 
     def flops(self) -> int:
-        """Floating-point operations of both products, keys that causality hides left out."""
+        """Return the floating-point operations of both products, without keys that are masked by causality."""
         before = self.tokens - self.queries
         keys = self.queries * before + self.queries * (self.queries + 1) // 2
         return 4 * self.batch * self.kv_heads * self.group * self.head_dim * keys
@@ -77,10 +81,10 @@ class Workload:
         scattered: bool = True,
         layout: PageLayout = PageLayout.HEADER_CENTRIC,
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
-        """Queries, extents, tables and positions: random contents in pages that lie at random.
+        """Return queries, extents, tables and query positions: random contents at random page ids.
 
-        With several extents, each sequence's pages are dealt over them in turn if they are `scattered`; otherwise
-        whole sequences are.
+        With several extents, consecutive pages of a sequence go to different extents if `scattered` is True; otherwise
+        all pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0)
@@ -104,16 +108,16 @@ class Workload:
 
 
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
-    """Median wall seconds of each call, taken in turns so that a change of the machine's speed meets all alike.
+    """Measure the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all equally.
 
-    Each call is warmed up first, then there are 5 to 50 rounds, as many as fit in `budget_s`. In a round a call that
-    takes less than a millisecond runs ten times, launched one after another.
+    After a warm-up, 5 to 50 rounds run, as many as fit in `budget_s`. In each round, a call of less than a millisecond
+    is launched ten times in a row.
     """
     repeats, round_s = {}, 0.0
     for name, call in calls.items():
         jax.block_until_ready(call())
         tries = []
-        for _ in range(3):  # the first may meet a GPU's clocks at rest, and take several times as long
+        for _ in range(3):  # the first one may run at the idle clock of a GPU, several times slower
             start = time.perf_counter()
             jax.block_until_ready(call())
             tries.append(time.perf_counter() - start)
@@ -131,7 +135,7 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """A call that does nothing but use memory, and the bytes it moves: a copy on a GPU, a read by all cores on CPU."""
+    """Return a call limited by memory bandwidth, and its bytes: a copy on a GPU, a read by all cores on CPU."""
     data = jnp.ones(num_bytes // 4, jnp.float32)
     if jax.default_backend() == "gpu":
         copy = jax.jit(lambda x: x + 1)
@@ -142,7 +146,7 @@ def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
 
 
 def matmul_rate(size: int, dtype: Any) -> float:
-    """Floating-point operations a second of a square matrix product."""
+    """Measure the floating-point operations per second of a square matrix product."""
     matrix = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     return 2 * size**3 / compare({"matmul": lambda: product(matrix, matrix)})["matmul"]

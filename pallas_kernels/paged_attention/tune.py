@@ -1,8 +1,8 @@
-"""Measures sizes of the GPU kernel on the device at hand and writes its tuning table.
+"""Tuner: measures sizes of the GPU kernel on the local device and writes its tuning table.
 
     python -m pallas_kernels.paged_attention.tune [--quick]
 
-Run it on a Hopper GPU that nothing else uses. The table (`tables/<device kind>.json`) then is what launches use.
+Run it on an otherwise idle Hopper GPU. Later launches use the table (`tables/<device kind>.json`).
 """
 
 import argparse
@@ -34,7 +34,7 @@ HEAD_SIZES = (64, 128, 256)
 
 
 def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
-    """Sizes worth trying, the default first."""
+    """Yield the sizes to measure, beginning with the default."""
     default = default_config(shape, processors)
     seen = set()
     for block_tokens in (default.block_tokens, 64, 128):
@@ -52,7 +52,7 @@ def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
 
 
 def best(shape: KernelShape, processors: int, time_s: Callable[[KernelConfig], float]) -> tuple[KernelConfig, float]:
-    """The fastest of the candidates and its seconds. Splits are searched after the other sizes."""
+    """Return the fastest candidate and its seconds. Splits are searched after the other sizes."""
     default = default_config(shape, processors)
     all_of_them = list(candidates(shape, processors))
     times = {config: time_s(config) for config in all_of_them if config.splits == default.splits}
@@ -71,7 +71,7 @@ def tune(
     time_s: Callable[[Workload, KernelConfig], float],
     about: dict[str, str],
 ) -> None:
-    """Finds the best sizes for each workload and writes them to `path`."""
+    """Find the best sizes for each workload and write them to `path`."""
     entries = []
     for workload in workloads:
         shape = workload.kernel_shape()
@@ -82,7 +82,7 @@ def tune(
     print(f"wrote {path}")
 
 
-_arguments = lru_cache(maxsize=1)(lambda workload: workload.make(jnp.bfloat16))  # gigabytes: one at a time
+_arguments = lru_cache(maxsize=1)(lambda workload: workload.make(jnp.bfloat16))  # gigabytes, so only one is kept
 
 
 def _time_on_device(workload: Workload, config: KernelConfig) -> float:
@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = gpu_device()
     if device is None or not device.compute_capability.startswith("9."):
-        raise SystemExit(f"no Hopper GPU here (JAX has {jax.devices()[0]}): there is nothing to tune")
+        raise SystemExit(f"no Hopper GPU found (JAX uses {jax.devices()[0]}): the kernel runs only on Hopper")
     sizes = [(128, 16)] if arguments.quick else [(h, s) for h in HEAD_SIZES for s in (16, 64)]
     workloads = [
         Workload(batch, tokens, queries, kv_heads=8, group=4, head_dim=h, page_size=s)

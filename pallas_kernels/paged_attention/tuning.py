@@ -1,6 +1,6 @@
-"""Sizes that the GPU kernel runs with: from a table of its device kind where one was measured, otherwise by rule.
+"""Sizes of the GPU kernel: from the measured table of the device kind if it exists, otherwise by rule.
 
-Tables are data: `tables/<device kind>.json`, written by `python -m pallas_kernels.paged_attention.tune` on the device.
+`python -m pallas_kernels.paged_attention.tune` measures on the device and writes `tables/<device kind>.json`.
 """
 
 import json
@@ -15,8 +15,8 @@ import jax
 
 TABLES = Path(__file__).parent / "tables"
 SHARED_BYTES = 227 * 1024 - 4096
-"""Shared memory that a block of threads may use on Hopper, less what barriers and reductions take."""
-DEFAULT_PROCESSORS = 132  # of an H100 SXM or H200, where no device is at hand
+"""Bytes of shared memory of a thread block on Hopper, minus memory for barriers and reductions."""
+DEFAULT_PROCESSORS = 132  # streaming multiprocessors of an H100 SXM or H200, used without a device
 _ROWS = 64
 
 
@@ -25,12 +25,14 @@ class KernelConfig:
     """Sizes of a launch.
 
     Attributes:
-        block_tokens: keys of a stage of shared memory; a multiple of 64.
-        stages: stages; with `split_keys` a multiple of `warpgroups`.
+        block_tokens: keys of a stage, a multiple of 64.
+        stages: stages of shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: they share 64 query rows and take stages in turn, instead of having 64 rows each.
-        splits: parts that the keys of a sequence fall into.
-        thread_blocks: blocks of threads that take the work in turn.
+        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: 64 rows each.
+        splits: number of parts of the keys of a sequence.
+        thread_blocks: number of thread blocks, which take items in turn.
+
+    Raises `ValueError` if a size is not supported.
     """
 
     block_tokens: int
@@ -53,13 +55,16 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What sizes are chosen by.
+    """Shape of a call that selects the sizes of the kernel.
 
     Attributes:
-        batch, kv_heads, head_dim, page_size: B, K, h, S.
-        rows: query rows of a KV head: T times H / K.
+        batch: B.
+        kv_heads: K.
+        head_dim: h.
+        page_size: S.
+        rows: query rows of a KV head, T times H / K.
         kv_itemsize: bytes of an element of the cache.
-        max_tokens: most keys that a sequence can have, as far as shapes tell.
+        max_tokens: maximum number of keys of a sequence, from the width of its tables.
     """
 
     batch: int
@@ -75,13 +80,13 @@ class KernelShape:
         return "decode" if self.rows <= _ROWS else "prefill"
 
     def tiles(self, config: KernelConfig) -> int:
-        """Tiles of query rows over all sequences and KV heads."""
+        """Return the number of tiles of query rows over all sequences and KV heads."""
         rows = _ROWS if config.split_keys else _ROWS * config.warpgroups
         return self.batch * self.kv_heads * -(-self.rows // rows)
 
 
 def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
-    """Bytes of shared memory that the kernel takes, sinks included."""
+    """Return the bytes of shared memory of a thread block, including sinks."""
     h, groups, converts = shape.head_dim, config.warpgroups, shape.kv_itemsize == 1
     parts = 1 if config.split_keys else groups
     queries = parts * _ROWS * (2 * h + 8)
@@ -93,7 +98,7 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 
 
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
-    """The measured sizes of the nearest shape in the table of `device`'s kind, or those of `default_config`."""
+    """Return the measured sizes of the nearest shape in the table of the device kind, or the default sizes."""
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)
     entries = _table(table_path(device.device_kind)) if device is not None else ()
@@ -108,15 +113,15 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
 
     nearest = min(same, key=distance)
     measured = KernelConfig(**nearest["config"], thread_blocks=processors)
-    if distance(nearest) >= 1:  # how often to split depends on how much work there is
+    if distance(nearest) >= 1:  # splits depend on the amount of work
         measured = replace(measured, splits=_splits(shape, measured, processors))
     return measured if shared_bytes(shape, measured) <= SHARED_BYTES else chosen
 
 
 def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> KernelConfig:
-    """Sizes by rule, from the limits of shared memory and registers; none was tuned on a device yet."""
+    """Return sizes by rule, from the limits of shared memory and registers. The rule is not tuned on a device."""
     decode = shape.phase == "decode"
-    # With a head size of 256 one warpgroup's output fills its registers, and two of them shared memory.
+    # At head size 256 the output of one warpgroup fills its registers, and two warpgroups would fill shared memory.
     warpgroups = 1 if shape.head_dim > 128 else 2
     block = 128 if not decode and shape.head_dim < 128 else 64
     config = KernelConfig(block, 4, warpgroups, decode and warpgroups > 1, 1, processors)
@@ -126,25 +131,25 @@ def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> 
 
 
 def _splits(shape: KernelShape, config: KernelConfig, processors: int) -> int:
-    """As many as keep all processors busy, of at least four blocks of keys each."""
+    """Return the number of splits that keeps all processors busy, with at least four blocks of keys each."""
     longest = shape.max_tokens // (4 * config.block_tokens)
     return max(1, min(processors // shape.tiles(config), longest))
 
 
 def gpu_device() -> Any:
-    """The GPU that programs traced now are for, or None."""
+    """Return JAX's default device if it is a GPU, otherwise None."""
     default = jax.config.values["jax_default_device"]  # a device, the name of a platform, or None
     device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
     return device if getattr(device, "platform", "") == "gpu" else None
 
 
 def table_path(device_kind: str) -> Path:
-    """The file that holds the table of a device kind."""
+    """Return the path of the table of a device kind."""
     return TABLES / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json")
 
 
 def write_table(path: Path, entries: list[tuple[KernelShape, KernelConfig, float]], about: dict[str, str]) -> None:
-    """Writes measured entries `(shape, config, microseconds)`, in place of what the file held."""
+    """Write measured entries `(shape, config, microseconds)`. Replaces the file."""
     rows = []
     for shape, config, time_us in entries:
         sizes = {name: value for name, value in asdict(config).items() if name != "thread_blocks"}

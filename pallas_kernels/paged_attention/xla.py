@@ -1,9 +1,9 @@
 """Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
 
-Online softmax over blocks of a sequence's pages: a block is gathered, used and forgotten, so the working set stays in
-cache. The first extent has a loop of its own, all others have one together. How many blocks each goes through is read
-at run time from the sequence with the most pages there, so one executable serves every context length and costs nothing
-for table entries that are not used.
+An online softmax over blocks of the pages of a sequence: each block is gathered, used and discarded, so the working set
+stays in cache. One loop reads the first extent, a second loop all other extents. Each loop reads its number of blocks
+at run time from the sequence with the most pages there. So one executable serves every context length, and unused table
+entries cost nothing.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 def block_tokens(batch: int, kv_heads: int) -> int:
-    """Tokens gathered at a time.
+    """Return the number of tokens to gather in one iteration.
 
-    Measured for decode (2 cores, f32, head size 64, 2,048 tokens): 16 sequences of 8 KV heads are fastest at 32
-    tokens, 8 of 4 at 128; one of 4 gains 10% from 256, but short contexts pay for what they do not use of it.
-    Fewer make the loop's overhead felt, more fall out of L2.
+    Measured for decode (2 cores, f32, head size 64, 2,048 tokens): 16 sequences with 8 KV heads are fastest at 32
+    tokens, 8 sequences with 4 KV heads at 128. One sequence with 4 KV heads gains 10% from 256, but short contexts
+    would waste most of such a block. Smaller blocks suffer from loop overhead, larger ones do not fit the L2 cache.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 
@@ -35,23 +35,23 @@ def xla_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Same contract as `reference_paged_attention`; f32 accumulation."""
+    """Compute the same as `reference_paged_attention`, with f32 accumulation."""
     batch, length, heads, head_dim = queries.shape
     kv_heads = PageLayout.of(options.stride_order).logical_shape(extents[0].shape)[1]
     group = heads // kv_heads
-    # [B, K, T*G, h]: all queries of a KV head are the rows of one matrix product.
+    # [B, K, T*G, h]: all queries of a KV head are rows of one matrix product.
     rows = queries.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, length * group, head_dim)
     if options.sinks is None:
         max_logit = jnp.full((batch, kv_heads, length * group), -jnp.inf, jnp.float32)
         total = jnp.zeros((batch, kv_heads, length * group), jnp.float32)
-    else:  # a score without a value, taken in before all keys
+    else:  # the softmax starts with the sink, a score without a value
         sinks = jnp.tile(options.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, length))
         max_logit = jnp.broadcast_to(sinks, (batch, kv_heads, length * group))
         total = jnp.ones((batch, kv_heads, length * group), jnp.float32)
     carry = (jnp.zeros((batch, kv_heads, length * group, head_dim), jnp.float32), max_logit, total)
-    # Most pages are in the first extent; the others are memory that weights released. Gathering from several takes
-    # longer, and each loop goes on for the sequence with the most pages in it.
+    # Most pages are in the first extent; the others hold released weights. Gathering from several extents is slower,
+    # and each loop runs as long as the sequence with the most pages in its extents needs.
     carry = _accumulate(carry, rows, extents[:1], tables[:1], query_positions, options)
     if len(extents) > 1:
         carry = _accumulate(carry, rows, extents[1:], tables[1:], query_positions, options)
@@ -64,20 +64,20 @@ def xla_paged_attention(
 
 
 class _Pages(NamedTuple):
-    """The pages of each sequence in E extents, one after another: those in the first of them come first."""
+    """Pages of each sequence in E extents, concatenated extent by extent."""
 
     ids: Int32[Array, "B N"]
-    """Rows of the tables, side by side."""
+    """Page ids of all tables, side by side."""
     positions: Int32[Array, "B N"]
-    """Logical places of these pages."""
+    """Logical positions of these pages."""
     ends: Int32[Array, "B E"]
-    """How many pages of a sequence are in an extent and those before it."""
+    """Number of pages of a sequence in an extent and all extents before it."""
     offsets: Int32[Array, "B E"]
-    """From a page's place in its sequence to its column here."""
+    """Column of a page in `ids` minus its index among the pages of its sequence."""
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
-        """Those of the extents' tables, filled up to whole blocks of `block` pages."""
+        """Concatenate the tables of the extents, padded to whole blocks of `block` pages."""
         widths = [table.page_ids.shape[1] for table in tables]
         counts = jnp.stack([table.num_pages for table in tables], axis=1)
         ends = jnp.cumsum(counts, axis=1)
@@ -88,9 +88,9 @@ class _Pages(NamedTuple):
         return cls(ids, positions, ends, starts - (ends - counts))
 
     def block(self, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Extents, ids and positions `[B, size]` of a block of pages; at position -1 there is none."""
+        """Return extents, ids and positions `[B, size]` of a block of pages. Position -1 marks padding."""
         place = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (self.ids.shape[0], size))
-        if self.ends.shape[1] == 1:  # as below, in less time
+        if self.ends.shape[1] == 1:  # same result as below, faster
             ids = lax.dynamic_slice_in_dim(self.ids, index * size, size, axis=1)
             positions = lax.dynamic_slice_in_dim(self.positions, index * size, size, axis=1)
             return jnp.zeros_like(ids), ids, jnp.where(place < self.ends, positions, -1)
@@ -109,7 +109,7 @@ def _accumulate(
     query_positions: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Continue an online softmax `(sum of weighted values, running maximum, sum of weights)` over some extents."""
+    """Continue the online softmax `(sum of weighted values, running maximum, sum of weights)` over some extents."""
     batch, kv_heads, num_rows, head_dim = rows.shape
     length = query_positions.shape[1]
     group = num_rows // length
@@ -119,9 +119,9 @@ def _accumulate(
     block = min(max(block_tokens(batch, kv_heads) // page_size, 1), widest)
     pages = _Pages.of(tables, block)
 
-    # A (page, head, key or value) tile is contiguous, so a block is a gather of whole rows of this view, straight
-    # into [B, K, block, S, h] order. (A gather with the head as a slice dimension made XLA copy the whole extent
-    # where a rank has one KV head.) In the other layouts a row has all heads, and the block is transposed.
+    # In header-centric order a tile (page, head, key or value) is contiguous, so a gather of whole rows of this view
+    # returns a block in [B, K, block, S, h] order. (With the head as a slice dimension of the gather, XLA copied the
+    # whole extent if a rank had one KV head.) In the other orders a row has all heads, and the block is transposed.
     views = [layout.rows(extent, page_size) for extent in extents]
     views = [view.reshape(view.shape[0], -1) for view in views]
     heads = jnp.arange(kv_heads)[:, None]
@@ -134,7 +134,7 @@ def _accumulate(
             index = layout.row(ids, heads, key_or_value, 0, num_rows=view.shape[0], kv_heads=kv_heads, pieces=1)
             return view.at[index].get(mode="clip")  # [B, K, block, S*h], or [B, block, S*K*h]
 
-        # One kernel reads all extents at the same ids and takes what is wanted.
+        # XLA fuses this into one kernel that reads all extents at the same ids and selects one of them.
         picked = tiles(views[0])
         for number, view in enumerate(views[1:], start=1):
             picked = jnp.where((extent == number)[..., None], tiles(view), picked)
@@ -167,7 +167,7 @@ def _accumulate(
         finite_max = jnp.where(new_max == -jnp.inf, 0, new_max)
         weights = jnp.exp(scores - finite_max[..., None])
         decay = jnp.exp(max_logit - finite_max)
-        # Slots that no query sees may hold anything: zero weight times NaN would still be NaN.
+        # Slots that no query sees may hold NaN, and zero weight times NaN is NaN.
         value = jnp.where(live, gather(extent, ids, 1), 0)
         update = jnp.einsum(
             "bkmn,bknh->bkmh",

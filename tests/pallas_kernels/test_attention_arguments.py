@@ -129,7 +129,7 @@ def tables_with(row: int, entry: int, field: str, value: int) -> list[PageTable]
 
 
 BAD_TABLES = [
-    ((0, 1, "page_ids", 5), "extent 0, sequence 0: page 5 is out of range, there are 5"),
+    ((0, 1, "page_ids", 5), "extent 0, sequence 0: page 5 is out of range: the extent has 5 pages"),
     ((1, 0, "page_ids", -1), "extent 0, sequence 1: page -1 is out of range"),
     ((0, 2, "page_positions", 3), "extent 1, sequence 0: page position 3 is given twice"),
     ((0, 0, "page_positions", -2), "extent 0, sequence 0: page position -2 is negative"),

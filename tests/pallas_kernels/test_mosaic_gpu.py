@@ -196,8 +196,8 @@ def test_kernel_is_chosen_on_hopper_for_what_it_supports(monkeypatch, capability
     ("capability", "shape", "reason"),
     [
         ("9.0", BASE, None),
-        ("9.0", replace(BASE, page_size=4), "page size 4 is none of"),
-        ("8.0", BASE, "Hopper (compute capability 9), and A100 has 8.0"),
+        ("9.0", replace(BASE, page_size=4), "page size 4 must be one of"),
+        ("8.0", BASE, "needs Hopper (compute capability 9); A100 has 8.0"),
         (None, BASE, None),
     ],
 )

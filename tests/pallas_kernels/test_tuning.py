@@ -127,7 +127,7 @@ def test_candidates_of_the_tuner_fit_and_start_with_the_default():
 
 def test_tuner_says_that_there_is_nothing_to_tune_without_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["tune"])
-    with pytest.raises(SystemExit, match="no Hopper GPU here"):
+    with pytest.raises(SystemExit, match="no Hopper GPU found"):
         tune.main()
 
 

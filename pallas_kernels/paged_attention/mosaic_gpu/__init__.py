@@ -11,7 +11,7 @@ __all__ = ["mosaic_gpu_paged_attention", "unsupported"]
 
 
 def __getattr__(name: str) -> Any:
-    # The kernel brings Mosaic along, a quarter of all that an engine imports: only where it is used.
+    # Importing the kernel imports Mosaic, which takes a quarter of the import time of an engine: only on use.
     if name == "mosaic_gpu_paged_attention":
         from pallas_kernels.paged_attention.mosaic_gpu.launch import mosaic_gpu_paged_attention
 

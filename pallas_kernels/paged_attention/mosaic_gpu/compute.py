@@ -1,4 +1,4 @@
-"""The computing warpgroups of the Mosaic GPU kernel: online softmax over stages of keys and values."""
+"""Computing warpgroups of the Mosaic GPU kernel: online softmax over stages of keys and values."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.mosaic_gpu.variant import ROWS, Item, Refs, Variant, extent_range
 
 LOG2E = math.log2(math.e)
-_FAR = 1 << 30  # position of keys that are not there: past every query
+_FAR = 1 << 30  # position of missing keys, behind every query
 _WGMMA = plgpu.Layout.WGMMA
 
 
 class _State(NamedTuple):
-    """Softmax so far: greatest score (times log2(e)) and sum of weights `[64]`, weighted values by column chunk."""
+    """Softmax state: maximum score times log2(e) `[64]`, sum of weights `[64]`, weighted values by column chunk."""
 
     max_logit: jax.Array
     total: jax.Array
@@ -25,7 +25,7 @@ class _State(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Positions of a warpgroup's 64 query rows, -1 for padding, and their least and greatest."""
+    """Positions of the 64 query rows of a warpgroup (-1: padding), with the lowest and highest position."""
 
     positions: jax.Array
     least: jax.Array
@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
 def compute_item(
     v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
 ) -> None:
-    """Computes and writes one warpgroup's result of an item. `step` is the number of the item's first stage."""
+    """Compute and write the result of one warpgroup for an item. `step` is the number of the item's first stage."""
     part = jnp.int32(0) if v.split_keys else worker
     plgpu.barrier_wait(scratch["queries_ready"])
     rows = _Rows(
@@ -46,9 +46,9 @@ def compute_item(
     def extent_body(extent: Any, carry: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
         before, state = carry
         begin, start, stop, count = extent_range(refs, item, extent, before)
-        first_step = step + before - item.first  # of the extent's block 0; its own from `start` on
+        first_step = step + before - item.first  # stage of block 0 of the extent; the item begins at block `start`
         stride = v.warpgroups if v.split_keys else 1
-        if v.split_keys:  # every `stride`-th step, counted over all items, as stages are
+        if v.split_keys:  # every `stride`-th step, counted over all items like the stages
             start += lax.rem(worker - lax.rem(first_step + start, jnp.int32(stride)) + stride, jnp.int32(stride))
         steps = lax.div(jnp.maximum(stop - start, 0) + stride - 1, jnp.int32(stride))
 
@@ -74,7 +74,7 @@ def _cast(v: Variant, x: jax.Array, layout: Any) -> jax.Array:
 
 
 def _columns(v: Variant, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A vector of rows, repeated along the columns."""
+    """Repeat a vector of rows along the columns."""
     return lax.broadcast_in_dim(vector, shape, (0,))
 
 
@@ -83,7 +83,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
     max_logit = _cast(v, jnp.full((ROWS,), -jnp.inf, jnp.float32), row)
     total = _cast(v, jnp.full((ROWS,), 0, jnp.float32), row)
     if v.has_sinks:
-        # A sink is a score of its own that adds to the sum of weights and to nothing else.
+        # A sink is an extra score without a value: it changes only the sum of weights.
         given = _cast(v, scratch["sinks"][part], row)
         once = (item.split == 0) & ((lax.axis_index("wg") == 0) | (not v.split_keys))
         max_logit = given + jnp.where(once, 0.0, -jnp.inf)
@@ -93,7 +93,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Position of the first token of each unit of a block; `_FAR` for those that are not there."""
+    """Return the position of the first token of each unit of a block, `_FAR` for missing units."""
     units = refs.num_pages[item.batch, extent] * v.units_per_page
     starts = []
     for place in range(v.units_per_block):
@@ -117,12 +117,12 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Takes the keys and values of a stage into the softmax."""
+    """Update the softmax with the keys and values of a stage."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
         first, last = jnp.minimum(first, start), jnp.maximum(last, start)
-    partly = last + v.unit_tokens - 1 > rows.least  # whether there is a key that a row of the tile does not see
+    partly = last + v.unit_tokens - 1 > rows.least  # True if some row of the tile does not see some key
     if v.sliding_window is not None:
         partly |= first <= rows.greatest - v.sliding_window
 
@@ -152,7 +152,8 @@ def _compute_block(
     operand = scratch["value_operand"].at[worker] if v.copies_values else stage
 
     def clean() -> None:
-        # Keys by rows, so that no maximum goes over warps: for those, all warpgroups have the same scratch memory.
+        # Keys are rows here, so that the maximum needs no reduction over warps: Mosaic uses the same scratch memory for
+        # such reductions in all warpgroups.
         columns = lax.broadcast_in_dim(_cast(v, scratch["positions"][part], _WGMMA.reduce(0)), shape[::-1], (1,))
         seen = jnp.where(_visible(v, starts, columns, key_axis=0), 1.0, 0.0).max(axis=1)
         for c in _chunks(v):
@@ -178,7 +179,7 @@ def _compute_block(
 
 
 def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
-    """Which rows see which keys of a block: `row_positions`, a matrix, holds them along the axis that has no keys."""
+    """Return the mask of the keys of a block that each row sees. `row_positions` is constant along the key axis."""
     shape = row_positions.shape
     if v.interpret:
         key = lax.broadcasted_iota(jnp.int32, shape, key_axis)
@@ -195,21 +196,21 @@ def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_
 
 
 def _chunks(v: Variant) -> list[Any]:
-    """Slices of the elements of a head that are worked on at a time."""
+    """Return the column slices of a head that are computed at once."""
     return [pl.ds(c, v.chunk) for c in range(0, v.head_dim, v.chunk)]
 
 
 def _convert(v: Variant, source: Any, target: Any) -> None:
-    """Copies a block of keys or values from fp8 to what is multiplied, within shared memory."""
+    """Convert a block of keys or values from fp8 to the operand dtype, within shared memory."""
     for c in _chunks(v):
         target.at[:, c][...] = source.at[:, c][...].astype(v.dtype)
     plgpu.commit_smem()
 
 
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
-    """`a @ b` (`b.T`) in f32, with tensor cores. `b` is in shared memory, `a` there or in registers.
+    """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores. `b` is in shared memory, `a` there or in registers.
 
-    The interpreter has no `wgmma` with registers, nor with transposed operands before JAX 0.12.
+    The interpreter supports no `wgmma` with registers, and no transposed operands before JAX 0.12.
     """
     if v.interpret:
         a, b = a[...], b[...]
@@ -224,15 +225,15 @@ def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
 
 
 def _release(v: Variant, barrier: Any) -> None:
-    """Hands shared memory back to the copying warpgroup."""
+    """Return shared memory to the copying warpgroup."""
     if v.interpret:
-        # To the interpreter our reads are plain ones, to be fenced against the next copy. Those of `wgmma` are not.
+        # The interpreter uses plain reads instead of `wgmma`, and these need a fence before the next copy.
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 
 
 def _scaled(v: Variant, refs: Refs, item: Item, scores: jax.Array) -> jax.Array:
-    """Scores times log2(e), as the softmax uses powers of two."""
+    """Scale and cap the scores, times log2(e) because the softmax uses powers of two."""
     factor = refs.scales[0, item.head] * v.scale if v.has_scales else v.scale
     if v.soft_cap is None:
         return scores * (factor * LOG2E)
@@ -262,7 +263,7 @@ def _write(
         plgpu.copy_smem_to_gmem(scratch["statistics"].at[worker], refs.statistics.at[place])
         factor = None
     else:
-        # Rows of padding read whatever was in shared memory.
+        # Padding rows have read garbage from shared memory.
         live = (rows.positions >= 0) & (state.total > 0)
         factor = jnp.where(live, 1 / jnp.where(live, state.total, 1.0), 0.0)
     height = min(v.rows, ROWS)

@@ -1,4 +1,4 @@
-"""The copying warpgroup of the Mosaic GPU kernel: pages to shared memory, ahead of those that compute."""
+"""Copying warpgroup of the Mosaic GPU kernel: copies pages to shared memory, ahead of the computing warpgroups."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def _copy_extent(
     def look_up(block: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         found = []
         for place in range(v.units_per_block):
-            # Past the end the last unit is read again, from cache; its keys count as not there.
+            # Behind the end the last unit is read again, from cache. Its keys are masked.
             unit = jnp.minimum(block * v.units_per_block + place, units - 1)
             page = lax.div(unit, jnp.int32(v.units_per_page))
             found.append((refs.page_ids[item.batch, extent, page], lax.rem(unit, jnp.int32(v.units_per_page))))
@@ -85,13 +85,13 @@ def _copy_extent(
                 source = pages.at[row, :, item.head] if v.layout.heads_inside_tokens else pages.at[row]
                 target = scratch[name].at[slot, pl.ds(place * v.unit_tokens, v.unit_tokens)]
                 plgpu.copy_gmem_to_smem(source, target, scratch[f"{name}_ready"].at[slot])
-        return look_up(begin + index + 1)  # before the next wait, which hides how long this takes
+        return look_up(begin + index + 1)  # before the next wait, which hides the latency of the look-up
 
     lax.fori_loop(start, stop, block, look_up(begin + start))
 
 
 def drain(v: Variant, scratch: dict[str, Any], steps: jax.Array) -> None:
-    """Waits until all that was copied, in `steps` stages, is read: barriers end with every phase observed."""
+    """Wait until all `steps` stages are read, because every phase of a barrier must be observed."""
     plgpu.barrier_wait(scratch["queries_free"])
     for slot in range(v.stages):
 

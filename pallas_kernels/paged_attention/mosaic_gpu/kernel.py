@@ -1,20 +1,20 @@
-"""The Mosaic GPU kernel: tiles of query rows, each of one KV head, against the pages of their sequences.
+"""Body of the Mosaic GPU kernel: attention of tiles of query rows over the pages of their sequences.
 
-As many blocks of threads as the device has processors take *items* in turn: a tile of query rows, and one of the
-splits of the keys it sees. In a block of threads one or two warpgroups compute and one issues copies (TMA). A *stage*
-of shared memory holds `block_tokens` keys and values gathered from pages, one copy for each *unit*: a page, or a piece
-of `block_tokens` tokens of a larger page. A stage never mixes extents. The computing warpgroups know of pages only the
-position of each unit's first token, so a list of extents costs them nothing but stages that are not full.
+An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts one thread block for
+each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
+issues copies (TMA). A *stage* of shared memory holds `block_tokens` keys and values. Each copy into it is a *unit*: a
+page, or `block_tokens` tokens of a larger page. All units of a stage are from one extent. The computing warpgroups only
+need the position of the first token of each unit, so the only cost of several extents is stages that are not full.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
 
-Two computing warpgroups either have 64 query rows each and share every stage (prefill), or the same 64 rows and take
-stages in turn (`split_keys`: decode, where one alone would not keep up with memory).
+Two computing warpgroups either have 64 query rows each and share every stage (prefill), or have the same 64 rows and
+take stages in turn (`split_keys`, for decode, because one warpgroup cannot keep up with memory).
 
-Keys that no query of the tile sees may be any bits, as pages come from other owners. Their scores are replaced by
--inf, but a weight of zero times NaN is NaN. So in the few stages where such keys can be, the rows of V without weight
-are replaced by zeros in shared memory before they are multiplied.
+Keys that no query of the tile sees may be NaN, because their pages had other owners before. Their scores are replaced
+by -inf, but zero weight times NaN is still NaN. In the few stages with such keys, their rows of V are therefore set to
+zero in shared memory before the product.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,9 @@ from pallas_kernels.paged_attention.mosaic_gpu.variant import Item, Refs, Varian
 
 
 def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
-    """The kernel's body. Grid axis `block`, thread axis `wg`."""
+    """Run the kernel body. The grid axis is `block`, the thread axis `wg`."""
     worker = lax.axis_index("wg")
-    # Three warpgroups start with 168 registers a thread, of which the copying one needs few. Two have all they can use.
+    # Three warpgroups start with 168 registers per thread. The copying one needs few and passes them to the others.
     share_registers = v.warpgroups == 2
 
     @pl.when(worker == v.warpgroups)
@@ -52,9 +52,9 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 
 
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
-    """Calls `run(number, item, step)` for the items of this block of threads; `step` counts their stages.
+    """Call `run(number, item, step)` for each item of this thread block. `step` is the number of its first stage.
 
-    Returns how many stages there were.
+    Returns the number of stages.
     """
     block = lax.axis_index("block")
 
@@ -63,7 +63,7 @@ def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array
         rest, split = lax.div(rest, jnp.int32(v.splits)), lax.rem(rest, jnp.int32(v.splits))
         rest, head = lax.div(rest, jnp.int32(v.kv_heads)), lax.rem(rest, jnp.int32(v.kv_heads))
         tile, batch = lax.div(rest, jnp.int32(v.batch)), lax.rem(rest, jnp.int32(v.batch))
-        tile = v.tiles - 1 - tile  # later tiles see more keys: those first, so that all end together
+        tile = v.tiles - 1 - tile  # tiles with the most keys first, so that all thread blocks end together
         total = jnp.int32(0)
         for extent in range(v.num_extents):
             total += refs.blocks[batch, tile, extent, 1]

@@ -1,4 +1,4 @@
-"""Prepares the arguments of the Mosaic GPU kernel, launches it and merges its partial results."""
+"""Launch of the Mosaic GPU kernel: preparation of its arguments, and merging of its partial results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,15 +33,19 @@ def mosaic_gpu_paged_attention(
     config: KernelConfig | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B T H h"]:
-    """Same contract as `reference_paged_attention`; accumulates in f32.
+    """Compute the same as `reference_paged_attention`, with f32 accumulation.
 
     Args:
-        queries, extents, tables, query_positions, options: as there.
-        config: sizes to use instead of those of the tuning table.
+        queries: see `reference_paged_attention`, like the next four.
+        extents: extents.
+        tables: page tables.
+        query_positions: positions.
+        options: options.
+        config: sizes to use instead of the tuning table.
         interpret: parameters of Pallas' GPU interpreter, to run on CPU.
 
     Raises:
-        ValueError: `config` needs more shared memory than there is.
+        ValueError: `config` needs more shared memory than a thread block has.
     """
     layout = PageLayout.of(options.stride_order)
     batch, length, heads, head_dim = queries.shape
@@ -58,14 +62,16 @@ def mosaic_gpu_paged_attention(
     )
     config = config or kernel_config(shape, gpu_device())
     if (needed := shared_bytes(shape, config)) > SHARED_BYTES:
-        raise ValueError(f"{config} needs {needed} bytes of shared memory for {shape}: there are {SHARED_BYTES}")
+        raise ValueError(
+            f"{config} needs {needed} bytes of shared memory for {shape}; a thread block has {SHARED_BYTES}"
+        )
     num_rows = length * group
     tile_rows = ROWS if config.split_keys else ROWS * config.warpgroups
     tiles = -(-num_rows // tile_rows)
     parts = tile_rows // ROWS
     single = tiles == 1 and parts == 1
     rows = min(-(-num_rows // 8) * 8, ROWS) if single else ROWS
-    # The hardware converts fp8 to f16 and to nothing else; queries past 65,504 would become infinite.
+    # The hardware converts fp8 only to f16. Queries above 65,504 become infinite.
     operand_dtype = jnp.dtype(jnp.float16) if extents[0].dtype.itemsize == 1 else queries.dtype
     variant = Variant(
         batch=batch,
@@ -92,7 +98,7 @@ def mosaic_gpu_paged_attention(
         layout=layout,
         interpret=interpret is not None,
     )
-    # [B, K, T*G, h]: the queries of a KV head are rows of one matrix, head after head of a token.
+    # [B, K, T*G, h]: the queries of a KV head are rows of one matrix, ordered by token, then by head.
     packed = queries.astype(operand_dtype).reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     packed = packed.reshape(batch, kv_heads, num_rows, head_dim)
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles * parts * rows - num_rows), (0, 0)))
@@ -113,8 +119,8 @@ def mosaic_gpu_paged_attention(
         sinks = jnp.pad(sinks, ((0, 0), (0, tiles * tile_rows - num_rows))).reshape(-1, ROWS)
     if options.kv_scales is not None:
         scales = options.kv_scales.astype(jnp.float32)
-    # Not slices of a caller's array: XLA would have the kernel read them where they are, at any multiple of 4 bytes.
-    # Copies to shared memory begin at multiples of 16, and a launch refuses arguments at others than of 256.
+    # The barrier copies arguments that are slices of a caller's array. Otherwise XLA passes them at any multiple of 4
+    # bytes, but copies to shared memory need multiples of 16, and a launch multiples of 256.
     packed, positions, page_ids, page_positions, num_pages, scales = jax.lax.optimization_barrier(
         (packed, positions, page_ids, page_positions, num_pages, scales)
     )
@@ -147,7 +153,7 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles E 2"]:
-    """For each tile and extent, the first block of units that a row may see, and how many from there on."""
+    """Return the first visible block of units and the number of visible blocks, for each tile and extent."""
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
     starts = jnp.where(used[..., None], starts, jnp.iinfo(jnp.int32).max)
@@ -164,8 +170,8 @@ def _visible_blocks(
 
 
 def _launch(v: Variant, arguments: Refs, interpret: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Runs the kernel; returns its `out` and `statistics`."""
-    # All that is given, in the order of the fields.
+    """Run the kernel and return its `out` and `statistics`."""
+    # Arguments other than None, in the order of the fields.
     given = [name for name in Refs._fields if getattr(arguments, name) is not None and name != "extents"]
     leaves = [getattr(arguments, name) for name in given]
     num_tiles = arguments.queries.shape[0] * v.partials
@@ -200,7 +206,7 @@ def _merge(
     statistics: Float[Array, "N B K tiles 2 rows"],
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
-    """Partial softmaxes into one, by log-sum-exp. Rows that are padding hold anything and give zeros."""
+    """Merge partial softmaxes by log-sum-exp. Padding rows hold garbage and return zeros."""
     max_logit, total = statistics[..., 0, :], statistics[..., 1, :]
     greatest = jnp.max(max_logit, axis=0)
     weight = jnp.exp2(max_logit - jnp.where(greatest == -jnp.inf, 0, greatest))

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernel is compiled for, and what it is given."""
+"""Compile-time parameters and arguments of the Mosaic GPU kernel."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,34 +10,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.layouts import PageLayout
 
 ROWS = 64
-"""Query rows of a warpgroup: what one `wgmma` takes."""
+"""Query rows of a warpgroup: the rows of one `wgmma`."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is fixed when a kernel is compiled, beside the shapes of its arguments.
+    """Compile-time parameters of a kernel, in addition to the shapes of its arguments.
 
     Attributes:
-        batch, kv_heads, tiles: B, K, and tiles of query rows of each.
+        batch: B.
+        kv_heads: K.
+        tiles: tiles of query rows for each sequence and KV head.
         head_dim: h.
-        rows: query rows of a warpgroup that exist; those up to 64 are neither read nor written.
+        rows: used query rows of a warpgroup. The rows up to 64 are neither read nor written.
         page_size: S.
-        num_extents: extents, each with an argument of its own.
-        splits: parts that the keys of a tile fall into.
+        num_extents: number of extents; each is a separate argument.
+        splits: number of parts of the keys of a tile.
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
-        warpgroups: computing warpgroups.
-        split_keys: warpgroups take stages in turn instead of having rows of their own.
-        thread_blocks: blocks of threads; 1 for each processor of the device fill it.
+        warpgroups: computing warpgroups, 1 or 2.
+        split_keys: True: warpgroups share rows and take stages in turn. False: each has its own rows.
+        thread_blocks: number of thread blocks, at most one for each processor of the device.
         scale: factor on scores.
-        sliding_window: in tokens, or None.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
-        has_sinks, has_scales: whether sinks, and scales of keys and values, are given.
-        dtype: of what is multiplied: queries, weights, and keys and values unless these are converted.
-        kv_dtype: of keys and values as they are stored.
-        result_dtype: of the result.
+        sliding_window: number of positions that a query sees, or None.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, or None.
+        has_sinks: True if sinks are given.
+        has_scales: True if scales of keys and values are given.
+        dtype: dtype of the operands of products. fp8 keys and values are converted to it.
+        kv_dtype: dtype of stored keys and values.
+        result_dtype: dtype of the result.
         layout: memory order of the extents.
-        interpret: the kernel is interpreted on CPU, where layouts do not exist and products are plain products.
+        interpret: True if the kernel is interpreted on CPU, without register layouts and with plain products.
     """
 
     batch: int
@@ -66,12 +69,12 @@ class Variant:
 
     @property
     def parts(self) -> int:
-        """Groups of 64 rows of a tile."""
+        """Groups of 64 rows in a tile."""
         return 1 if self.split_keys else self.warpgroups
 
     @property
     def partials(self) -> int:
-        """Partial results of a tile; 1 means that the kernel writes the final one."""
+        """Partial results of a tile. If it is 1, the kernel writes the final result."""
         return self.splits * (self.warpgroups if self.split_keys else 1)
 
     @property
@@ -97,17 +100,17 @@ class Variant:
 
     @property
     def copies_values(self) -> bool:
-        """Whether a warpgroup cleans or converts V into a buffer of its own, as others read the stage."""
+        """Whether each warpgroup cleans or converts V into its own buffer, because others read the stage too."""
         return self.converts or (self.warpgroups > 1 and not self.split_keys)
 
     @property
     def chunk(self) -> int:
-        """Elements of a head that are worked on at a time: registers do not hold a result and an update of 256."""
+        """Columns of a head that are computed at once. Registers cannot hold a result and an update of 256 columns."""
         return min(self.head_dim, 128)
 
     @property
     def store_chunk(self) -> int:
-        """Columns of the output written at a time."""
+        """Columns of the output that are written at once."""
         return 64 if self.head_dim % 64 == 0 else self.head_dim
 
     @property
@@ -115,7 +118,7 @@ class Variant:
         return jnp.dtype(jnp.float32) if self.partials > 1 else self.result_dtype
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers of a block of threads."""
+        """Return shared memory and barriers of a thread block."""
         h, groups, stage_shape = self.head_dim, self.warpgroups, (self.stages, self.block_tokens, self.head_dim)
         operand = _tiled((groups, self.block_tokens, h), self.dtype)
         stage = _tiled(stage_shape, self.kv_dtype)
@@ -142,10 +145,10 @@ class Variant:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row."""
+    """Return shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
-    if swizzle is None:  # 80 elements of fp8, which are converted and never read by `wgmma`
+    if swizzle is None:  # 80 elements of fp8: converted first, never read by `wgmma`
         return plgpu.SMEM(shape, dtype)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -155,17 +158,18 @@ class Refs(NamedTuple):
     """Arguments in global memory. `N` is batch x KV heads x tiles x parts, in this order.
 
     Attributes:
-        queries: `[N, rows, h]`.
-        row_positions: int32 `[batch x tiles x parts, 64]`, -1 for padding.
-        tile_positions: int32 `[B, tiles, 2]`: least and greatest position of a tile's rows, padding aside.
-        blocks: int32 `[B, tiles, extents, 2]`: first block of units that a row sees, and how many from there.
-        page_ids, page_positions: int32 `[B, extents, W]`.
-        num_pages: int32 `[B, extents]`.
-        sinks: f32 `[KV heads x tiles x parts, 64]`, times log2(e); or None.
-        scales: f32 `[2, K]` of keys and values; or None.
-        extents: see `PageLayout.rows`.
-        out: `[partials x N, rows, h]`; if there are several partial results, f32 and not divided by the sum of weights.
-        statistics: f32 `[partials x N, 2, 64]`: greatest score, times log2(e), and sum of weights; or None.
+        queries: `[N, rows, h]` packed queries.
+        row_positions: int32 `[batch x tiles x parts, 64]` positions of the rows, -1 for padding.
+        tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
+        blocks: int32 `[B, tiles, extents, 2]` first visible block of units and number of visible blocks.
+        page_ids: int32 `[B, extents, W]` page ids.
+        page_positions: int32 `[B, extents, W]` logical positions of the pages.
+        num_pages: int32 `[B, extents]` number of pages.
+        sinks: f32 `[KV heads x tiles x parts, 64]` sinks times log2(e), or None.
+        scales: f32 `[2, K]` scales of keys and values, or None.
+        extents: extents as returned by `PageLayout.rows`.
+        out: `[partials x N, rows, h]` results. Several partial results are f32, not divided by the sum of weights.
+        statistics: f32 `[partials x N, 2, 64]` maximum score times log2(e) and sum of weights, or None.
     """
 
     queries: Any
@@ -184,7 +188,7 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """What a block of threads computes at a time: blocks `first .. last` of those that the tile's rows see."""
+    """Work of a thread block: a tile, a split, and the range `first .. last` of the visible blocks of the tile."""
 
     batch: jax.Array
     head: jax.Array
@@ -195,9 +199,10 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """`(begin, start, stop, count)`: of the extent's `count` blocks from `begin`, those `start .. stop` are the item's.
+    """Return `(begin, start, stop, count)` of an extent. The item computes blocks `begin + start .. begin + stop`.
 
-    `before` counts the tile's blocks in extents before this one.
+    `count` is the number of blocks of the extent that the tile sees, beginning with block `begin`. `before` is the sum
+    of `count` over all earlier extents.
     """
     begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))
     start = jnp.minimum(jnp.maximum(item.first - before, 0), count)
