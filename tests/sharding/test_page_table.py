@@ -75,7 +75,7 @@ def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         (["--page-bytes", "lots"], "'lots' is not a memory size"),
-        (["--page-bytes", "0"], "a page of 0 bytes"),
+        (["--page-bytes", "0"], "page_bytes is 0; it must be at least 1"),
         (["--page-size", "12"], "--page-size is 12; it must be a power of two"),
         (["nowhere.json"], "nowhere.json"),
     ],
