@@ -12,11 +12,11 @@ from amoeba_jax.client import requests, results
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.client.connection import (
-    CHANNEL_OPTIONS,
     DEFAULT_TARGET,
     Credentials,
     Deadline,
     Retries,
+    Route,
     is_unavailable,
 )
 from amoeba_jax.sampling_params import SamplingParams
@@ -40,10 +40,11 @@ class AsyncClient:
     ):
         credentials = Credentials(token, ca, certificate, key)
         tls = credentials.channel_credentials()
+        self._route = Route(target)
         if tls is None:
-            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self._route.target, self._route.options)
         else:
-            self._channel = grpc.aio.secure_channel(target, tls, CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(self._route.target, tls, self._route.options)
         self._metadata = credentials.metadata
         self._retries = retries or Retries()
         # The stubs are annotated for threads.
@@ -141,8 +142,9 @@ class AsyncClient:
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
-            async for cluster in call:
-                yield results.read_cluster(cluster)
+            with self._route.explained():
+                async for cluster in call:
+                    yield results.read_cluster(cluster)
         finally:
             call.cancel()
 
@@ -163,7 +165,8 @@ class AsyncClient:
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )
         # Not tried again: the server may have begun.
-        response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
+        with self._route.explained():
+            response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)
 
     async def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
@@ -185,11 +188,12 @@ class AsyncClient:
         return await self._retried(attempt, deadline)
 
     async def _retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
-        for delay_s in self._retries.delays_s():
-            try:
-                return await attempt()
-            except grpc.aio.AioRpcError as error:
-                if not is_unavailable(error) or not deadline.allows(delay_s):
-                    raise
-            await asyncio.sleep(delay_s)
-        return await attempt()
+        with self._route.explained():
+            for delay_s in self._retries.delays_s():
+                try:
+                    return await attempt()
+                except grpc.aio.AioRpcError as error:
+                    if not is_unavailable(error) or not deadline.allows(delay_s):
+                        raise
+                await asyncio.sleep(delay_s)
+            return await attempt()

@@ -1,18 +1,25 @@
-"""How to reach a server: credentials, channel settings, deadlines, and when to try again."""
+"""Connection settings of clients: address, proxy, credentials, deadlines and retries."""
 
+import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from amoeba_jax.address import grpc_target, is_local
 from amoeba_jax.errors import ConfigError
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 
-CHANNEL_OPTIONS = (
+# Environment variables in which gRPC looks for a proxy, in its order.
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
+_CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
     # A server that is gone without a word is noticed, during long prefills too.
@@ -20,6 +27,47 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+
+class Route:
+    """The way to a server: a target as gRPC takes it, and the proxy that gRPC uses for it.
+
+    Attributes:
+        target: target of the channel.
+        options: options of the channel.
+        proxy_variable: name of the environment variable that sets the proxy. None: no proxy.
+    """
+
+    def __init__(self, target: str):
+        """Read `HOST[:PORT]`, `[IPV6][:PORT]` or a target in gRPC's own syntax. Raises `ConfigError`."""
+        self.target, host = grpc_target(target, DEFAULT_PORT)
+        self.options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
+        self.proxy_variable: str | None = None
+        if is_local(host):
+            # gRPC would send these connections to a proxy too, unless no_proxy names them.
+            self.options += (("grpc.enable_http_proxy", 0),)
+        elif host:
+            self.proxy_variable = _proxy_variable(host)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add the name of the proxy's variable to errors of servers that cannot be reached."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            if self.proxy_variable is not None and is_unavailable(error):
+                error.add_note(
+                    f"gRPC connects to {self.target} through the proxy in the environment variable "
+                    f"{self.proxy_variable}. To connect directly, add the host to no_proxy."
+                )
+            raise
+
+
+def _proxy_variable(host: str) -> str | None:
+    excluded = next((value for name in _NO_PROXY_VARIABLES if (value := os.environ.get(name))), "")
+    if any(host.endswith(part) for entry in excluded.split(",") if (part := entry.strip())):
+        return None
+    return next((name for name in _PROXY_VARIABLES if os.environ.get(name)), None)
 
 
 @dataclass(frozen=True)
@@ -56,14 +104,9 @@ class Deadline:
         return left_s is None or delay_s < left_s
 
 
-def worth_retrying(error: grpc.RpcError) -> bool:
-    """Whether a call may do better the next time."""
-    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
-
-
-def is_unavailable(error: grpc.aio.AioRpcError) -> bool:
-    """`worth_retrying` for asyncio's errors."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE
+def is_unavailable(error: grpc.RpcError) -> bool:
+    """Return whether the status of a failed call is UNAVAILABLE: the next attempt may succeed."""
+    return isinstance(error, grpc.Call | grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(frozen=True)

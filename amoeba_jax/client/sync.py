@@ -11,12 +11,12 @@ from amoeba_jax.client import requests, results
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.client.connection import (
-    CHANNEL_OPTIONS,
     DEFAULT_TARGET,
     Credentials,
     Deadline,
     Retries,
-    worth_retrying,
+    Route,
+    is_unavailable,
 )
 from amoeba_jax.sampling_params import SamplingParams
 
@@ -48,10 +48,11 @@ class Client:
     ):
         credentials = Credentials(token, ca, certificate, key)
         tls = credentials.channel_credentials()
+        self._route = Route(target)
         if tls is None:
-            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(self._route.target, self._route.options)
         else:
-            self._channel = grpc.secure_channel(target, tls, CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(self._route.target, tls, self._route.options)
         self._metadata = credentials.metadata
         self._retries = retries or Retries()
         self._inference = pb_grpc.InferenceServiceStub(self._channel)
@@ -137,8 +138,9 @@ class Client:
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
-            for cluster in call:
-                yield results.read_cluster(cluster)
+            with self._route.explained():
+                for cluster in call:
+                    yield results.read_cluster(cluster)
         finally:
             call.cancel()
 
@@ -159,7 +161,8 @@ class Client:
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )
         # Not tried again: the server may have begun.
-        response = self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
+        with self._route.explained():
+            response = self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)
 
     def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
@@ -177,11 +180,12 @@ class Client:
         return self._retried(lambda: method(message, timeout=deadline.left_s, metadata=self._metadata), deadline)
 
     def _retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
-        for delay_s in self._retries.delays_s():
-            try:
-                return attempt()
-            except grpc.RpcError as error:
-                if not worth_retrying(error) or not deadline.allows(delay_s):
-                    raise
-            time.sleep(delay_s)
-        return attempt()
+        with self._route.explained():
+            for delay_s in self._retries.delays_s():
+                try:
+                    return attempt()
+                except grpc.RpcError as error:
+                    if not is_unavailable(error) or not deadline.allows(delay_s):
+                        raise
+                time.sleep(delay_s)
+            return attempt()

@@ -109,6 +109,7 @@ def server_errors(fatal: bool = True) -> Iterator[None]:
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             raise
-        print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"error: {error.code().name}: {error.details()}{notes}", file=sys.stderr)
         if fatal:
             raise typer.Exit(EXIT_FAILURE) from None

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from amoeba_jax import LLM
+from amoeba_jax.address import join_address
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
 from serving.runtime.scheduling import OnReport, Scheduling, SchedulingConfig
@@ -33,7 +34,7 @@ def local_server(
         scheduler = Scheduling(llm, scheduling or SchedulingConfig(), server.metrics, on_report)
         try:
             loop.run(server.attach(llm, scheduling=scheduler))
-            yield f"{config.host}:{server.port}", scheduler
+            yield join_address(config.host, server.port), scheduler
         finally:
             loop.run(server.stop())
             scheduler.close()

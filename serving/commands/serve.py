@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, TypeVar
 
-from prometheus_client import start_http_server
-
 from amoeba_jax import EngineConfig
+from amoeba_jax.address import join_address
 from amoeba_jax.errors import ConfigError, EngineClosedError, EngineStuckError
 from serving.errors import say
+from serving.grpc_server.binding import binding_error
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import Server
+from serving.runtime.metrics_server import MetricsServer
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
 
@@ -55,11 +56,11 @@ async def _serve(
     stop = _stop_signal()
     tracing = _tracing(server_config)
     server = Server(server_config, tracing)
-    close_metrics = _serve_metrics(server)
+    metrics = _serve_metrics(server)
     llm = None
     try:
         await server.start()
-        say(f"listening on {server_config.host}:{server.port}, loading {engine_config.model}")
+        say(f"listening on {join_address(server_config.host, server.port)}, loading {engine_config.model}")
         loading = _in_thread(lambda: _load(engine_config, warm_up))
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -92,7 +93,8 @@ async def _serve(
         return EXIT_ENGINE_FAILED
     finally:
         await server.stop()
-        close_metrics()
+        if metrics is not None:
+            metrics.close()
         await _close(tracing)
         if llm is not None and not server.dead.done():
             await asyncio.to_thread(llm.close)
@@ -100,7 +102,7 @@ async def _serve(
 
 def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
     """Say what has become of a server whose model is loaded. Return whether it serves."""
-    where = f"{name} on {server.config.host}:{server.port}"
+    where = f"{name} on {join_address(server.config.host, server.port)}"
     if (state := server.request_handler.state) is State.READY:
         say(f"ready: {where}, policy {policy_name}")
     elif state is State.DRAINING:
@@ -169,23 +171,16 @@ def _load(config: EngineConfig, warm_up: str | None):
     return llm
 
 
-def _serve_metrics(server: Server) -> Callable[[], None]:
-    """Metrics over HTTP; returns what ends that. Raises `ConfigError` for a port that cannot be bound."""
+def _serve_metrics(server: Server) -> MetricsServer | None:
     host, port = server.config.host, server.config.metrics_port
     if port is None:
-        return lambda: None
+        return None
     try:
-        http, thread = start_http_server(port, host, registry=server.metrics.registry)
+        metrics = MetricsServer(server.metrics.registry, host, port)
     except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be bound for metrics: choose another --metrics-port") from error
-    say(f"metrics on http://{host}:{http.server_port}/metrics")
-
-    def close() -> None:
-        http.shutdown()
-        http.server_close()
-        thread.join()
-
-    return close
+        raise binding_error(host, port, "--metrics-port") from error
+    say(f"metrics on http://{join_address(host, metrics.port)}/metrics")
+    return metrics
 
 
 def _stop_signal() -> "asyncio.Future[None]":

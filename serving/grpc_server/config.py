@@ -1,12 +1,11 @@
 """Settings of the gRPC server."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from amoeba_jax.address import read_host, read_url
 from amoeba_jax.errors import ConfigError
 
-_ENDPOINT = re.compile(r"https?://[^\s/:]+:\d{1,5}/?")
 DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 
@@ -123,7 +122,8 @@ class ServerConfig:
     """Where and how to serve."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Other machines reach the server only where this is changed."""
+    """Host name or IP address to bind: 0.0.0.0 for all IPv4 addresses, :: for all addresses of the machine. By default
+    only programs on this machine can connect."""
     port: int = DEFAULT_PORT
     """gRPC port; 0 takes any free one."""
     admin_port: int | None = None
@@ -150,6 +150,7 @@ class ServerConfig:
     """What is refused."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", read_host(self.host, "host"))
         ports = {"port": self.port, "admin_port": self.admin_port, "metrics_port": self.metrics_port}
         for name, value in ports.items():
             if value is not None and not 0 <= value <= 65535:
@@ -158,10 +159,8 @@ class ServerConfig:
             raise ConfigError(f"shutdown_timeout_s={self.shutdown_timeout_s!r} must be finite and at least 0")
         if not 0 < self.engine_timeout_s < float("inf"):
             raise ConfigError(f"engine_timeout_s={self.engine_timeout_s!r} must be finite and above 0")
-        if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(self.otlp_traces_endpoint):
-            raise ConfigError(
-                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} must be http://HOST:PORT or https://HOST:PORT"
-            )
+        if self.otlp_traces_endpoint is not None:
+            read_url(self.otlp_traces_endpoint, "otlp_traces_endpoint")
         if isinstance(self.api_token, tuple) and not self.api_token:
             raise ConfigError("api_token must have a token, or be None")
         for name, tokens in (("api_token", self.api_tokens), ("admin_token", (self.admin_token,))):

@@ -1,15 +1,53 @@
-"""The gRPC health service: Check and Watch of `grpcio-health-checking`, and List, which its asyncio servicer lacks."""
+"""The gRPC health service. Status changes never wait for a watcher."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
-from grpc_health.v1 import health, health_pb2
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+# The stubs of this package do not know the messages of List.
+_messages: Any = health_pb2
+SERVING = _messages.HealthCheckResponse.SERVING
+NOT_SERVING = _messages.HealthCheckResponse.NOT_SERVING
 
 
-class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
-    """`grpc.health.v1.Health`, whole. (The stubs of its package do not know List's messages: hence `Any`.)"""
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """`grpc.health.v1.Health` with Check, List and Watch.
 
-    async def List(self, request: Any, context: Any) -> Any:
-        """The status of every service."""
-        messages: Any = health_pb2
-        statuses = {name: messages.HealthCheckResponse(status=s) for name, s in self._server_status.items()}
-        return messages.HealthListResponse(statuses=statuses)
+    The servicer of `grpcio-health-checking` holds a lock while it writes to a watcher: one watcher that reads nothing
+    would stop all status changes. Here each watcher waits for an event and reads the current status itself.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {"": SERVING}
+        self._changed = asyncio.Event()
+
+    def set_status(self, service: str, status: Any) -> None:
+        """Set the status of a service and wake all watchers. "" is the whole server."""
+        self._statuses[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Return the status of one service."""
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"this server has no service {request.service[:100]!r}")
+        return _messages.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Return the status of every service."""
+        statuses = {name: _messages.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return _messages.HealthListResponse(statuses=statuses)
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Yield the status of one service now and after each change. A slow watcher gets only the latest status."""
+        latest = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _messages.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != latest:
+                latest = status
+                yield _messages.HealthCheckResponse(status=status)
+            await changed.wait()

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -75,8 +75,7 @@ class RequestHandler:
         self.scheduling: Scheduling | None = None
         self._threads = Threads()
         self._num_transforming = 0
-        # Called when a drain begins.
-        self.on_draining: Callable[[], Awaitable[None]] | None = None
+        self.on_draining: Callable[[], None] | None = None
         self._aborts = False  # a drain has begun to
         # Of each request, by its id: the task that reads the engine, and the one that writes.
         self._generating: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
@@ -284,7 +283,7 @@ class RequestHandler:
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
         if self.on_draining is not None:
-            await self.on_draining()
+            self.on_draining()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -1,22 +1,22 @@
 """The gRPC server: ports, services, health, and how it ends."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
+from amoeba_jax.address import join_address
 from amoeba_jax.client._proto import inference_pb2, inference_pb2_grpc
-from amoeba_jax.errors import ConfigError
 from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
 from serving.grpc_server.admin_service import AdminService
 from serving.grpc_server.auth_interceptor import AuthInterceptor
+from serving.grpc_server.binding import binding_error
 from serving.grpc_server.callers import Callers
 from serving.grpc_server.config import Limits, ServerConfig
-from serving.grpc_server.health import HealthServicer
+from serving.grpc_server.health import NOT_SERVING, SERVING, HealthServicer
 from serving.grpc_server.inference_service import InferenceService
 from serving.grpc_server.monitor import INTERVAL_S, watch_engine
 from serving.grpc_server.open_inference import OpenInferenceService
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN = inference_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # How long a drain waits for requests that were aborted, and for calls that are just ending.
 _SHUTDOWN_GRACE_S = 2.0
 # Calls of one connection at once, beyond the requests that a client may have: of health, of the admin, refused ones.
@@ -61,7 +59,7 @@ class Server:
             self.metrics.on_not_transformed = tracing.not_transformed
         callers = Callers(config.api_tokens, config.admin_token)
         self.request_handler = RequestHandler(config.limits, self.metrics, tracing, callers)
-        self.request_handler.on_draining = self._show_draining
+        self.request_handler.on_draining = self._show_readiness
         self.port = 0
         self.admin_port: int | None = None
         self.dead: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -71,12 +69,12 @@ class Server:
 
     async def start(self) -> None:
         """Bind the ports. Calls are answered with UNAVAILABLE until a model is attached."""
-        await self._show_readiness()
+        self._show_readiness()
         together = self.config.admin_port is None
         main = self._new_server([INFERENCE, OPEN_INFERENCE, *([ADMIN] if together else [])])
-        self.port = self._bind(main, self.config.port)
+        self.port = self._bind(main, self.config.port, "--port")
         if self.config.admin_port is not None:
-            self.admin_port = self._bind(self._new_server([ADMIN]), self.config.admin_port)
+            self.admin_port = self._bind(self._new_server([ADMIN]), self.config.admin_port, "--admin-port")
         for server in self._servers:
             await server.start()
 
@@ -95,14 +93,14 @@ class Server:
         self._servers.append(server)
         return server
 
-    def _bind(self, server: grpc.aio.Server, port: int) -> int:
-        address = f"{self.config.host}:{port}"
+    def _bind(self, server: grpc.aio.Server, port: int, flag: str) -> int:
+        address = join_address(self.config.host, port)
         try:
             if self.config.tls is not None:
                 return server.add_secure_port(address, server_credentials(self.config.tls))
             return server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(f"{address} cannot be bound: choose another --port, or stop what uses it") from error
+            raise binding_error(self.config.host, port, flag) from error
 
     async def attach(
         self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
@@ -113,27 +111,21 @@ class Server:
             await asyncio.to_thread(getattr, backend.tokenizer, "longest_token_chars")
         self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
-        await self._show_readiness()
+        self._show_readiness()
 
     async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
         error = await watch_engine(backend, self.metrics, self.config.engine_timeout_s, interval_s)
         self.request_handler.fail()
         logger.error("the engine has failed: %s", error)
         self.dead.set_result(error)
-        await self._show_readiness()
-        await self._health.set("", _NOT_SERVING)
+        self._show_readiness()
+        self._health.set_status("", NOT_SERVING)
 
-    async def _show_readiness(self) -> None:
-        """Readiness by service; "" is liveness."""
-        status = _SERVING if self.request_handler.state is State.READY else _NOT_SERVING
-        # Together: a watcher that reads nothing holds up that of its own service.
-        await asyncio.gather(*(self._health.set(service, status) for service in (INFERENCE, ADMIN, OPEN_INFERENCE)))
-
-    async def _show_draining(self) -> None:
-        # A watcher that reads nothing must not hold this up.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SHUTDOWN_GRACE_S):
-                await self._show_readiness()
+    def _show_readiness(self) -> None:
+        """Set the health status of each service. The status of "" is liveness, and changes only if the engine fails."""
+        status = SERVING if self.request_handler.state is State.READY else NOT_SERVING
+        for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
+            self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
         """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""

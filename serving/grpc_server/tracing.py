@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -11,6 +12,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import amoeba_jax
+from amoeba_jax.address import is_local, read_url
 from amoeba_jax.transform.report import TransformReport
 from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import code_of
@@ -31,8 +33,11 @@ class Tracing:
     @classmethod
     def to_collector(cls, endpoint: str) -> "Tracing":
         """Send spans by OTLP over gRPC, in batches, to `http://HOST:PORT`, or with TLS to `https://HOST:PORT`."""
+        _, host, _ = read_url(endpoint, "endpoint")
+        options: Any = (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
         provider = TracerProvider(resource=Resource.create({"service.name": "amoeba-jax"}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT_S)))
+        exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT_S, channel_options=options)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
     def request(

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from live_server import GREEDY, TIMEOUT_S, Live, LoopThread
+from typer.testing import CliRunner
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.client import AsyncClient, Client, Retries
 from amoeba_jax.errors import RequestError
+from serving.cli import app
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
 
@@ -172,6 +174,59 @@ def test_tries_are_counted(start: Callable[..., Live]):
         with pytest.raises(grpc.RpcError, match="loading"):
             client.tokenize("x")
         assert len(calls) == 3
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A proxy that does not answer, in the environment of a machine behind one."""
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", f"http://user:secret@{address}")
+    return address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "dns:///127.0.0.1"])
+def test_servers_of_this_machine_are_reached_without_the_proxy(live: Live, proxy: str, host: str):
+    target = f"{host}:{live.server.port}"
+    with Client(target) as client:
+        assert client.tokenize("x", timeout_s=TIMEOUT_S)
+
+    async def run() -> None:
+        async with AsyncClient(target) as client:
+            assert await client.tokenize("x", timeout_s=TIMEOUT_S)
+
+    live.loop.run(run())
+
+
+def test_errors_behind_a_proxy_name_its_variable(proxy: str, loop: LoopThread):
+    once = Retries(attempts=1)
+    with Client("node.invalid:1", retries=once) as client:
+        for call in (client.model_info, lambda: client.transform(2), lambda: next(client.watch_cluster())):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            (note,) = caught.value.__notes__
+            assert "http_proxy" in note
+            assert "no_proxy" in note
+            assert "secret" not in note
+
+    async def run() -> None:
+        async with AsyncClient("node.invalid:1", retries=once) as client:
+            await client.model_info()
+
+    with pytest.raises(grpc.RpcError) as caught:
+        loop.run(run())
+    assert "http_proxy" in caught.value.__notes__[0]
+    said = CliRunner().invoke(app, ["transform", "2", "--target", "node.invalid:1"]).stderr
+    assert "UNAVAILABLE" in said
+    assert "http_proxy" in said
+
+
+def test_errors_without_a_proxy_name_none(proxy: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "localhost, .invalid")
+    with Client("node.invalid:1", retries=Retries(attempts=1)) as client, pytest.raises(grpc.RpcError) as caught:
+        client.model_info()
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_client_needs_no_jax():

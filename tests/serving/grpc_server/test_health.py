@@ -1,11 +1,14 @@
 """Health, readiness and reflection, for clients that know nothing else of this server."""
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+from deaf_peer import DeafPeer
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -14,7 +17,7 @@ from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client._proto import inference_pb2 as pb
-from amoeba_jax.errors import EngineStuckError
+from amoeba_jax.errors import EngineClosedError, EngineStuckError
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.request_handler import State
 from serving.grpc_server.server import ADMIN, INFERENCE, OPEN_INFERENCE
@@ -80,6 +83,57 @@ def test_not_ready_while_an_admin_drains_it(start: Callable[..., Live]):
     assert check(live, "") == SERVING
     stream.cancel()
     assert drain.result().aborted == 0
+
+
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+@pytest.fixture
+def deaf() -> Iterator[Callable[[int], DeafPeer]]:
+    """Connects peers to a port, each of which watches all services and takes no answer."""
+    peers: list[DeafPeer] = []
+
+    def connect(port: int) -> DeafPeer:
+        peers.append(DeafPeer(port))
+        for service in ("", INFERENCE, ADMIN, OPEN_INFERENCE):
+            peers[-1].call(WATCH, health_pb2.HealthCheckRequest(service=service).SerializeToString())
+        return peers[-1]
+
+    yield connect
+    for peer in peers:
+        peer.close()
+
+
+def test_a_watcher_that_takes_no_answer_holds_nobody_up(
+    start: Callable[..., Live], deaf: Callable[[int], DeafPeer], served_model: Path, compile_cache: str
+):
+    with LLM(served_model, device_memory="32MiB", progress=False, compile_cache=compile_cache) as llm:
+        live = start(llm, attach=False)
+        deaf(live.server.port)
+        watch = health_pb2_grpc.HealthStub(live.channel).Watch(
+            health_pb2.HealthCheckRequest(service=INFERENCE), timeout=TIMEOUT_S
+        )
+        assert next(watch).status == NOT_SERVING
+        live.loop.run(asyncio.wait_for(live.server.attach(llm, 0.1), TIMEOUT_S))
+        assert next(watch).status == SERVING
+        assert {check(live, service) for service in ("", INFERENCE, ADMIN, OPEN_INFERENCE)} == {SERVING}
+        live.check_idle()
+        deaf(live.server.port)
+        in_dispatcher(llm, setattr, engine_of(llm), "advance", lambda: 1 / 0)
+        with contextlib.suppress(EngineClosedError):
+            llm.generate("x")
+        assert next(watch).status == NOT_SERVING
+        wait_until(lambda: check(live, "") == NOT_SERVING)
+
+
+def test_a_watcher_that_takes_no_answer_does_not_hold_up_the_end(
+    start: Callable[..., Live], deaf: Callable[[int], DeafPeer]
+):
+    live = start()
+    deaf(live.server.port).call("/amoeba.v1.AdminService/WatchCluster")
+    live.loop.run(asyncio.wait_for(live.server.drain(0), TIMEOUT_S))
+    assert check(live, INFERENCE) == NOT_SERVING
+    live.loop.run(asyncio.wait_for(live.server.stop(), TIMEOUT_S))
 
 
 def test_drained_while_it_loads_it_does_not_serve(start: Callable[..., Live]):

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import urllib.request
+from collections.abc import Callable, Iterator
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.outputs import CompletionDelta, RequestDelta, RequestMetrics
 from serving.runtime.metrics import ServerMetrics
+from serving.runtime.metrics_server import MetricsServer
+from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = {
     "num_requests_running",
     "num_requests_waiting",
@@ -148,6 +154,53 @@ def test_transformations_are_counted(live: Live):
     assert values[f"amoeba:transformations_total{{kind=scale_up,result=refused,{variant}}}"] == 1
     assert values["amoeba:transformation_seconds_count{kind=scale_up}"] == 1
     assert values["amoeba:kv_bytes{device=0}"] < merged, "released weights were KV cache"
+
+
+OPEN_METRICS = "application/openmetrics-text;version=0.0.1"
+ACCEPT = {
+    "2.45": f"application/openmetrics-text;version=1.0.0,{OPEN_METRICS};q=0.75,text/plain;version=0.0.4;q=0.5,"
+    "*/*;q=0.1",
+    "2.53": f"application/openmetrics-text;version=1.0.0;q=0.5,{OPEN_METRICS};q=0.4,text/plain;version=0.0.4;q=0.3,"
+    "*/*;q=0.2",
+    "3 with UTF-8 names": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    f"{OPEN_METRICS};q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "3 with legacy names": "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,"
+    f"{OPEN_METRICS};q=0.4,text/plain;version=1.0.0;escaping=underscores;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "3 with native histograms": "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;"
+    f"encoding=delimited;q=0.6,application/openmetrics-text;version=1.0.0;q=0.5,{OPEN_METRICS};q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "none": None,
+}
+QUERIED = re.compile(r"amoeba:(\w+)")
+
+
+@pytest.fixture
+def metrics_url(start: Callable[..., Live]) -> Iterator[str]:
+    live = start(scheduling=SchedulingConfig(policy="round_robin"))
+    transform(live, 2)
+    transform(live, 1)
+    scrape(live)
+    endpoint = MetricsServer(live.server.metrics.registry, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{endpoint.port}/metrics"
+    endpoint.close()
+
+
+@pytest.mark.parametrize("version", ACCEPT)
+def test_prometheus_gets_the_names_of_dashboard_and_documents(metrics_url: str, version: str):
+    """Each version asks for formats of its own. All must have the names with a colon."""
+    accept = ACCEPT[version]
+    request = urllib.request.Request(metrics_url, headers={} if accept is None else {"Accept": accept})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        content_type, text = answer.headers["Content-Type"], answer.read().decode()
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    described = set(re.findall(r"^# TYPE (\S+)", text, re.M))
+    sampled = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert {name for name in described | sampled if not name.startswith("amoeba:")} == set()
+    known = {name.removeprefix("amoeba:") for name in described | sampled}
+    queried = set(QUERIED.findall(files("serving").joinpath("dashboards/amoeba.json").read_text()))
+    documents = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    queried |= {name for file in documents for name in QUERIED.findall(file.read_text(encoding="utf-8"))}
+    assert queried - known == set()
 
 
 def test_every_name_is_exported_and_the_dashboard_uses_exactly_these(live: Live):

@@ -14,6 +14,8 @@ from typing import IO, Any
 
 import grpc
 import pytest
+from deaf_peer import DeafPeer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_server import GREEDY, TIMEOUT_S, Live, code_and_text
 from typer.testing import CliRunner
 
@@ -95,6 +97,54 @@ def test_sigterm_finishes_what_runs_and_exits_0(serve: Callable[..., Process]):
         assert server.wait() == 0
         assert "0 requests were aborted" in server.said
         assert re.search(r"^\d+-\d+-\d+ \d+:\d+:\d+,\d+ INFO amoeba.scheduler: action=dispatch", server.said, re.M)
+
+
+def test_a_watcher_that_takes_no_answer_stops_neither_readiness_nor_sigterm(serve: Callable[..., Process]):
+    server = serve()
+    peer = DeafPeer(int(server.wait_for(r"listening on 127.0.0.1:(\d+)")[1]))
+    for service in ("", "amoeba.v1.InferenceService"):
+        peer.call("/grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest(service=service).SerializeToString())
+    with grpc.insecure_channel(server.target) as channel:
+        request = health_pb2.HealthCheckRequest(service="amoeba.v1.InferenceService")
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert server.end(signal.SIGTERM) == 0
+    peer.close()
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
+def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
+    server = serve("--host", host)
+    metrics = server.wait_for(r"metrics on (\S+)")[1]
+    answer = CliRunner().invoke(app, ["chat", "--target", server.target, "--max-tokens", "2"], input="hello\n")
+    assert answer.exit_code == 0, answer.stderr
+    assert urllib.request.urlopen(metrics, timeout=TIMEOUT_S).status == 200
+    assert server.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--host", "::g"], "host='::g' must be a host name or an IP address: it is not an IPv6 address"),
+        (["--host", "192.0.2.1"], "192.0.2.1:0 cannot be bound: this machine does not have this address"),
+        (["--host", "no-such-host.invalid"], "the host name cannot be resolved"),
+    ],
+)
+def test_hosts_that_cannot_be_served_are_refused_with_the_reason(
+    serve: Callable[..., Process], arguments: list[str], reason: str
+):
+    server = serve(*arguments)
+    assert server.wait() == 2
+    assert reason in server.said
+    assert "Traceback" not in server.said
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port", "--metrics-port"])
+def test_a_port_in_use_is_refused_by_the_name_of_its_option(serve: Callable[..., Process], flag: str):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        server = serve("--host", "::1", flag, str(other.getsockname()[1]))
+        assert server.wait() == 2
+        assert f"cannot be bound: another program uses this port. Choose another {flag}, or" in server.said
 
 
 def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
