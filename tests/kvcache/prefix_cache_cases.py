@@ -10,7 +10,7 @@ GEOMETRY = PageGeometry(kv_heads=4, page_size=SIZE, head_dim=8, max_tp=4)
 
 
 def make_cache(num_pages: int, tp: int = 1, enabled: bool = True) -> PrefixCache:
-    """A cache that has `num_pages` pages, whose ids differ between ranks. All but the last rank have more."""
+    """Return a cache with `num_pages` pages, whose ids differ between ranks. Only the last rank has no spare pages."""
     allocators = [BuddyAllocator(GEOMETRY.max_tp) for _ in range(tp)]
     for rank, allocator in enumerate(allocators):
         allocator.add_extent(num_pages + tp)
@@ -22,7 +22,7 @@ def make_cache(num_pages: int, tp: int = 1, enabled: bool = True) -> PrefixCache
 
 
 def forked(pages: SequencePages) -> SequencePages:
-    """A sequence that shares all pages of another."""
+    """Return a sequence that shares all pages of another."""
     pages.pool.share(pages.table)
     return SequencePages(pages.pool, pages.table)
 
@@ -34,7 +34,7 @@ def keys_of(tokens: tuple[int, ...] | range, salt: str = "") -> list[bytes]:
 
 
 def admit(cache: PrefixCache, tokens: range, salt: str = "") -> SequencePages:
-    """A sequence of these tokens, computed and cached."""
+    """Return a sequence of these tokens, computed and cached."""
     keys = keys_of(tokens, salt)
     pages = cache.match(keys)
     cache.reserve(pages, len(tokens))

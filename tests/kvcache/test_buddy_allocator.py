@@ -1,4 +1,4 @@
-"""The buddy allocator against a plain model: the units that each live block covers."""
+"""Buddy allocator, compared with a plain model of the units of each live block."""
 
 import copy
 
@@ -22,9 +22,9 @@ MAX_ORDER = 2
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Any sequence of operations; the model is a dict of live blocks and the extents' ranges of units."""
+    """Random operations. The model is a dict of live blocks, with the unit ranges of the extents."""
 
-    # Each reference to a block is one item, so that a consumed item is one `free`.
+    # One item for each reference to a block, so that consuming an item frees one reference.
     held = Bundle("held")
 
     def __init__(self):
@@ -37,7 +37,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return [u for unit, (order, _) in self.live.items() for u in range(unit, unit + 2**order)]
 
     def free_blocks(self, order: int) -> int:
-        """Aligned runs of `2**order` free units, counted one unit at a time."""
+        """Count the aligned runs of `2**order` free units, unit by unit."""
         occupied = set(self.occupied())
         starts = [u for units in self.extents.values() for u in units if u % 2**order == 0]
         return sum(occupied.isdisjoint(range(u, u + 2**order)) for u in starts)
@@ -129,7 +129,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def num_free_is_truthful(self):
         for order in range(MAX_ORDER + 1):
             num_free = self.allocator.num_free(order)
-            # Also that freed buddies always coalesce: the model finds every aligned free run.
+            # This also checks that freed buddies coalesce, because the model finds every aligned free run.
             assert num_free == self.free_blocks(order)
             trial = copy.deepcopy(self.allocator)
             trial.allocate_many(order, num_free)
@@ -153,7 +153,7 @@ def test_takes_the_smallest_sufficient_block_with_the_lowest_id():
     allocator.add_extent(3)
     assert allocator.allocate(2) == 0
     assert allocator.allocate(0) == 4
-    # 5 and 6..7 are left of page 4: they go before page 8 is broken.
+    # Units 5, 6 and 7 of page 4 are free. They are used before page 8 is split.
     assert allocator.allocate(0) == 5
     assert allocator.allocate(1) == 6
     assert allocator.allocate(1) == 8

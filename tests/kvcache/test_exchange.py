@@ -1,4 +1,6 @@
-"""Phases run on devices against the same on NumPy arrays; in place; with the plans of real changes of degree."""
+"""Phases on devices, compared with NumPy: their results, in-place updates, and plans of real changes of degree."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from sharding.mesh import SubMesh, assemble, disassemble
 GEOMETRY = PageGeometry(kv_heads=4, page_size=2, head_dim=4, max_tp=4)
 
 
+@functools.cache
 def group_of(tp: int) -> SubMesh:
     return SubMesh(0, tuple(jax.devices()[:tp]))
 
@@ -29,15 +32,15 @@ BFLOAT16_IS_CONVERTED = jax.__version_info__ < (0, 12)
 
 
 def random_bits(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Any bit pattern may lie in the cache."""
-    if dtype == "bfloat16" and BFLOAT16_IS_CONVERTED:  # which changes NaNs
+    """Return random bits: the cache may hold any bit pattern."""
+    if dtype == "bfloat16" and BFLOAT16_IS_CONVERTED:  # the conversion changes NaNs
         return random.normal(size=shape).astype(jnp.bfloat16)
     size = jnp.dtype(dtype).itemsize
     return random.integers(0, 256, (*shape, size), np.uint8).view(jnp.dtype(dtype))[..., 0]
 
 
 def pieces_of(extents: list, tp: int) -> np.ndarray:
-    """Bits of all pieces of one layer, `[tp, ids, elems]`."""
+    """Return the bits of all pieces of one layer, `[tp, ids, elems]`."""
     ranks = [np.asarray(e).reshape(tp, -1, GEOMETRY.page_elems // tp) for e in extents]
     whole = np.concatenate(ranks, axis=1)
     return whole.view(f"u{whole.dtype.itemsize}")
@@ -57,19 +60,18 @@ def on_devices(group: SubMesh, extents: list[np.ndarray]) -> list[jax.Array]:
     return [jax.device_put(jnp.array(e, copy=True), group.sharded) for e in extents]
 
 
-Programs = dict[ExchangeKind, jax.stages.Compiled]
+@functools.cache
+def compiled(dtype: str, tp: int, old: tuple, new: tuple, kind: ExchangeKind) -> jax.stages.Compiled:
+    """Compile the program for one kind of exchange, on first use: most plans use few kinds."""
+    with compiling_quickly():
+        return compile_exchange(GEOMETRY, jnp.dtype(dtype), group_of(tp), old, new, PHASE_PIECES, kind)
 
 
-def compile_all(geometry: PageGeometry, dtype: str, group: SubMesh, *arguments, loop: bool = False) -> Programs:
-    """A program for each kind of exchange."""
-    kinds = exchange_kinds(group.tp, loop=loop)
-    return {kind: compile_exchange(geometry, jnp.dtype(dtype), group, *arguments, kind) for kind in kinds}
-
-
-def run_on_devices(programs: Programs, group: SubMesh, phases: list[Phase], extents: list) -> list:
-    (loop,) = {kind.loop for kind in programs}
+def run_on_devices(dtype: str, tp: int, old: tuple, new: tuple, phases: list[Phase], extents: list, loop: bool) -> list:
     for kind, *ids in join_phases(phases, loop=loop):
-        extents = programs[kind](extents, *(jax.device_put(array, group.sharded) for array in ids))
+        assert kind in exchange_kinds(tp, loop=loop)
+        program = compiled(dtype, tp, old, new, kind)
+        extents = program(extents, *(jax.device_put(array, group_of(tp).sharded) for array in ids))
     return extents
 
 
@@ -84,7 +86,6 @@ CASES = [  # (ranks, old extents, new extents, dtype)
     (4, (3, 2), (3, 2, 2), "bfloat16"),
 ]
 PHASE_PIECES = 3
-programs = {}
 both_ways = pytest.mark.parametrize("loop", [False, True], ids=["programs", "loop"])
 
 
@@ -95,23 +96,20 @@ both_ways = pytest.mark.parametrize("loop", [False, True], ids=["programs", "loo
 def test_phases_do_on_devices_what_they_do_on_the_host(case, loop, seed, full):
     tp, old, new, dtype = case
     group, random = group_of(tp), np.random.default_rng(seed)
-    if (case, loop) not in programs:
-        with compiling_quickly():
-            programs[case, loop] = compile_all(GEOMETRY, dtype, group, old, new, PHASE_PIECES, loop=loop)
     slots_of = [np.argwhere(np.ones((tp, tp * sum(pages)), bool)) for pages in (old, new)]
     num_moves = min(map(len, slots_of)) if full else int(random.integers(0, min(map(len, slots_of))))
     source, target = (random.permutation(slots)[:num_moves] for slots in slots_of)
     phases = plan_phases(source, target, tp, PHASE_PIECES)
     shapes = [(tp * pages, GEOMETRY.page_elems) for pages in max(old, new, key=len)]
     extents = [random_bits(random, shape, dtype) for shape in shapes]
-    after = run_on_devices(programs[case, loop], group, phases, on_devices(group, extents))
+    after = run_on_devices(dtype, tp, old, new, phases, on_devices(group, extents), loop)
     np.testing.assert_array_equal(pieces_of(after, tp), run_on_host(phases, pieces_of(extents, tp)))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7])
 @pytest.mark.parametrize("kinds", [(1,), (0, 2), (None, 3, None)], ids=str)
 def test_joined_phases_are_the_same_in_order(count, kinds):
-    """Only kinds that are compiled, and of a distance at once as many as there are programs for."""
+    """Exchanges use only known kinds, and join as many phases of a distance as one program runs."""
     random = np.random.default_rng(0)
     phases = [
         Phase(*random.integers(0, 9, (2, 4, *phase_shape(4, 2, distance)), np.int32), distance)
@@ -131,7 +129,7 @@ def test_joined_phases_are_the_same_in_order(count, kinds):
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_looped_phases_are_the_same_in_order(count):
-    """As many exchanges as there must be, each of a size; which way ranks trade stands behind the ids to be sent."""
+    """The number of exchanges is minimal, all have one size, and the branch of a phase follows the ids that it sends."""
     random = np.random.default_rng(0)
     distances = [(None, 0, 1, 2, 3)[n] for n in random.integers(0, 5, count)]
     phases = [
@@ -169,9 +167,13 @@ converted = pytest.mark.xfail(BFLOAT16_IS_CONVERTED, reason="XLA converts bf16 e
 def test_donated_extents_are_changed_in_place(tp, old, new, dtype, loop):
     geometry = PageGeometry(kv_heads=4, page_size=16, head_dim=32, max_tp=4)
     group, phase_pieces = group_of(tp), 4
-    programs = compile_all(geometry, dtype, group, old, new, phase_pieces, loop=loop)
+    # Kinds of other distances run the same code.
+    kinds = [kind for kind in exchange_kinds(tp, loop=loop) if kind.distance in (None, 1)]
+    programs = {
+        kind: compile_exchange(geometry, jnp.dtype(dtype), group, old, new, phase_pieces, kind) for kind in kinds
+    }
     page_bytes = geometry.page_elems * jnp.dtype(dtype).itemsize
-    phase_bytes = tp * phase_pieces * page_bytes // tp  # what one rank sends
+    phase_bytes = tp * phase_pieces * page_bytes // tp  # bytes that one rank sends
     for program in programs.values():
         memory = program.memory_analysis()
         assert memory is not None
@@ -181,17 +183,20 @@ def test_donated_extents_are_changed_in_place(tp, old, new, dtype, loop):
     extents = on_devices(group, [np.zeros(shape, jnp.dtype(dtype)) for shape in shapes])
     places = pointers(extents)
     phases = []
-    for distance in (None, *range(tp)):
+    for distance in (None, 1):
         nothing = np.full((tp, *phase_shape(tp, phase_pieces, distance)), PADDING, np.int32)
         phases += [Phase(nothing, nothing, distance)] * 4
-    assert pointers(run_on_devices(programs, group, phases, extents)) == places
+    after = extents
+    for kind, *ids in join_phases(phases, loop=loop):
+        after = programs[kind](after, *(jax.device_put(array, group.sharded) for array in ids))
+    assert pointers(after) == places
     assert all(e.is_deleted() for e in extents)
 
 
 @both_ways
 @pytest.mark.parametrize(("a", "b"), [(1, 2), (1, 4), (2, 4)])
 def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
-    """Every page is read back as one `[kv_heads, 2, page_size, head_dim]` array, at both degrees."""
+    """Every page reads back as one `[kv_heads, 2, page_size, head_dim]` array, at both degrees."""
     random, group = np.random.default_rng(a + b), group_of(b)
     num_pages, extra = sizes = 6, 4
 
@@ -203,7 +208,7 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
         return allocators, [PagePool(GEOMETRY, allocators[i : i + tp], tp) for i in range(0, b, tp)]
 
     def pages(extents: list[jax.Array], table: np.ndarray, first_rank: int) -> np.ndarray:
-        """`[pages, page_elems]`: the sub-pages of all ranks in a row."""
+        """Return pages `[pages, page_elems]`, concatenated from the sub-pages of all ranks."""
         rows = [np.concatenate(e) for e in zip(*(disassemble(group, e) for e in extents), strict=True)]
         tp = len(table)
         return np.concatenate(
@@ -211,11 +216,10 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
         )
 
     def exchanged(extents: list[jax.Array], old: tuple, new: tuple, old_tables: list, new_tables: list) -> list:
-        with compiling_quickly():
-            programs = compile_all(GEOMETRY, "bfloat16", group, old, new, PHASE_PIECES, loop=loop)
-        return run_on_devices(programs, group, plan_phases(*moves(old_tables, new_tables), b, PHASE_PIECES), extents)
+        phases = plan_phases(*moves(old_tables, new_tables), b, PHASE_PIECES)
+        return run_on_devices("bfloat16", b, old, new, phases, extents, loop)
 
-    # An extent of each old instance, and one of what the scale-up releases.
+    # One extent from the start, and one that the scale-up releases.
     extents = []
     for size in sizes:
         contents = [
@@ -234,7 +238,7 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
     for table, want in zip(high_tables, contents, strict=True):
         np.testing.assert_array_equal(bits(pages(extents, table, 0)), bits(want))
 
-    # Each instance gets what another one had.
+    # Each instance gets the pages of another one.
     high_tables, ones = high_tables[::-1], ones[::-1]
     down_allocators, _ = view(a, num_pages)
     low_tables = place_down(high_tables, ones, GEOMETRY, down_allocators)
@@ -248,6 +252,6 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def test_views_must_begin_alike():
+def test_extents_of_one_layout_must_begin_with_the_extents_of_the_other():
     with pytest.raises(LayoutError, match=r"extents of \(2, 3\) pages in the old layout and \(3,\) in the new layout"):
         compile_exchange(GEOMETRY, jnp.dtype("float32"), group_of(2), (2, 3), (3,), 2, ExchangeKind(None, 1))

@@ -1,4 +1,4 @@
-"""Plans of phases, run on NumPy arrays: each piece arrives, whatever the moves, however full the ranks are."""
+"""Plans of phases, run on NumPy arrays: every piece arrives, for any moves, even on full ranks."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from kvcache.migration import GENERAL_COST, PADDING, Phase, phase_shape, plan_ph
 
 
 def run(phases: list[Phase], memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `memory` `[ranks, ids]` holds after the phases, and how often each slot was written."""
+    """Run phases on `memory` `[ranks, ids]`. Return its contents, and how often each slot was written."""
     memory, writes = memory.copy(), np.zeros(memory.shape, int)
     for phase in phases:
         received = np.full_like(phase.send, -1)
-        for rank, ids in enumerate(phase.send):  # all ranks read before any writes
+        for rank, ids in enumerate(phase.send):  # all ranks read before the first one writes
             sent = np.where(ids == PADDING, -1, memory[rank, ids])
             if phase.distance is not None:
                 received[rank ^ phase.distance] = sent
@@ -50,12 +50,12 @@ def check(source: np.ndarray, target: np.ndarray, num_ranks: int, num_ids: int, 
 
 
 def cost(phases: list[Phase]) -> float:
-    """In phases of pairs."""
+    """Pieces that trade slots move in phases between pairs of ranks."""
     return sum(GENERAL_COST if phase.distance is None else 1 for phase in phases)
 
 
 def bound(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> int:
-    """No plan has fewer phases in which each rank trades with all."""
+    """No plan has fewer general phases."""
     pairs = np.bincount(source[:, 0] * num_ranks + target[:, 0])
     return -(-pairs.max() // phase_pieces)
 
@@ -77,7 +77,7 @@ def test_every_piece_arrives(num_ranks, num_ids, phase_pieces, occupied, copied,
     random = np.random.default_rng(seed)
     num_slots = num_ranks * num_ids
     num_moves = round(num_slots * occupied)
-    # Some ranks may have nothing, others all; any slot may be left and written.
+    # Some ranks may have no pieces, others all. Any slot may be a source and a target.
     weight = random.choice([0.01, 1.0, 1.0], num_ranks).repeat(num_ids)
     sources, targets = (
         random.choice(num_slots, num_moves, replace=False, p=weight / weight.sum(), shuffle=True) for _ in range(2)
@@ -124,13 +124,13 @@ def test_phases_are_few(kind, phase_pieces):
     source, target = slots(sources, num_ids), slots(targets, num_ids)
     phases = check(source, target, num_ranks, num_ids, phase_pieces)
     lowest = bound(source, target, num_ranks, phase_pieces)
-    # Cycles that are cut cost moves of their own, and the last of them wait for all others.
+    # Cut cycles need additional moves, and the last of these wait for all others.
     most = 1.2 * lowest + 3 if kind == "permutation" else lowest + 1
     assert cost(phases) <= GENERAL_COST * most + 1e-6
 
 
 def test_moves_that_others_wait_for_go_first():
-    """Rank 0 sends 20 pieces to each of ranks 1 and 3; half of their places are needed for 20 pieces of rank 2."""
+    """Rank 0 sends 20 pieces to ranks 1 and 3 each. Half of their slots are needed for 20 pieces of rank 2."""
     source = [(0, n) for n in range(40)] + [(2, n) for n in range(20)]
     target = [(1 + n // 20 * 2, n) for n in range(40)] + [(0, n % 10 + 10 + n // 10 * 20) for n in range(20)]
     phases = check(np.array(source), np.array(target), 4, 40, 10)
@@ -143,13 +143,13 @@ def test_many_pieces_between_the_same_ranks_have_phases_of_their_own():
     for num_apart in (1, 2, 3):
         target = np.stack([ranks ^ num_apart, ids + 500], axis=1)
         phases = check(source, target, 4, 1000, 32)
-        assert [phase.distance for phase in phases] == [num_apart] * 4  # 128 pieces each
-    # One rank gets all that there is: three of the four pairs of each distance have nothing to do.
+        assert [phase.distance for phase in phases] == [num_apart] * 4  # 128 pieces for each pair
+    # One rank receives all pieces, so three of the four pairs of each distance are idle.
     target = np.stack([np.zeros(2000, int), 500 + np.arange(2000)], axis=1)
     phases = check(source, target, 4, 2500, 32)
     assert [phase.distance for phase in phases].count(None) <= 1
     assert len(phases) <= 17
-    # A handful for everybody goes at once.
+    # A few pieces for every pair move in one general phase.
     ranks, others = np.divmod(np.arange(16), 4)
     source, target = np.stack([ranks, others], axis=1), np.stack([others, ranks + 10], axis=1)
     (phase,) = check(source, target, 4, 20, 32)

@@ -1,4 +1,4 @@
-"""Copying pages within a layer's extents, against NumPy; in place; over several ranks."""
+"""Copies of pages within the extents of a layer, compared with NumPy: their results, in-place updates, several ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def starts_of(extent_pages: tuple[int, ...], tp: int) -> tuple[int, ...]:
 
 
 def bits(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Contents to compare exactly: NaN and negative zero included."""
+    """Return the bits, to compare NaN and negative zero exactly."""
     array = np.asarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
@@ -45,7 +45,7 @@ def test_targets_hold_what_sources_held_and_nothing_else_changes(shape, data, se
     extent_pages, page_elems, tp, dtype = shape
     starts = starts_of(extent_pages, tp)
     ids = st.integers(0, starts[-1] - 1)
-    # A page may be copied to several, and be a source and a target at once.
+    # A page may be copied to several pages, and be source and target.
     sources = data.draw(st.lists(ids, min_size=COPIES, max_size=COPIES), "sources")
     targets = data.draw(st.lists(ids, min_size=COPIES, max_size=COPIES, unique=True), "targets")
     for n, padding in enumerate(
@@ -81,14 +81,14 @@ def test_there_may_be_unused_ids_between_extents():
 
 # XLA's CPU backend of JAX 0.10 computes scatters of bf16 in f32: it converts the whole extent and back.
 BFLOAT16 = pytest.param(
+    4,
     "bfloat16",
     marks=pytest.mark.xfail(jax.__version_info__ < (0, 12), reason="XLA converts bf16 extents to f32", strict=False),
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
-@pytest.mark.parametrize("extent_pages", [(128,), (96, 32), (32, 64, 32)], ids=str)
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("extent_pages", [(128,), (32, 64, 32)], ids=str)
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "float32"), (4, "float16"), BFLOAT16])
 def test_donated_extents_are_written_in_place_on_every_rank(tp, extent_pages, dtype):
     group = SubMesh(0, tuple(jax.devices()[:tp]))
     page_elems = 8 * 2 * 16 * 64
@@ -99,7 +99,7 @@ def test_donated_extents_are_written_in_place_on_every_rank(tp, extent_pages, dt
 
     spec = P(TP_AXIS)
     mapped = jax.shard_map(per_rank, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-    # Each rank has its own ids: the first extent's first pages go to the last extent's last ones.
+    # Each rank copies other pages: the first pages of the first extent to the last pages of the last extent.
     sources = np.arange(tp * COPIES, dtype=np.int32).reshape(tp, COPIES)
     targets = starts[-1] - 1 - sources
     contents = [np.random.default_rng(e).random((tp * p, page_elems)) for e, p in enumerate(extent_pages)]
@@ -127,7 +127,7 @@ def test_donated_extents_are_written_in_place_on_every_rank(tp, extent_pages, dt
 
 
 def test_forked_sequence_writes_to_its_copy():
-    """The columns of `copy_on_write` are what `copy_pages` takes, rank by rank."""
+    """`copy_pages` takes the columns of `copy_on_write`, rank by rank."""
     geometry = PageGeometry(kv_heads=2, page_size=4, head_dim=2, max_tp=2)
     allocators = [BuddyAllocator(2) for _ in range(2)]
     for allocator in allocators:

@@ -23,7 +23,7 @@ def compiled(extent_starts):
 
 
 def reference(row: list[int], extent_starts: tuple[int, ...], e: int) -> list[tuple[int, int]]:
-    """(page id within extent `e`, logical position) of the valid entries of one row."""
+    """Return (page id in extent `e`, logical position) of the valid entries of one row."""
     start, end = extent_starts[e], extent_starts[e + 1]
     return [(page - start, position) for position, page in enumerate(row) if start <= page < end]
 

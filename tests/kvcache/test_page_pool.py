@@ -15,7 +15,7 @@ GEOMETRY = PageGeometry(kv_heads=4, page_size=16, head_dim=8, max_tp=4)
 
 
 def make_allocators(*extents: tuple[int, ...]) -> list[BuddyAllocator]:
-    """One allocator a rank, each with extents of that many pages."""
+    """Return an allocator for each rank, with extents of these sizes in pages."""
     allocators = [BuddyAllocator(GEOMETRY.max_tp) for _ in extents]
     for allocator, pages in zip(allocators, extents, strict=True):
         for num_pages in pages:
@@ -140,7 +140,7 @@ def test_allocators_must_match_geometry_and_degree():
 
 
 def joined_pool() -> tuple[PagePool, list[BuddyAllocator]]:
-    """Pages of a TP1 pool of three and of a TP2 pool of six at once."""
+    """Return a pool of pages that lie in a TP1 pool of three pages and in a TP2 pool of six."""
     allocators = make_allocators((3,), (3,), (3,))
     return PagePool.joined([PagePool(GEOMETRY, allocators[:1], 1), PagePool(GEOMETRY, allocators[1:], 2)]), allocators
 
@@ -244,7 +244,7 @@ def test_copy_on_write_ends_the_sharing_of_one_page(tp):
     assert not (source == target).any()
     np.testing.assert_array_equal(parent.table, before)
     np.testing.assert_array_equal(child.table[:, [0, 2]], before[:, [0, 2]])
-    # Both own theirs now: nothing is left to copy.
+    # Neither page is shared any longer, so nothing is copied.
     assert not parent.is_shared(1)
     assert parent.copy_on_write(1) is None
     assert child.copy_on_write(1) is None
@@ -253,7 +253,7 @@ def test_copy_on_write_ends_the_sharing_of_one_page(tp):
 
 def test_copy_on_write_reaches_pages_by_their_index_only():
     pool = PagePool(GEOMETRY, make_allocators((4,)), 1)
-    # Grown page by page, the buffer behind the table is longer than the table.
+    # After growing page by page, the buffer behind the table is longer than the table.
     sequence = SequencePages(pool)
     for tokens in (16, 32, 48):
         sequence.reserve(tokens)

@@ -1,4 +1,4 @@
-"""The prefix cache, a property or an operation at a time. All together: `test_prefix_cache_model.py`."""
+"""Prefix cache, one operation or property at a time. `test_prefix_cache_model.py` tests all together."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_oldest_sequences_go_first_and_of_each_its_end():
     a, b = admit(cache, range(0, 6)), admit(cache, range(10, 14))
     cache.release(a)
     cache.release(b)
-    cache.release(cache.match(keys_of(range(0, 2))))  # the first page of `a` is used once more
+    cache.release(cache.match(keys_of(range(0, 2))))  # the first page of `a` is in use again
     left = []
     while cache.evict(1):
         left.append((cache.num_cached(keys_of(range(0, 6))), cache.num_cached(keys_of(range(10, 14)))))
@@ -78,7 +78,7 @@ def test_page_computed_twice_is_cached_once():
     assert cache.num_cached_pages == 2
     first = a.table.copy()
     cache.release(a)
-    # The duplicates are the other sequence's own, which replace the first ones where those are gone.
+    # The other sequence owns the duplicates. They are cached after the first ones are evicted.
     np.testing.assert_array_equal(cache.match(keys).table, first)
     cache.clear()
     assert cache.num_cached(keys) == 0
@@ -133,7 +133,7 @@ def test_cached_page_is_copied_before_it_is_written():
     assert copied is not None
     np.testing.assert_array_equal(np.stack(copied, axis=1), np.stack([before[:, 1], pages.table[:, 1]], axis=1))
     assert cache.make_private(pages, 1) is None
-    # The cached one stays to be found. Now it is the room for the next copy.
+    # The cached page can still be found. The next copy evicts it.
     assert cache.num_cached(keys_of(range(4))) == 2
     copied = cache.make_private(pages, 0)
     assert copied is not None
@@ -184,7 +184,7 @@ def test_bad_arguments_change_nothing():
     pages = admit(cache, range(4))
     with pytest.raises(ValueError, match="3 keys for a sequence of 2 pages"):
         cache.insert(keys_of(range(6)), pages)
-    # A sequence that wrote other tokens to a cached page: not even its first page is cached.
+    # The second page of this sequence is cached for other tokens, so its first page is not cached either.
     other = SequencePages(cache.pool, np.concatenate([cache.pool.allocate(1), pages.table[:, 1:]], axis=1))
     before = state(cache)
     with pytest.raises(ValueError, match=r"page 1 of the sequence \(ids \[2\]\) is cached for other tokens"):

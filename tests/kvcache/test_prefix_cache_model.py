@@ -1,4 +1,4 @@
-"""The prefix cache against a plain model: what every page holds, who uses it, and which is evicted next."""
+"""Prefix cache, compared with a plain model: contents and users of every page, and the order of eviction."""
 
 import copy
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from kvcache.allocator import OutOfPagesError
 from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
-# What a page holds: its tenant's salt and all tokens up to its end, since keys and values depend on all of them.
+# Contents of a page: the salt of its tenant and all tokens up to its end, because its keys and values depend on them.
 Content = tuple[str, tuple[int, ...]]
 Column = tuple[int, ...]
 
@@ -36,13 +36,13 @@ class Request:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any sequence of operations. `memory` is the devices'; it is written only where a page is the writer's own."""
+    """Random operations. `memory` is device memory. A sequence writes only to pages that it does not share."""
 
     def __init__(self):
         super().__init__()
         self.requests: list[Request] = []
         self.cached: dict[Content, Column] = {}
-        self.evictable: list[Content] = []  # the next to go first
+        self.evictable: list[Content] = []  # least recently used first
 
     @initialize(tp=st.sampled_from([1, 2, 4]), num_pages=st.integers(4, 12))
     def make(self, tp, num_pages):
@@ -70,7 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.evictable.remove(content)
 
     def retire(self, columns: list[Column]) -> None:
-        """Columns of which a request just dropped its reference, in that order."""
+        """Record columns whose reference a request just dropped, in this order."""
         contents = {column: content for content, column in self.cached.items()}
         self.evictable += [contents[c] for c in columns if c in contents and not self.users(c)]
 
@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     # Operations
 
     salts = st.sampled_from(["", "tenant"])
-    # Mostly alike, so that many are found.
+    # Mostly equal prompts, so that many prefixes are found.
     prompts = st.integers(1, 9).map(lambda n: (0,) * n) | st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
     @precondition(lambda self: len(self.requests) < 4)
@@ -166,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
         target = request.columns()[index]
         assert [tuple(column.tolist()) for column in copied] == [source, target]
         assert self.users(target) == 1
-        if index < GEOMETRY.pages_for(len(request.tokens)):  # else nothing was written yet
+        if index < GEOMETRY.pages_for(len(request.tokens)):  # otherwise nothing was written yet
             self.copy_page(source, target)
         self.retire([source])
         return True
@@ -213,7 +213,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cached)
     @rule(data=st.data())
     def forget(self, data):
-        """Any pages, also those that requests use."""
+        """Forget any pages, also pages in use."""
         contents = data.draw(st.lists(st.sampled_from(sorted(self.cached)), unique=True))
         self.cache.forget([keys_of(tokens, salt)[-1] for salt, tokens in contents])
         for content in contents:
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     def draw(self, data) -> Request:
         return data.draw(st.sampled_from(self.requests))
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def counts_agree(self):

@@ -1,4 +1,4 @@
-"""Changing the degree of a group: where pages go, what moves, and that every page is whole afterwards."""
+"""Changes of the degree of a group: new page ids, moves, and the contents of every page afterwards."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def pools(geometry: PageGeometry, allocators: list[BuddyAllocator], tp: int) -> 
 
 
 def scattered(random: np.random.Generator, pool: PagePool, num_pages: int) -> np.ndarray:
-    """Pages anywhere, each rank's by itself: the state of a cache after a while."""
+    """Return pages at random ids, different on each rank, as after long use."""
     tables = [random.permutation(pool.num_total_pages)[:num_pages] for _ in range(pool.tp)]
     for allocator, ids in zip(pool._allocators, tables, strict=True):
         for page in ids.tolist():
@@ -48,14 +48,14 @@ def state(allocators: list[BuddyAllocator]) -> list[tuple]:
 
 
 class Memory:
-    """One layer of a group of `b` devices: the name of the piece in each slot, `[b, pieces]`."""
+    """Return the memory of one layer of `b` devices: the name of the piece in each slot, `[b, pieces]`."""
 
     def __init__(self, b: int, num_pieces: int) -> None:
         self.b = b
         self.slots = np.full((b, num_pieces), -1)
 
     def places(self, table: np.ndarray, instance: int) -> list[list[tuple[int, int]]]:
-        """Places of the `b` pieces of each page in the order of heads, counted out one by one."""
+        """Return the slots of the `b` pieces of each page in the order of heads, counted one by one."""
         tp = len(table)
         k = self.b // tp
         first = 0 if tp == self.b else instance * tp
@@ -84,7 +84,7 @@ class Memory:
 
 
 def change_both(random, pools_of: list, old: list, new: list, names: list, shared: list) -> None:
-    """Some pages end, some are added, in both views alike. Shared pages (`True`) stay."""
+    """Remove some pages and add some, equally in both layouts. Shared pages (`True`) stay."""
     for i in range(len(old)):
         kept = (random.random(len(names[i])) < 0.7) | shared[i]
         for pool, tables in ((pools_of[0][i], old), (pools_of[1][i], new)):
@@ -127,7 +127,8 @@ def test_scale_up_keeps_every_page(degrees, num_pages, fill, even, extra, phase_
         np.testing.assert_array_equal(new_pool.references(table), expected)
     together = np.concatenate(new, axis=1)
     assert all(len(set(ids.tolist())) == len(ids) for ids in together)
-    # One piece of each page stays at degree 1. At 2 -> 4 rank 0's first piece does, and rank 3's second.
+    # From degree 1, one piece of each page stays in place. From 2 to 4, the first piece of rank 0 and the second of
+    # rank 3.
     source, _ = moves(tables, new)
     assert len(source) == together.size - sum(table.shape[1] for table in tables)
 
@@ -154,7 +155,7 @@ def test_scale_down_keeps_every_page(degrees, num_pages, fill, even, extra, phas
     table = scattered(random, old_pool, min(round(room * k * fill), old_pool.num_total_pages))
     split = random.integers(0, k, table.shape[1]) if not even else np.arange(table.shape[1]) % k
     pages = [np.flatnonzero(split == i)[:room] for i in range(k)]
-    # A few pages go to all instances that have room.
+    # Some pages go to all instances with free pages.
     pages = [np.unique(np.concatenate([p, np.arange(min(2, room - len(p), table.shape[1]))])) for p in pages]
     tables = [table[:, p] for p in pages]
     references = [random.integers(1, 4, len(p)) for p in pages]
@@ -195,7 +196,7 @@ def test_up_and_down_again_while_sequences_come_and_go(degrees, num_pages, fill,
 
     down_allocators = make_allocators(geometry, b, num_pages)
     down = pools(geometry, down_allocators, a)
-    # Each instance takes what another one had, so that no page returns to where it came from.
+    # Each instance gets the pages of another one, so that no page returns to its old block.
     high_tables, names = new[1:] + new[:1], names[1:] + names[:1]
     ones = [np.ones(table.shape[1], int) for table in high_tables]
     low_tables = place_down(high_tables, ones, geometry, down_allocators)
@@ -208,7 +209,7 @@ def test_up_and_down_again_while_sequences_come_and_go(degrees, num_pages, fill,
 
 @pytest.mark.parametrize("b", [2, 4])
 def test_merge_of_almost_full_ranks_and_the_split_back_are_swaps(b):
-    """However pages lie: ranks trade in pairs, in as few phases as that takes."""
+    """Ranks trade in pairs, in the minimum number of phases, for any page ids."""
     geometry, num_pages, used, phase_pieces = geometry_of(4), 100, 96, 8
     tables = [np.random.default_rng(r).permutation(num_pages)[None, :used].astype(np.int32) for r in range(b)]
     ones = [np.ones(used, int)] * b
@@ -227,8 +228,8 @@ def test_scale_up_swaps_pieces_and_keeps_whole_pages_whole():
     tables = [np.array([[2, 0]], np.int32), *(np.array([[1]], np.int32) for _ in range(3))]
     allocators = make_allocators(geometry, 4, 3, 2)
     new = place_up(tables, [np.ones(t.shape[1], int) for t in tables], geometry, allocators)
-    # Rank 0 keeps 8 and 0. A page of each other instance changes places with a piece of its page 2. Instance 0's page 0
-    # has no one to change with: its pieces go to the first page that is free, and the others stay whole.
+    # Rank 0 keeps pieces 8 and 0. A page of each other instance trades slots with a piece of its page 2. Page 0 of
+    # instance 0 has no partner: its pieces go to the first free page, so that the other pages stay whole.
     np.testing.assert_array_equal(new[0], [[8, 0], [4, 0], [4, 0], [4, 0]])
     np.testing.assert_array_equal(new[1], [[9], [5], [5], [5]])
     np.testing.assert_array_equal(new[2], [[10], [6], [6], [6]])
@@ -238,7 +239,7 @@ def test_scale_up_swaps_pieces_and_keeps_whole_pages_whole():
 
 def test_scale_down_prefers_blocks_where_a_piece_stays_then_empty_ones():
     geometry = geometry_of(2)
-    # Rank 0: page 0's first half is where it belongs (block 1), page 1's is not; block 0 holds page 1's.
+    # Rank 0: the first half of page 0 can stay in block 1. The first half of page 1 cannot stay; block 0 holds it.
     table = np.array([[2, 1, 3], [1, 2, 7]], np.int32)
     allocators = make_allocators(geometry, 2, 4)
     tables = [table[:, :2], table[:, 2:]]
@@ -271,7 +272,7 @@ def test_degrees_must_match():
         moves([page, page], [np.zeros((2, n), np.int32) for n in (2, 0)])
 
 
-# Which sequence goes where
+# Assignment of sequences
 
 
 def used(pages: list[np.ndarray], assignment: np.ndarray, num_instances: int) -> list[int]:
@@ -280,7 +281,7 @@ def used(pages: list[np.ndarray], assignment: np.ndarray, num_instances: int) ->
 
 
 def alone(*lengths: int) -> list[np.ndarray]:
-    """Sequences that share nothing."""
+    """Return sequences that share no pages."""
     return np.split(np.random.default_rng(0).permutation(sum(lengths)), np.cumsum(lengths)[:-1])
 
 
@@ -300,7 +301,7 @@ def test_assignment_fits(lengths, room, universe, stay, limit, seed):
     try:
         assignment = assign_down(pages, room, staying=staying, limit=limit)
     except OutOfPagesError:
-        # Never where everything fits on one instance.
+        # An assignment always exists if everything fits on one instance.
         fits = len(np.unique(np.concatenate(pages))) <= max(room)
         assert not fits or (limit is not None and len(pages) > limit)
         return
@@ -318,12 +319,12 @@ def test_longest_sequences_go_first_to_the_emptiest_instance():
 def test_sharing_sequences_go_together_where_they_do_not_fit_otherwise():
     prompt = np.arange(100, 104)
     forks = [np.concatenate([prompt, own]) for own in alone(2, 2, 2)]
-    # A system prompt is no reason to leave instances idle.
+    # Sequences with a common system prompt use all instances.
     assert assign_down(forks, [20, 20, 20]).tolist() == [0, 1, 2]
     assert assign_down(forks, [10, 3, 3]).tolist() == [0, 0, 0]
-    # The longest sequence does not take the only room that they have.
+    # The longest sequence must not take the only instance that fits the group.
     assert assign_down([*forks, np.arange(200, 207)], [11, 7, 5]).tolist() == [0, 0, 0, 1]
-    # Of a group that fits nowhere, as many as fit; the prompt is on both then.
+    # A group that fits nowhere is divided. The prompt is on both instances then.
     assignment = assign_down(forks, [9, 8])
     assert used(forks, assignment, 2) == [8, 6]
 
@@ -337,15 +338,15 @@ def test_sequences_return_to_where_they_came_from_unless_that_is_much_fuller():
     np.testing.assert_array_equal(staying[:4], 3 * np.eye(4, dtype=int)[[2, 0, 3, 1]])
     pages = [table[0] for table in parts]
     assert assign_down(pages, [8] * 4, staying=staying).tolist() == [2, 0, 3, 1] * 2
-    # However many of one instance come first.
+    # The order of sequences does not matter.
     homes = [i for i in range(4) for _ in range(4)]
     pages, staying = alone(*[3] * 16), [3 * np.eye(4, dtype=int)[i] for i in homes]
     assert assign_down(pages, [12] * 4, staying=staying).tolist() == homes
-    # All of instance 2: it keeps two of them, for others have much more room.
+    # All pieces are on instance 2. It keeps two sequences, because the others have many more free pages.
     pages, staying = alone(*[3] * 5), [np.array([0, 0, 3, 0])] * 5
     assert sorted(assign_down(pages, [9] * 4, staying=staying).tolist()) == [0, 1, 2, 2, 3]
     assert assign_down(pages[:2], [9, 9, 2, 9], staying=staying[:2]).tolist() == [0, 1]
-    # Those go on that lose least by it.
+    # The sequences that lose the fewest staying pieces move.
     staying = [np.array(stays) for stays in ([3, 0], [3, 2], [3, 0], [3, 1])]
     assert assign_down(alone(3, 3, 3, 3), [12, 12], staying=staying).tolist() == [0, 1, 0, 1]
 
@@ -354,7 +355,7 @@ def test_no_instance_gets_more_sequences_than_it_takes():
     pages, staying = alone(*[2] * 8), [np.array([2, 0, 0, 0])] * 8
     assignment = assign_down(pages, [40] * 4, staying=staying, limit=2)
     assert Counter(assignment.tolist()) == {0: 2, 1: 2, 2: 2, 3: 2}
-    # Many short ones beside a long one, which would even out the pages.
+    # Many short sequences would balance the pages of one long sequence.
     pages = alone(20, *[1] * 7)
     assert max(Counter(assign_down(pages, [40] * 2, limit=4).tolist()).values()) == 4
     assert Counter(assign_down(pages, [40] * 2, limit=[7, 1]).tolist()) == {0: 7, 1: 1}

@@ -1,6 +1,6 @@
-"""Calls of paged attention with random contents, and what float64 NumPy says they must return.
+"""Calls of paged attention with random contents, and their results in float64 NumPy.
 
-Whatever no query may see is NaN: pages and slots that are not used, keys out of windows.
+Everything that no query may see is NaN: unused pages and slots, and keys outside of windows.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """`T` query tokens of each of `B` sequences over `extents` extents; tables `width` pages wide."""
+    """Shape of a call: `T` query tokens of `B` sequences, `extents` extents, tables `width` pages wide."""
 
     B: int
     T: int
@@ -31,7 +31,7 @@ class Shape:
     dtype: str
     soft_cap: float | None = None
     sinks: bool = False
-    kv_dtype: str | None = None  # with scales, if it is another one
+    kv_dtype: str | None = None  # if it differs from `dtype`, scales are given too
     layout: PageLayout = PageLayout.HEADER_CENTRIC
 
     @property
@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass
 class Case:
-    """Arguments of one call, and what it must return."""
+    """Arguments of a call, and its expected result."""
 
     queries: jax.Array
     extents: list[jax.Array]
@@ -63,7 +63,7 @@ class Case:
 def dense_attention(
     shape: Shape, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, sinks: np.ndarray
 ) -> np.ndarray:
-    """One sequence in float64: `[T, H, h]` queries over `[tokens, K, h]` keys and values, head by head."""
+    """Compute one sequence in float64: `[T, H, h]` queries over `[tokens, K, h]` keys and values, head by head."""
     window = shape.window
     out = np.zeros(queries.shape)
     group = queries.shape[1] // keys.shape[1]
@@ -83,7 +83,7 @@ def dense_attention(
 
 
 def query_positions(random: np.random.Generator, length: int, count: int) -> np.ndarray:
-    """Up to `count` of the positions below `length`, in order, at random places among padding."""
+    """Return up to `count` positions below `length`, in order, at random indices among padding."""
     out = np.full(count, -1, np.int32)
     used = random.integers(0, min(length, count) + 1) if random.random() < 0.3 else min(length, count)
     chosen = np.arange(length - used, length) if random.random() < 0.7 else random.choice(length, used, replace=False)
@@ -93,14 +93,14 @@ def query_positions(random: np.random.Generator, length: int, count: int) -> np.
 
 
 def make_case(shape: Shape, lengths: list[int], seed: int) -> Case:
-    """Random contents in random pages. What no query may see is NaN: pages, slots, keys out of windows."""
+    """Make a call with random contents in random pages."""
     random = np.random.default_rng(seed)
     dtype = jnp.dtype(shape.dtype)
     s, heads = shape.page_size, shape.K * shape.G
-    pages = shape.B * shape.width + 3  # of each extent, so that any spread over the extents fits
+    pages = shape.B * shape.width + 3  # pages of each extent, enough for any distribution over the extents
     pool = np.full((shape.extents, pages, shape.K, 2, s, shape.h), np.nan, np.float32)
     free = [list(random.permutation(pages)) for _ in range(shape.extents)]
-    # What no table uses lies in pages of their own, which padding entries of tables point to.
+    # Padding entries of tables point to pages that no sequence uses.
     spare = np.array([ids.pop() for ids in free])
     ids = np.broadcast_to(spare[:, None, None], (shape.extents, shape.B, shape.width)).astype(np.int32)
     places = random.integers(0, shape.width, ids.shape).astype(np.int32)
@@ -140,7 +140,7 @@ def make_case(shape: Shape, lengths: list[int], seed: int) -> Case:
 
 
 def check_output(shape: Shape, case: Case, out: jax.Array) -> None:
-    """Padding gives zeros, garbage is not read, and the rest is close to what it must be."""
+    """Check that padding gives zeros, garbage is not read, and all other results are close to the expected ones."""
     assert out.dtype == case.queries.dtype
     assert out.shape == case.queries.shape
     got = np.asarray(out, np.float64)

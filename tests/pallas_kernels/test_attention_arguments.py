@@ -1,4 +1,4 @@
-"""Arguments that do not fit together are refused before anything is launched, with what is wrong in the message."""
+"""Invalid arguments are refused before anything is launched, with the reason in the message."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture
 def without_shape_checks() -> Iterator[None]:
-    """As users run it: jaxtyping's checks, which raise errors of their own, are only on in tests."""
+    """Switch off jaxtyping's checks, which raise other errors and are only on in tests."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -23,7 +23,7 @@ def without_shape_checks() -> Iterator[None]:
 
 
 def arguments(**changes) -> dict:
-    """Arguments that fit together, with some replaced."""
+    """Return valid arguments, with some replaced."""
     good = {
         "queries": jnp.zeros((2, 3, 4, 8)),
         "extents": [jnp.zeros((5, 2, 2, 4, 8))] * 2,
@@ -84,7 +84,7 @@ def test_arguments_that_fit_are_taken(implementation):
 
 
 def half(head_dim: int = 64, page_size: int = 16, extents: int = 1, dtype=jnp.bfloat16) -> dict:
-    """Arguments that the GPU kernel takes, but for what is changed."""
+    """Return arguments that the GPU kernel supports, with some sizes changed."""
     table = PageTable(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
     return {
         "queries": jnp.zeros((1, 1, 2, head_dim), dtype),
@@ -115,7 +115,7 @@ def test_gpu_kernel_says_what_it_cannot_compute_and_auto_does_without_it(changes
 
 
 def tables_with(row: int, entry: int, field: str, value: int) -> list[PageTable]:
-    """Two tables of two sequences, of which one entry of the first is replaced."""
+    """Return two tables of two sequences, with one entry of the first table replaced."""
     ids = np.array([[1, 4, 2], [0, 3, 0]], np.int32)
     places = np.array([[0, 2, 4], [0, 1, 0]], np.int32)
     counts = np.array([3, 2], np.int32)
@@ -151,7 +151,7 @@ def test_debug_mode_finds_bad_tables(change, message):
 
 
 def test_debug_mode_finds_a_negative_position_and_takes_padding():
-    good = tables_with(1, 2, "page_ids", 99)  # past the entries in use
+    good = tables_with(1, 2, "page_ids", 99)  # behind the used entries
     call = arguments(tables=good)
     with pytest.raises(ValueError, match="query position -2 is negative"):
         paged_attention(**call | {"query_positions": jnp.full((2, 3), -2, jnp.int32)}, scale=1.0, debug=True)

@@ -1,4 +1,4 @@
-"""Writing new keys and values: every token in its slot, nothing else touched, no copy of the extents."""
+"""Writes of new keys and values: every token in its slot, nothing else changed, no copy of the extents."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def starts_of(extent_pages: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bits(array: jax.Array) -> np.ndarray:
-    """Contents to compare exactly: NaN and negative zero included."""
+    """Return the bits, to compare NaN and negative zero exactly."""
     array = np.asarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
@@ -38,7 +38,7 @@ def test_tokens_land_in_their_slots_and_nothing_else_changes(shape, data, seed):
     extent_pages, kv_heads, page_size, head_dim, tokens, dtype = shape
     random = np.random.default_rng(seed)
     starts = starts_of(extent_pages)
-    # Slots are distinct, as a sequence's are; a token may be padding, whose slot is arbitrary.
+    # Slots differ, as in sequences. A token may be padding, with an arbitrary slot.
     slots_in_all = st.integers(0, starts[-1] * page_size - 1)
     targets = data.draw(st.lists(slots_in_all, min_size=tokens, max_size=tokens, unique=True), "targets")
     padding = data.draw(st.lists(st.sampled_from([None, None, -1, -7]), min_size=tokens, max_size=tokens), "padding")
@@ -83,7 +83,7 @@ BFLOAT16 = pytest.param(
 @pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_donated_extents_are_written_in_place(kv_heads, dtype):
-    """Indexing pages and slots directly once made XLA transpose, hence copy, the whole extent."""
+    """With separate indices for pages and slots, XLA once transposed and so copied the whole extent."""
     page_size, head_dim, tokens = 16, 64, 32
     pages = 2**21 // (kv_heads * 2 * page_size * head_dim)
     shape = (pages, kv_heads, 2, page_size, head_dim)
@@ -108,7 +108,7 @@ def test_donated_extents_are_written_in_place(kv_heads, dtype):
 
 @pytest.mark.parametrize("pages", [2**16, 2**17])
 def test_extent_of_more_than_two_giga_elements_can_be_addressed(pages):
-    """A layer's cache on a large GPU: 4 GiB in bfloat16 are 2**31 elements, one more than int32 counts."""
+    """The cache of a layer on a large GPU: 4 GiB in bfloat16 are 2**31 elements, one more than int32 can count."""
     extent = jax.ShapeDtypeStruct((pages, 8, 2, 16, 128), jnp.bfloat16)
     new, ids = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
     (after,) = jax.eval_shape(lambda e, k, v, p, s: append_kv([e], (0, pages), k, v, p, s), extent, new, new, ids, ids)
@@ -116,7 +116,7 @@ def test_extent_of_more_than_two_giga_elements_can_be_addressed(pages):
 
 
 def test_scatter_says_that_its_rows_differ():
-    """So they have to, those of padding and of other extents too. Otherwise a GPU writes by atomic operations."""
+    """All rows must differ, also rows of padding and of other extents. Otherwise a GPU writes by atomic operations."""
     extents = [jnp.zeros((pages, 2, 2, 4, 8)) for pages in (3, 2)]
     tokens, ids = jnp.ones((5, 2, 8)), jnp.asarray([0, -1, 4, -1, 3])
     written = jax.make_jaxpr(lambda *a: append_kv(a[:2], (0, 3, 5), *a[2:]))(*extents, tokens, tokens, ids, ids % 4)

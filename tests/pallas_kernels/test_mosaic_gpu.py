@@ -68,7 +68,7 @@ def test_interpreted_kernel_computes_attention_without_races(name):
 @settings(max_examples=4)
 @given(lengths=st.lists(st.integers(0, 144), min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
 def test_interpreted_kernel_takes_any_lengths_and_positions(lengths, seed):
-    """Queries at positions with gaps between them, sequences of no tokens, pages dealt over extents at random."""
+    """Positions of queries have gaps, sequences may be empty, and pages are in random extents."""
     shape = replace(SMALL, T=3, extents=2, window=40, sinks=True)
     case = make_case(shape, lengths, seed)
     out = mosaic_gpu_paged_attention(
@@ -81,7 +81,7 @@ def test_interpreted_kernel_takes_any_lengths_and_positions(lengths, seed):
 
 
 def abstract_call(shape: Shape) -> tuple[Any, ...]:
-    """Shapes and dtypes of a call: what lowering needs."""
+    """Return shapes and dtypes of a call, for lowering."""
 
     def array(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
@@ -98,7 +98,7 @@ def abstract_call(shape: Shape) -> tuple[Any, ...]:
 
 
 def lower(shape: Shape, config: KernelConfig | None = None) -> str:
-    """The program for CUDA as text."""
+    """Lower a call for CUDA and return the program as text."""
 
     def call(queries, extents, tables, positions, sinks, scales):
         options = Options(shape.h**-0.5, shape.window, shape.soft_cap, sinks, scales, shape.layout.value)
@@ -128,7 +128,7 @@ def test_sizes_that_do_not_fit_in_shared_memory_are_refused():
 
 
 def kernel_equations(shape: Shape, config: KernelConfig) -> list[Any]:
-    """Equations of the kernel's own program, of its branches and loops too."""
+    """Return the equations of the kernel's program, including its branches and loops."""
 
     def call(queries, extents, tables, positions, sinks, scales):
         options = Options(shape.h**-0.5, shape.window, shape.soft_cap, sinks, scales, shape.layout.value)
@@ -150,10 +150,10 @@ def kernel_equations(shape: Shape, config: KernelConfig) -> list[Any]:
     "shape", [BASE, replace(CHUNK, window=64), SHAPES["everything"]], ids=["decode", "chunk", "fp8"]
 )
 def test_no_reduction_goes_over_rows(shape, config):
-    """Rows lie in several warps. Between warps Mosaic reduces through shared memory that warpgroups have in common, and
-    both compute at the same time: on an H100 results were wrong."""
+    """The rows of a tile are in several warps. Mosaic reduces across warps through shared memory that all warpgroups
+    use at the same time, so results on an H100 were wrong."""
     reductions = [e for e in kernel_equations(replace(shape, h=64), config) if e.primitive.name.startswith("reduce_")]
-    assert len(reductions) >= 3  # greatest score, sum of weights, keys that are seen
+    assert len(reductions) >= 3  # maximum score, sum of weights, visible keys
     assert {(e.invars[0].aval.ndim, e.params["axes"]) for e in reductions} == {(2, (1,))}
 
 
@@ -161,7 +161,7 @@ def test_no_reduction_goes_over_rows(shape, config):
 
 
 class Hopper:
-    """What dispatch asks a device."""
+    """Device with the attributes that dispatch reads."""
 
     platform, compute_capability, core_count, device_kind = "gpu", "9.0", 132, "NVIDIA H200"
 

@@ -1,9 +1,9 @@
-"""The kernel as compiled, on a Hopper GPU: skipped elsewhere.
+"""Compiled kernel on a Hopper GPU; skipped elsewhere.
 
     JAX_PLATFORMS=cuda python -m pytest tests/pallas_kernels/test_on_hopper.py
 
-What the interpreter cannot tell: wgmma, TMA, and barriers between warps that really run at once. Unused pages and slots
-hold NaN, and the same launch is repeated, because a missing barrier shows as a result that changes.
+These tests cover what the interpreter does not simulate: wgmma, TMA, and barriers between warps that run in parallel.
+Unused pages and slots hold NaN. Launches are repeated, because a missing barrier changes the result between runs.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ LONG = replace(BASE, B=5, width=256)  # sequences of up to 4,096 tokens, in seve
 
 
 def check(shape: Shape, lengths: list[int], seed: int, config: KernelConfig | None = None) -> None:
-    """Equal to attention in float64, and bit by bit the same however often it runs."""
+    """The result is close to attention in float64, and repetitions agree bit by bit."""
     case = make_case(shape, lengths, seed)
     options = shape.options(case)
     call = jax.jit(partial(mosaic_gpu_paged_attention, options=options, config=config))
@@ -40,7 +40,7 @@ def check(shape: Shape, lengths: list[int], seed: int, config: KernelConfig | No
 
 
 def lengths_of(shape: Shape) -> list[int]:
-    """A full sequence, one of a few tokens, and one of none, as far as there are rows."""
+    """Return the lengths of a full sequence, a short one and an empty one, up to the batch size."""
     return [shape.longest - 3, 5, 0, shape.longest // 2, 1][: shape.B]
 
 
@@ -62,7 +62,7 @@ def test_long_sequences_in_splits(extents):
 
 
 def test_launches_with_other_lengths_use_the_same_program():
-    """A chunk at the end of contexts of many lengths: which blocks are seen at all is data."""
+    """A chunk at the end of contexts of many lengths: the visible blocks depend on data."""
     shape = replace(CHUNK, T=130, window=100)
     calls = {}
     for seed, length in enumerate((1, 63, 64, 65, 130, 200, 511, shape.longest)):
@@ -73,7 +73,7 @@ def test_launches_with_other_lengths_use_the_same_program():
 
 
 def test_tables_may_be_slices_of_another_array():
-    """As in a step, whose batch comes as one array: XLA may hand a slice over where it is, aligned to 4 bytes."""
+    """Arguments are slices of a packed batch, as in a step: XLA may pass them without a copy, aligned to 4 bytes only."""
     case = make_case(BASE, lengths_of(BASE), seed=4)
     leaves, structure = jax.tree.flatten((case.tables, case.positions))
     packed = jnp.concatenate([jnp.zeros(1, jnp.int32), *map(jnp.ravel, leaves)])

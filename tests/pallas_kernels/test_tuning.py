@@ -1,4 +1,4 @@
-"""Sizes of the GPU kernel: by rule they always fit, and a table that the tuner wrote is used."""
+"""Sizes of the GPU kernel: sizes by rule always fit, and tables of the tuner are used."""
 
 import json
 import math
@@ -19,13 +19,13 @@ DECODE = KernelShape(batch=8, kv_heads=8, head_dim=128, page_size=16, rows=4, kv
 
 
 class Device:
-    """What sizes are looked up by."""
+    """Return the shape that selects sizes."""
 
     device_kind, core_count = "Test GPU 900", 100
 
 
 def variant(shape: KernelShape, config: KernelConfig) -> Variant:
-    """The kernel that a launch of these sizes compiles."""
+    """Return the kernel variant of a launch with these sizes."""
     half = jnp.dtype(jnp.float16)
     return Variant(
         batch=shape.batch,
@@ -55,7 +55,7 @@ def variant(shape: KernelShape, config: KernelConfig) -> Variant:
 
 
 def allocated_bytes(variant: Variant) -> int:
-    """Bytes of shared memory that a kernel allocates, barriers aside."""
+    """Return the bytes of shared memory of a kernel, without barriers."""
     refs = [ref for name, ref in variant.scratch().items() if not name.endswith(("_ready", "_free"))]
     return sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
 
@@ -109,7 +109,7 @@ def test_tuner_writes_the_fastest_sizes_and_launches_use_them(tmp_path, monkeypa
     assert json.loads(path.read_text())["about"] == {"device": "test"}
     for workload, config in wanted.items():
         assert tuning.kernel_config(workload.kernel_shape(), Device()) == config
-    # Near the measured shape its sizes hold, but how often to split follows the work; of other head sizes nothing does.
+    # Nearby shapes use the measured sizes, except the splits, which follow the amount of work. Other head sizes do not.
     smaller = replace(wide, batch=4).kernel_shape()
     assert tuning.kernel_config(smaller, Device()) == replace(wanted[wide], splits=3)
     other = replace(wide, head_dim=64).kernel_shape()

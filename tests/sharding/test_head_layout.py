@@ -1,4 +1,4 @@
-"""Stored heads: every model head once, beside its own KV head, at every degree."""
+"""Stored heads: every model head occurs once, with its own KV head, at every degree."""
 
 from collections import Counter
 from itertools import pairwise
@@ -49,7 +49,7 @@ def test_stored_kv_heads_divide_by_every_degree_with_least_padding(num_kv_heads,
 
 @given(num_kv_heads=KV_HEADS, model_group=GROUPS, max_tp=DEGREES)
 def test_ranks_of_a_lower_degree_hold_whole_neighbours_of_a_higher_one(num_kv_heads, model_group, max_tp):
-    """At every degree a rank serves contiguous stored heads, so its query heads find their KV heads there."""
+    """At every degree a rank has contiguous stored heads, and the KV heads of all its query heads."""
     layout = HeadLayout.plan(num_kv_heads * model_group, num_kv_heads, max_tp)
     for tp in (degree for degree in (1, 2, 4) if degree <= max_tp):
         edges = range(0, layout.kv_heads + 1, layout.kv_heads // tp)

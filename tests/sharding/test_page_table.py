@@ -1,4 +1,4 @@
-"""The page table against published figures and real configs."""
+"""Page table, compared with published figures and real configs."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ CONFIGS = {
     "Llama-3.1-70B": "Llama-3.1-70B",
     "Qwen2.5-32B": "Qwen2.5-32B",
 }
-# Published for Gyges: pages of 2 MiB at TP1 and TP4.
+# Published by Gyges: number of 2 MiB pages at TP1 and TP4.
 PUBLISHED = {
     ("GPT-OSS-120B", "down"): (1012.5, 253.125),
     ("GPT-OSS-120B", "gate_up"): (2025, 506.25),
@@ -42,7 +42,7 @@ def test_models_are_those_of_their_configs(model: FfnShape, shared_data: Path):
 
 @pytest.mark.parametrize("page_size", [8, 16, 64, 256])
 def test_engine_pads_whole_inner_features(page_size: int):
-    """Shards are whole pages of whole features, and not a feature step more than needed."""
+    """Shards are whole pages of whole features, with the minimum number of features."""
     for model in MODELS:
         page_elems = model.kv_page_elems(page_size)
         down, gate_up = engine_rows(model, page_size)

@@ -1,4 +1,4 @@
-"""Weight shards against matrices cut by hand, and sums over shards against dense products in float64."""
+"""Weight shards, compared with matrices cut by hand; sums over shards, compared with dense products in float64."""
 
 import math
 
@@ -39,9 +39,10 @@ SIZES = st.fixed_dictionaries(
 
 
 def make_dims(sizes: dict[str, int]) -> ModelDims:
-    """A one-layer model of awkward sizes: odd hidden, FFN and vocabulary, head counts that pad or replicate.
+    """Return a one-layer model with awkward sizes: odd hidden, FFN and vocabulary sizes, head counts that need padding
+    or copies.
 
-    Not a strategy: beartype's checks draw from `random`, which hypothesis wants to own while it generates.
+    This is not a strategy, because beartype's checks use `random`, which hypothesis controls while it generates.
     """
     config = ModelConfig(
         family="llama",
@@ -66,7 +67,7 @@ def make_dims(sizes: dict[str, int]) -> ModelDims:
 
 
 class Weights:
-    """Random float64 tensors of a model's specs, no element zero, and the shards built from them."""
+    """Random float64 tensors of the parameters of a model, without zeros, and their shards."""
 
     def __init__(self, dims: ModelDims):
         self.specs = model_specs(dims)
@@ -81,12 +82,12 @@ class Weights:
         }
 
     def matrix(self, name: str, shard: int) -> np.ndarray:
-        """A shard in the shape that the model computes with."""
+        """Return a shard in the shape of computations."""
         return self.shards[name][shard].reshape(self.specs[name].shard_shape)
 
 
 def head_groups(dims: ModelDims) -> list[tuple[int, list[int]]]:
-    """By hand: (KV head, its query heads) of each stored KV head; head -1 and no queries for zero heads."""
+    """Compute by hand (KV head, its query heads) of each stored KV head. Zero heads are (-1, no query heads)."""
     config, max_tp = dims.config, dims.max_tp
     group = config.num_heads // config.num_kv_heads
     copies = max_tp // config.num_kv_heads if max_tp % config.num_kv_heads == 0 else 1
@@ -99,7 +100,7 @@ def head_groups(dims: ModelDims) -> list[tuple[int, list[int]]]:
 
 
 def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """Every sharded parameter, head by head and column by column, as `ModelDims` and layers document it."""
+    """Cut every sharded parameter, head by head and column by column, as documented in `ModelDims` and the layers."""
     config, max_tp, h = dims.config, dims.max_tp, dims.config.head_dim
     hidden, shard, share = config.hidden_size, dims.ffn_shard, -(-config.ffn_size // max_tp)
     attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
@@ -116,7 +117,7 @@ def cut_by_hand(dims: ModelDims, tensors: dict[str, np.ndarray]) -> dict[str, li
         qkv, o = np.zeros((hidden, dims.qkv_rows)), np.zeros((dims.output_columns, hidden))
         bias = np.zeros(per_shard * (slots + 2) * h)
         mine = groups[c * per_shard : (c + 1) * per_shard]
-        places: list[tuple[str, int, int]] = []  # projection, model head, place of the head in the shard
+        places: list[tuple[str, int, int]] = []  # projection, head of the model, index of the head in the shard
         for s, (head, queries) in enumerate(mine):
             places += [("q", query, s * slots + i) for i, query in enumerate(queries)]
             if head >= 0:
@@ -250,7 +251,7 @@ def test_attention_projections_over_shards_are_the_dense_ones(sizes):
 @settings(max_examples=40)
 @given(sizes=SIZES)
 def test_padding_is_accounted_for(sizes):
-    """Stored elements less zeros and replicas are the model's own (no element of `Weights` is zero)."""
+    """Stored elements without zeros and copies are the elements of the model (`Weights` has no zeros)."""
     dims = make_dims(sizes)
     weights = Weights(dims)
     copies = dims.heads.kv_copies

@@ -1,4 +1,4 @@
-"""Placements of layers, and the paths between them, against a list of every layer's homes."""
+"""Placements of layers and paths between them, compared with a list of the homes of every layer."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ Q = Home(0, 4)
 
 @st.composite
 def lanes_of_homes(draw: st.DrawFn, num_lanes: int) -> tuple[Home, ...]:
-    """Homes that share no device, several lanes at some of them."""
+    """Draw homes that share no device, some with several lanes."""
     homes = draw(
         st.sampled_from([(Q,), (Home(0, 2), Home(2, 2)), (Home(0, 2), D2, D3), (D0, D1, Home(2, 2)), (D0, D1, D2, D3)])
     )

@@ -1,4 +1,4 @@
-"""Device groups: which exist, and that views over buffers copy nothing."""
+"""Device groups that exist, and arrays over their buffers without copies."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_sharded_view_is_the_ranks_buffers_side_by_side(pool, start, tp):
     group = pool.group(start, tp)
     values = [np.arange(6, dtype=np.float32).reshape(3, 2) + 100 * rank for rank in range(tp)]
     buffers = [jnp.array(v, copy=True, device=d) for v, d in zip(values, group.devices, strict=True)]
-    assemble(group, buffers)  # JAX checks the first view of a kind; this one is made by what it found
+    assemble(group, buffers)  # JAX checks only the first array of a kind; this one skips the check
     view = assemble(group, buffers)
     assert view.sharding.is_equivalent_to(group.sharded, view.ndim)
     np.testing.assert_array_equal(view, np.concatenate(values))
@@ -128,7 +128,7 @@ def test_views_of_a_kind_are_equal_whether_jax_checked_them_or_not(pool, replica
 
 
 def test_one_buffer_can_stand_in_views_of_several_groups(pool):
-    """Switching the degree and back is free: the same buffers, viewed again."""
+    """Changing the degree and back copies nothing: the buffers stay the same."""
     buffers = [jnp.full((2, 3), index, jnp.float32, device=device) for index, device in enumerate(pool.devices[:4])]
     merged = assemble(pool.group(0, 4), buffers)
     singles = [assemble(pool.group(index, 1), [buffer]) for index, buffer in enumerate(buffers)]
