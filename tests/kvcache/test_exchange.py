@@ -129,7 +129,7 @@ def test_joined_phases_are_the_same_in_order(count, kinds):
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_looped_phases_are_the_same_in_order(count):
-    """The number of exchanges is minimal, all have one size, and the branch of a phase follows the ids that it sends."""
+    """The number of exchanges is minimal, and the branch of a phase follows the ids that it sends."""
     random = np.random.default_rng(0)
     distances = [(None, 0, 1, 2, 3)[n] for n in random.integers(0, 5, count)]
     phases = [

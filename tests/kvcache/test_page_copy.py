@@ -1,4 +1,4 @@
-"""Copies of pages within the extents of a layer, compared with NumPy: their results, in-place updates, several ranks."""
+"""Copies of pages within the extents of a layer: results compared with NumPy, in-place updates, several ranks."""
 
 import jax
 import jax.numpy as jnp

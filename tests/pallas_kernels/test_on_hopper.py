@@ -73,7 +73,7 @@ def test_launches_with_other_lengths_use_the_same_program():
 
 
 def test_tables_may_be_slices_of_another_array():
-    """Arguments are slices of a packed batch, as in a step: XLA may pass them without a copy, aligned to 4 bytes only."""
+    """Arguments are slices of a packed batch, as in a step: XLA may pass them uncopied, aligned to only 4 bytes."""
     case = make_case(BASE, lengths_of(BASE), seed=4)
     leaves, structure = jax.tree.flatten((case.tables, case.positions))
     packed = jnp.concatenate([jnp.zeros(1, jnp.int32), *map(jnp.ravel, leaves)])
