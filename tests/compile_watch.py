@@ -1,22 +1,22 @@
-"""What JAX compiled, or loaded from its compilation cache, in a stretch of code."""
+"""Counter of programs that JAX compiles, or loads from its compilation cache."""
 
 from types import TracebackType
 from typing import Any
 
 from jax import monitoring
 
-# One event per program, whether XLA compiled it or the persistent cache had it.
+# One event for each program, compiled by XLA or loaded from the persistent cache.
 _PROGRAM = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileWatch:
-    """Counts programs while it is entered: `with CompileWatch() as watch: ...; watch.programs`.
+    """Counter of programs in a context: `with CompileWatch() as watch: ...; watch.programs`.
 
     Attributes:
-        programs: programs that became ready.
-        cached: how many of them came from the persistent cache.
-        seconds: time XLA spent on all of them, tracing excluded; threads that compile at once add up.
+        programs: number of programs, compiled or loaded.
+        cached: number of programs from the persistent cache.
+        seconds: time in XLA without tracing, summed over threads.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared set-up: virtual CPU devices, run-time shape checks, real data where it is present."""
+"""Shared set-up: virtual CPU devices, run-time shape checks, and real data if it is present."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from quick_compiling import compiling_quickly
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Property tests have no limit of time for an example: machines that run tests may be slow or busy.
+# Examples of property tests have no time limit, because machines may be slow or busy.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
@@ -29,9 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take minutes come first: processes that share the tests then end at the same time. Of those, the ones
-    with many steps: others then have the programs that are fast to run, too. With `--slow-part`, leave out the other
-    parts of the slow tests. All parts together are all of them."""
+    """Sort the tests, and select a part of the slow tests if `--slow-part` is given.
+
+    Files that take minutes come first, so that all worker processes end at about the same time. Among these, files with
+    many steps come first: they compile programs that are fast to run, and later files find them in the cache.
+    """
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         used = {name for mark in item.iter_markers("usefixtures") for name in mark.args}
@@ -50,8 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def modules_with_shapes() -> list[str]:
-    """Modules with shapes in their annotations. In all others pyright is enough, and checks at run time would take a
-    quarter of the time of all tests.
+    """Return the modules with array shapes in their annotations.
+
+    Only these are checked at run time. Checks of all other modules would take a quarter of the time of all tests, and
+    pyright covers them.
     """
     packages = ("amoeba_jax", "sharding", "kvcache", "pallas_kernels")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
@@ -72,29 +76,32 @@ def freeze_heap() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not go through it again and again.
+    """Collect garbage rarely, and never visit imported objects again.
 
-    Tracing programs makes objects by the hundred thousand, none of which are garbage until it is through: by the usual
-    thresholds a twentieth of the time of tests of transformations was spent looking for some. What tests want collected
-    they collect, and modules begin with a collection.
+    Tracing a program creates hundreds of thousands of objects that live until it ends. With the default thresholds, 5%
+    of the time of the transformation tests was garbage collection. Tests that need a collection run it themselves, and
+    every module begins with one.
     """
     gc.set_threshold(1_000_000, 50, 1000)
     freeze_heap()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_stays() -> None:
-    """Nor what earlier modules have left in JAX's caches: after a thousand tests that takes a second, and every engine
-    that is closed collects garbage."""
+def freeze_heap_of_earlier_modules() -> None:
+    """Exclude JAX's caches of earlier modules from garbage collection.
+
+    After a thousand tests a collection would take a second, and every engine runs one when it closes.
+    """
     freeze_heap()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_between_steps() -> Iterator[None]:
-    """Engines of tests compile between steps unless they say otherwise: requests that were made at once are served at
-    once, whatever is compiled by then. test_compile_beside.py is about the other way, and servers that tests start in
-    processes of their own have it."""
-    from amoeba_jax import LLM  # when the hook for shape checks is there
+    """Let engines compile between steps by default, so that steps do not depend on the progress of a compile thread.
+
+    `test_compile_beside.py` tests compilation in parallel with steps, and so do servers in separate processes.
+    """
+    from amoeba_jax import LLM  # imported here, after the import hook for shape checks is installed
 
     make = LLM.__init__
 
@@ -108,7 +115,7 @@ def compile_between_steps() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real models, traces and texts that are no part of the project."""
+    """Return the folder of real models, traces and texts, which are not part of the project. Skip if it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip("the shared data folder (../shared/data) is not present")
     return SHARED_DATA
@@ -116,17 +123,15 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """`compiling_quickly` in this module: for what happens around programs. What they compute is tested as users
-    compile them.
-    """
+    """Compile quickly in this module. For tests of everything except the numerical results of programs."""
     with compiling_quickly():
         yield
 
 
 @pytest.fixture(scope="module")
 def quick_steps(quick_compile: None) -> Iterator[None]:
-    """`quick_compile` but for steps of layers, of which LLVM optimizes somewhat more: they take half as long again to
-    compile, and less than half of the time to run. For modules whose time goes into steps rather than into compiling.
+    """Compile quickly, but optimize the steps of layers a little: they compile 1.5 times as long and run more than
+    twice as fast. For modules that spend more time in steps than in compilation.
     """
     from amoeba_jax.cpu_cache import Options, few_kernels
     from amoeba_jax.programs import program_specs
@@ -141,7 +146,7 @@ def quick_steps(quick_compile: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One compilation cache for the session and all its processes: equal programs of different tests compile once."""
+    """Return the compile cache of the session and all its processes: equal programs compile once."""
     base = tmp_path_factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "amoeba-cache" / "executables"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

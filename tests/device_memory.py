@@ -1,4 +1,4 @@
-"""What lies in device memory, counted from live arrays."""
+"""Device memory in use, counted from live arrays."""
 
 import gc
 import time
@@ -10,7 +10,7 @@ import jax
 
 
 def live_bytes() -> dict[int, int]:
-    """Bytes of all live buffers of each device, each counted once however many arrays view it."""
+    """Return the bytes of all live buffers of each device. Buffers of several arrays count once."""
     gc.collect()
     seen: dict[tuple[int, int], int] = {}
     for array in jax.live_arrays():
@@ -23,7 +23,7 @@ def live_bytes() -> dict[int, int]:
 
 
 def settled_live_bytes() -> dict[int, int]:
-    """`live_bytes`, once threads have let go of the results that they have read: the same twice."""
+    """Return `live_bytes` after it is equal twice: other threads may still hold results that they have read."""
     earlier, now = None, live_bytes()
     while now != earlier:
         time.sleep(0.05)
@@ -33,7 +33,7 @@ def settled_live_bytes() -> dict[int, int]:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Meanwhile garbage collection leaves out what there is now: counting takes a tenth of the time."""
+    """Exclude all current objects from garbage collection in this context: counting is ten times as fast."""
     gc.collect()
     gc.freeze()
     try:
@@ -43,5 +43,5 @@ def frozen_heap() -> Iterator[None]:
 
 
 def total_live_bytes() -> int:
-    """Bytes in use on all devices."""
+    """Return the bytes in use on all devices."""
     return sum(live_bytes().values())

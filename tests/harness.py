@@ -1,4 +1,5 @@
-"""The one place where tests reach behind the public API of an `LLM`: its engine, its thread and its requests."""
+"""Access of tests to the engine, the thread and the requests behind an `LLM`. No other file uses private attributes for
+this."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,20 +13,20 @@ CALL_TIMEOUT_S = 300.0
 
 
 def engine_of(llm: LLM) -> Engine:
-    """The engine. Its state changes in the dispatcher thread: read it while nothing runs, or by `in_dispatcher`."""
+    """Return the engine. Read its state only while idle, or in `in_dispatcher`: another thread changes it."""
     return llm._engine
 
 
 def registry_of(llm: LLM) -> RequestRegistry:
-    """The requests that have not ended."""
+    """Return the registry of unfinished requests."""
     return llm._registry
 
 
 def in_dispatcher(llm: LLM, function: Callable[..., T], *args: Any) -> T:
-    """Run a function in the thread that launches all steps, between two of them, and return what it returns."""
+    """Run a function between two steps, in the dispatcher thread. Return its result."""
     return llm._dispatcher.call(function, *args).result(CALL_TIMEOUT_S)
 
 
 def ledger_entries(llm: LLM) -> list[dict[Any, int]]:
-    """Bytes of each owner, by device."""
+    """Return the bytes of each owner, by device."""
     return [dict(ledger.entries) for ledger in engine_of(llm).cluster.ledgers]

@@ -1,4 +1,4 @@
-"""Programs that compile fast, where tests are not about what XLA makes of them."""
+"""Fast compilation, for tests that do not depend on optimizations of XLA."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 
 @contextlib.contextmanager
 def compiling_quickly() -> Iterator[None]:
-    """LLVM optimizes little in here: programs take two thirds of the time to compile, or less."""
+    """Disable most optimizations of LLVM in this context. Compilation takes at most two thirds of the time."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield

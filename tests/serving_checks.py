@@ -1,4 +1,4 @@
-"""What tests of serving under load have in common: small caches, requests alone, and what is left afterwards."""
+"""Helpers for tests under load: empty prefix caches, undisturbed outputs, and checks that nothing is left."""
 
 from harness import engine_of, in_dispatcher, registry_of
 
@@ -7,7 +7,7 @@ from amoeba_jax.outputs import CompletionOutput
 from amoeba_jax.prompts import Prompt
 
 TIMEOUT_S = 300
-"""For whatever could wait for ever; a test that gets there has failed."""
+"""Timeout of calls that could hang. A test that reaches it has failed."""
 
 
 def forget_prefixes(llm: LLM) -> None:
@@ -22,13 +22,13 @@ def forget_prefixes(llm: LLM) -> None:
 
 
 def alone(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[CompletionOutput, ...]:
-    """A request's outputs with nothing beside it and no prefix of it in the cache."""
+    """Return the outputs of a request that runs alone, without cached prefixes."""
     forget_prefixes(llm)
     return llm.generate(prompt, params)[0].outputs
 
 
 def check_idle(llm: LLM) -> None:
-    """Nothing runs, waits or is remembered, and every page of every allocator is free once prefixes are forgotten."""
+    """Check that no request is left, and that every page of every allocator is free without the prefix caches."""
     views = llm.instances
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
     assert not registry_of(llm).ids

@@ -21,7 +21,7 @@ from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.cpu_cache.program_cache import CacheEntry, _min_compile_time, without_jax_cache_writes
 from amoeba_jax.errors import ConfigError
 
-# A process that compiles three small programs, and says how many of them the cache had.
+# A process that compiles three small programs and prints how many of them were in the cache.
 SCRIPT = """
 import json, os, sys, warnings
 {before}
@@ -56,7 +56,7 @@ def start(directory: Path, *, size: str = "1GiB", before: str = "") -> "subproce
 
 
 def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """What a process found, and what it logged."""
+    """Return the result of a process, and its log."""
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     return json.loads(out) | {"log": err}
@@ -68,7 +68,7 @@ def entries(directory: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that one process has filled."""
+    """Return a cache filled by one process."""
     path = tmp_path_factory.mktemp("filled") / "cache"
     assert result(start(path))["hits"] == 0
     assert path.stat().st_mode & 0o777 == 0o700
@@ -117,7 +117,7 @@ jax.jit(lambda x: x + 1)(1.0)
 
 
 def test_full_disk_stops_nothing_and_leaves_nothing_damaged(filled: Path, directory: Path):
-    """No file may grow beyond 64 bytes: every program is cut short, as on a full disk."""
+    """Files cannot grow beyond 64 bytes, so every program is truncated, as on a full disk."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); sys.dont_write_bytecode = True"
     found = result(start(directory, before=limit))
     assert found["hits"] == 0
@@ -134,7 +134,7 @@ def test_directory_that_cannot_be_written_is_read(filled: Path, directory: Path)
     before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     entries(directory)[0].unlink()
     del before[min(name for name in before if name.endswith("-cache"))]
-    # The tests may run as a user for whom no directory is read-only.
+    # For root no directory is read-only.
     found = result(start(directory, before="os.access = lambda path, mode, **_: mode != os.W_OK"))
     assert "cannot be written" in found["log"]
     assert found["warnings"] == []
@@ -211,7 +211,7 @@ def test_directory_of_another_user_is_refused(directory: Path, monkeypatch: pyte
 
 @pytest.fixture
 def of_jax(directory: Path) -> Iterator[Path]:
-    """The directory, as one that the user has set for JAX."""
+    """Make the directory JAX's own cache directory, as set by the user."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(directory))
     reset_cache()

@@ -1,4 +1,4 @@
-"""Streamed text of tokens that no text has: it adds up to the text of all, with bounded work for each token."""
+"""Streamed text of arbitrary tokens: the parts add up to the text of all tokens, with bounded work for each."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -16,7 +16,7 @@ from amoeba_jax.tokenizer import Tokenizer
 MODELS = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
 FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MOST_DECODED = 50
-"""What `DetokenizeStream` documents for each `push`."""
+"""Limit of tokens decoded by each `push`, as documented by `DetokenizeStream`."""
 
 # Tokens that end in the middle of a character, that also begin in one, and parts of a U+FFFD that the model means.
 PIECES = [b"\x9f\xa6\xa0\xf0", b"\xa6\xa0\xf0\x9f", b"\xa5\xe6", b"\xef\xbf", b"\xbd\xef", b"ab\xe6", b"\xbda", b" a"]
@@ -25,7 +25,7 @@ UNKNOWN, EMPTY = 100_000, len(PIECES) + len(BYTES)
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the tokens that it decodes."""
+    """Tokenizer that counts decoded tokens."""
 
     decoded = 0
 
@@ -81,7 +81,7 @@ def real() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cut_tokens(real) -> list[int]:
-    """Tokens that have only a part of a character."""
+    """Return the tokens with only a part of a character."""
     return [token for token in range(real.vocab_size) if "\ufffd" in real.token_text(token)]
 
 
@@ -95,7 +95,7 @@ def increments(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def repeated(tokens: list[int]) -> st.SearchStrategy[list[int]]:
-    """Short lists of tokens, each of them over and over again."""
+    """Return short lists of tokens, each repeated many times."""
     part = st.tuples(st.lists(st.sampled_from(tokens), min_size=1, max_size=4), st.integers(1, 30))
     return st.lists(part.map(lambda drawn: drawn[0] * drawn[1]), min_size=1, max_size=5).map(
         lambda parts: [*chain(*parts)]
@@ -124,7 +124,7 @@ def test_increments_of_hostile_bytes_add_up(byte_level, ids):
 @FUZZ
 @given(prompt=st.lists(st.sampled_from(HOSTILE), max_size=40), ids=st.lists(st.sampled_from(HOSTILE), max_size=60))
 def test_increments_after_hostile_bytes_add_up(byte_level, prompt, ids):
-    """A character that the prompt has begun is the output's."""
+    """A character that begins in the prompt belongs to the output."""
     before = byte_level.decoded
     stream = byte_level.stream(prompt=prompt)
     assert byte_level.decoded - before <= 150
@@ -168,14 +168,14 @@ def test_increments_of_a_real_vocabulary_add_up(real, cut_tokens, data):
     ],
 )
 def test_work_for_a_byte_token_is_bounded(byte_level, ids):
-    """Held back for ever, n tokens would be decoded n**2 / 2 times."""
+    """If text is held back forever, n tokens cause n**2 / 2 decoded tokens."""
     ids = (ids * 2000)[:2000]
     before = byte_level.decoded
     parts = increments(byte_level, ids)
     assert byte_level.decoded - before <= MOST_DECODED * len(ids)
     text = byte_level.decode(ids)
     assert "".join(parts) == text
-    # What is held back at the end is no more than a few tokens.
+    # Only a few tokens are held back at the end.
     assert len(parts[-1]) <= 17
 
 

@@ -1,4 +1,4 @@
-"""The sizes that files and classes keep to, and settings of all tests."""
+"""Limits for the sizes of files and classes, and settings of all tests."""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MAX_FILE_LINES, MAX_CLASS_LINES, MAX_MEDIAN_LINES = 400, 250, 150
 
 
 def source_files() -> Iterator[tuple[str, str]]:
-    """Name and text of every file that is not generated."""
+    """Yield name and text of every file that is not generated."""
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if "_pb2" not in file.name:
@@ -38,7 +38,7 @@ def test_classes_are_short():
 
 
 def test_property_tests_have_no_deadline():
-    """On a slow machine an example may take longer than any limit."""
+    """Examples have no deadline, because a slow machine may exceed any limit."""
     assert hypothesis.settings().deadline is None
     deadlines = set()
     for name, text in source_files():

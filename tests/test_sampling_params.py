@@ -1,4 +1,4 @@
-"""Every setting at its limits, just outside them, and of a wrong type."""
+"""Every setting at its limits, just outside of them, and with a wrong type."""
 
 import dataclasses
 from fractions import Fraction
@@ -24,7 +24,7 @@ def below(value: float) -> float:
 
 NOT_NUMBERS = ["1", None, True, NAN, INF, -INF, 1j, [1]]
 NOT_INTEGERS = ["1", True, 1.0, NAN, [1]]
-# Setting: what is accepted at the limits, what is refused beyond them or for its type.
+# Setting: accepted values at the limits, refused values beyond them or of a wrong type.
 RANGES = {
     "n": ([1, 2, 128], [0, -1, 129, None, *NOT_INTEGERS]),
     "temperature": ([0, 0.0, 1e-45, 1, LARGEST_F32], [below(0), -1, 2 * LARGEST_F32, 10**400, *NOT_NUMBERS]),

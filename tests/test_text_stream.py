@@ -1,4 +1,4 @@
-"""Streamed text against the plain way: decode everything, then look for stop strings."""
+"""Streamed text, compared with a plain reference: decode everything, then look for stop strings."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 LONG_TOKENS = ["ab", "abc", "ca", "aab", "bb", "c a", "#b#", "###", "\n\n", "日é", "🦠🦠"]
 FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# Few letters, so that stop strings occur; characters of 1 to 4 bytes, and what a cut character becomes.
+# Few letters, so that stop strings occur; characters of 1 to 4 bytes, and U+FFFD, which replaces a cut character.
 TEXT = st.text(alphabet="aaabbc \n#é日🦠\ufffd", max_size=24)
 STOPS = st.lists(st.text(alphabet="aabc#\n 日🦠\ufffd", min_size=1, max_size=5), max_size=4).map(tuple)
 # Whole texts as bytes, long tokens (their ids are the lowest), and any tokens.
@@ -54,7 +54,7 @@ def real() -> dict[str, Tokenizer]:
 
 
 def cut(text: str, stop: tuple[str, ...], include: bool, exempt: int = 0) -> tuple[str, str | None]:
-    """The reference: grow the whole text by a character at a time until it ends with a stop string."""
+    """Compute the reference: extend the text character by character until it ends with a stop string."""
     for end in range(exempt + 1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
         if found:
@@ -64,7 +64,7 @@ def cut(text: str, stop: tuple[str, ...], include: bool, exempt: int = 0) -> tup
 
 
 class SearchingTextStream:
-    """Another reference: search the end of the text again for all stop strings with each token."""
+    """Compute another reference: search the end of the text for all stop strings after each token."""
 
     def __init__(self, detokenizer: DetokenizeStream, stop: tuple[str, ...], include: bool, min_tokens: int):
         self.detokenizer, self.stop, self.include, self.min_tokens = detokenizer, stop, include, min_tokens
@@ -98,12 +98,12 @@ class SearchingTextStream:
 
 
 def to_ids(tokenizer: Tokenizer, drawn: list[str | list[int]]) -> list[int]:
-    """Token ids of what `TOKENS` draws."""
+    """Return the token ids of a draw of `TOKENS`."""
     return [token for part in drawn for token in (tokenizer.encode(part) if isinstance(part, str) else part)]
 
 
 def run(stream: TextStream, ids: list[int]) -> list[str]:
-    """Increments of a request that ends where its stop string completes."""
+    """Return the increments of a request that ends when its stop string is complete."""
     parts = []
     for token_id in ids:
         parts.append(stream.push(token_id))
@@ -113,14 +113,14 @@ def run(stream: TextStream, ids: list[int]) -> list[str]:
 
 
 def could_go_on(text: str, stop: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     return max((n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
 
 
 @FUZZ
 @given(drawn=TOKENS, stop=STOPS, include=st.booleans(), skip=st.booleans())
 def test_increments_add_up_to_the_cut_text(byte_level, drawn, stop, include, skip):
-    """For any split into tokens, cut characters and special tokens included."""
+    """The text is equal for any split into tokens, including cut characters and special tokens."""
     ids = to_ids(byte_level, drawn)
     stream = TextStream(byte_level.stream(skip), stop, include)
     expected, stopped = cut(byte_level.decode(ids, skip), stop, include)
@@ -131,7 +131,7 @@ def test_increments_add_up_to_the_cut_text(byte_level, drawn, stop, include, ski
 @FUZZ
 @given(drawn=TOKENS, stop=STOPS, include=st.booleans())
 def test_shown_text_lags_by_no_more_than_a_possible_stop_string(byte_level, drawn, stop, include):
-    """What is shown after each token is the final text's beginning, less what may begin a stop string."""
+    """After each token the text is a prefix of the final text, without a suffix that may begin a stop string."""
     ids = to_ids(byte_level, drawn)
     final, _ = cut(byte_level.decode(ids), stop, include)
     stream, detokenizer = TextStream(byte_level.stream(), stop, include), byte_level.stream()
@@ -160,7 +160,7 @@ def test_stop_strings_within_the_first_tokens_do_not_count(byte_level, drawn, st
 
 
 def test_stop_string_in_the_first_tokens_stays_uncounted(byte_level):
-    """It is shown at once, unless a longer stop string may go on from it, and does not count later."""
+    """It is shown at once if it cannot be part of a longer stop string, and is ignored later."""
     stream = TextStream(byte_level.stream(), ("ab", "zzz"), min_tokens=2)
     assert [stream.push(token_id) for token_id in byte_level.encode("abxab")] == ["", "ab", "x", "", ""]
     assert stream.stopped == "ab"
@@ -184,7 +184,7 @@ REPEATING = st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(1, 8), 
     data=st.data(),
 )
 def test_each_increment_is_that_of_a_search_from_the_start(byte_level, text, stop, include, min_tokens, data):
-    """Few letters and strings that repeat: most ends of the text are beginnings of a stop string."""
+    """Few letters and repetitive strings: most suffixes of the text are prefixes of a stop string."""
     longer = [token for token in range(len(LONG_TOKENS)) if set(LONG_TOKENS[token]) <= set("ab")]
     ids = byte_level.encode(text)
     for _ in range(data.draw(st.integers(0, 3))):
@@ -200,7 +200,7 @@ def test_each_increment_is_that_of_a_search_from_the_start(byte_level, text, sto
 
 
 class CountedString(str):
-    """A stop string that counts how many of its characters are looked at."""
+    """Stop string that counts reads of its characters."""
 
     characters = 0
 
@@ -215,7 +215,7 @@ class CountedString(str):
 
 
 def steps(stop: tuple[str, ...], ids: list[int], tokenizer: Tokenizer, include: bool = False) -> int:
-    """Lines of the module that run for these tokens, and characters of stop strings that they look at."""
+    """Return the executed lines of the module for these tokens, and the number of reads of stop strings."""
     counted = tuple(CountedString(string) for string in stop)
     stream = TextStream(tokenizer.stream(), counted, include)
     lines = 0
@@ -241,7 +241,7 @@ def steps(stop: tuple[str, ...], ids: list[int], tokenizer: Tokenizer, include: 
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("period", ["a", "ab", "aab"])
 def test_work_for_a_character_does_not_grow_with_the_stop_strings(byte_level, period, include):
-    """Text that is always the beginning of all stop strings, and falls back to a shorter one again and again."""
+    """The text is always a prefix of all stop strings, and falls back to a shorter one repeatedly."""
     ids = byte_level.encode((period * 400 + "b") * 3)
     for length in (32, 1000):
         beginning = (period * length)[: length - 1]
@@ -317,7 +317,7 @@ def test_character_cut_off_at_the_end_can_complete_a_stop_string(byte_level):
 
 
 def test_tokens_after_the_stop_add_nothing(byte_level):
-    """A batch may have run on before the stop string was seen."""
+    """A batch may have continued before the stop string was found."""
     stream = TextStream(byte_level.stream(), ("b",))
     assert [stream.push(token_id) for token_id in byte_level.encode("abcb")] == ["a", "", "", ""]
     assert stream.finish() == ""

@@ -163,7 +163,7 @@ def test_increments_add_up_to_the_text(name, loaded, text):
 @given(data=st.data(), skip=st.booleans())
 def test_increments_add_up_for_any_tokens_of_byte_level_vocabularies(name, loaded, data, skip):
     tokenizer = loaded[name]
-    # Half of them low ids, which are special tokens and single bytes.
+    # Half of the ids are low: special tokens and single bytes.
     token = st.one_of(st.integers(0, 300), st.integers(0, tokenizer.vocab_size - 1))
     ids = data.draw(st.lists(token, max_size=20))
     assert "".join(increments(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -182,7 +182,7 @@ def test_sentencepiece_increments_add_up_unless_bytes_are_invalid(loaded, data, 
 
 
 def given_out(tokenizer: Tokenizer, ids: list[int], end: int, skip: bool = True) -> str:
-    """The text of `ids[:end]` without a character that is cut off there."""
+    """Return the text of `ids[:end]` without a character that is cut at the end."""
     texts = [tokenizer.decode(ids[:place], skip) for place in range(end + 1)]
     whole = tokenizer.decode(ids, skip)
     return max((text for text in (*texts, texts[-1].rstrip("\ufffd")) if whole.startswith(text)), key=len)
@@ -192,7 +192,7 @@ def given_out(tokenizer: Tokenizer, ids: list[int], end: int, skip: bool = True)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)), skip=st.booleans())
 def test_prompt_and_increments_add_up_to_the_text(name, loaded, data, text, skip):
-    """Also where the prompt ends in the middle of a word or of a character."""
+    """The prompt may end in the middle of a word or of a character."""
     tokenizer = loaded[name]
     ids = tokenizer.encode(text.replace("\ufffd", ""))
     end = data.draw(st.integers(0, len(ids)))

@@ -1,4 +1,4 @@
-"""What keeps a client's text from costing more than it should: lengths, many texts at once, errors that stay short."""
+"""Limits for the cost of a client's text: lengths, many texts at once, short error messages."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_long_decodes_have_the_text_of_the_librarys_decode(loaded):
 
 
 def test_prompts_are_neither_cut_nor_padded_as_in_transformers(tmp_path):
-    """Whatever `tokenizer.json` says: padding would also make one text's ids depend on the others."""
+    """Padding in `tokenizer.json` is ignored: the ids of one text would depend on other texts."""
     fast = FastTokenizer(models.BPE({"a": 0, "b": 1}, []))
     fast.enable_truncation(4)
     fast.enable_padding(length=8)
@@ -103,7 +103,7 @@ def test_prompts_are_neither_cut_nor_padded_as_in_transformers(tmp_path):
 
 
 def turns_meanwhile(work: Callable[[], object]) -> int:
-    """Turns of a loop in another thread while `work` runs."""
+    """Count the iterations of a loop in another thread while `work` runs."""
     turns = 0
     started, ended = threading.Event(), threading.Event()
 
@@ -123,7 +123,7 @@ def turns_meanwhile(work: Callable[[], object]) -> int:
 
 
 def test_other_threads_run_while_a_text_is_encoded_or_decoded(letters):
-    """While the interpreter lock is held, as the library's `encode` and `decode` do, they do not."""
+    """Other threads do not run while the interpreter lock is held, as in the library's `encode` and `decode`."""
     text = "ab" * 300_000
     ids = letters.encode(text) * 10
     before = sys.getswitchinterval()
@@ -138,7 +138,7 @@ def test_other_threads_run_while_a_text_is_encoded_or_decoded(letters):
 
 
 def test_fork_after_many_texts_is_silent(tmp_path):
-    """Neither the library's warning about parallelism, nor an environment variable to avoid it."""
+    """There is no warning of the library about parallelism, and no environment variable to suppress it."""
     code = """
 import os, sys
 from tokenizers import Tokenizer as Fast, models
@@ -163,7 +163,7 @@ assert "TOKENIZERS_PARALLELISM" not in os.environ
 @given(text=TEXT)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_has_fewer_tokens_than_its_length_allows(name, loaded, text):
-    """But for characters that a vocabulary lacks and drops, as SmolLM2's does with U+0016."""
+    """Exceptions are characters that a vocabulary drops, such as U+0016 in SmolLM2's."""
     tokenizer = loaded[name]
     known = "".join(c for c in text if tokenizer.encode(c, add_special_tokens=False))
     assert len(known) <= len(tokenizer.encode(known, add_special_tokens=False)) * tokenizer.longest_token_chars

@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def report(num_devices: int = 4, num_layers: int = 3, owner: str = "ffn weights") -> MemoryReport:
-    """Devices with unlike layers, of which each has another share of its cache in use."""
+    """Return devices with different layers and different shares of their cache in use."""
     entries = []
     for device in range(num_devices):
         entries.append(MemoryEntry(device, None, "head", 6 * MIB, 5000))
@@ -31,7 +31,7 @@ def report(num_devices: int = 4, num_layers: int = 3, owner: str = "ffn weights"
 
 
 class Page(HTMLParser):
-    """What is in an HTML fragment; fails on tags that are not closed in order."""
+    """Parser of an HTML fragment that fails on tags that are not closed in order."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -58,13 +58,13 @@ class Page(HTMLParser):
 
 
 def picture(memory: MemoryReport) -> ElementTree.Element:
-    """The SVG, parsed as the XML that it must be."""
+    """Parse the SVG as XML."""
     html = memory._repr_html_()
     return ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + len("</svg>")])
 
 
 def areas(memory: MemoryReport) -> list[dict[tuple[str, str], float]]:
-    """For each device in the picture: area by title of the column and part."""
+    """Return for each device in the picture the area by (title of the column, part)."""
     names = {color: part for part, color in _COLORS.items()}
     rows = []
     for row in picture(memory):
@@ -90,7 +90,7 @@ def test_areas_are_proportional_to_bytes(num_devices: int, num_layers: int):
         expected["of no layer", "sampling"] = MIB
         for layer in range(num_layers):
             name = f"layer {layer}"
-            # A quarter of the cache is padding, in use or not.
+            # A quarter of the cache is padding.
             expected[name, "kv cache in use"] = 65536 * device * 3 // 4
             expected[name, "kv cache kept"] = 131072 * 3 // 4
             expected[name, "kv cache free"] = 3 * MIB - (131072 + 65536 * device) * 3 // 4

@@ -26,7 +26,7 @@ _BASE = {
     "torch_dtype": "float32",
 }
 
-# Every head count here is awkward for some degree: 3, 6 and 1 KV heads pad or replicate at TP4, 2 replicate.
+# Every head count is awkward at some degree: at TP4, 3 and 6 KV heads need padding, 1 and 2 need copies.
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
     "llama3-scaled-rope": {
@@ -70,13 +70,13 @@ _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    """config.json of a tiny model."""
+    """Return the `config.json` of a tiny model."""
     config = {**_BASE, **TINY_CONFIGS[name]}
     return config | {"architectures": [f"{_CLASSES[config['model_type']]}ForCausalLM"]}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's tensors, as Hugging Face stores them."""
+    """Return names and shapes of the tensors of a model, as in Hugging Face checkpoints."""
     hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
@@ -106,7 +106,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_model(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
-    """Write config.json and random model.safetensors; the values depend on the seed alone."""
+    """Write `config.json` and a random `model.safetensors`. The values depend only on the seed."""
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     tensors = {}
@@ -119,18 +119,18 @@ def write_model(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
 
 
 def tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
-    """A tiny model by name."""
+    """Write a tiny model, chosen by name."""
     return write_model(tiny_config(name), directory / name, seed)
 
 
 def ragged_prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts of lengths around page and shard borders."""
+    """Return prompts whose lengths are around page and shard borders."""
     random = np.random.default_rng(7)
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 5, 16, 17, 43)]
 
 
 def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:
-    """A byte-level tokenizer without merges, and without a token that ends an answer."""
+    """Return a byte-level tokenizer without merges and without an end-of-sequence token."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -143,7 +143,7 @@ def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:
 
 
 def poison(directory: Path, token: int) -> Path:
-    """Let a written model, whose embedding is its own, make a token's hidden state NaN."""
+    """Change a written model with untied embeddings so that the hidden state of a token is NaN."""
     path, name = directory / "model.safetensors", "model.embed_tokens.weight"
     tensors = load_file(path)
     assert "lm_head.weight" in tensors, "the logits of all tokens would be NaN"
@@ -154,12 +154,12 @@ def poison(directory: Path, token: int) -> Path:
 
 
 def byte_token(character: str) -> int:
-    """The token of an ASCII character in a `byte_model`."""
+    """Return the token of an ASCII character in a `byte_model`."""
     return sorted(pre_tokenizers.ByteLevel.alphabet()).index(character)
 
 
 def byte_model(directory: Path, chat_template: str | None = CHAT_TEMPLATE, **changes: Any) -> Path:
-    """A model of one layer that takes text: every byte is a token."""
+    """Write a model of one layer that accepts text: every byte is a token."""
     size = {"vocab_size": 256, "max_position_embeddings": 4096, "num_hidden_layers": 1}
     config = tiny_config("smollm2") | size | changes
     write_model(config, directory)
