@@ -284,6 +284,7 @@ def test_peak_host_memory_while_loading_saved_shards(models: dict[str, Path], tm
 
 
 @on_linux
+@pytest.mark.slow
 def test_a_second_copy_of_the_model_is_seen(models: dict[str, Path]):
-    """That the bound above can fail."""
+    """The limit above can be exceeded."""
     assert measure(models, "safetensors", 1, keep=True) > 1.8

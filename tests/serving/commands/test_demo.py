@@ -19,11 +19,11 @@ def num_devices(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def report(num_devices: int, chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def report(num_devices: int, chat_model: Path, compile_cache: str) -> str:
     """The report of one run."""
     arguments = ["demo", "-m", str(chat_model), "--device-memory", "64MiB", "--num-devices", str(num_devices)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AMOEBA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("AMOEBA_CACHE_DIR", str(Path(compile_cache).parent))
         patch.setenv("COLUMNS", "120")
         # Steps of so small a model take less time than threads need to wake up.
         patch.setattr(demo_run, "MARGIN", 64)

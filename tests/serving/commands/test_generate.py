@@ -36,10 +36,10 @@ def spawn(model: Path, *arguments: str, pipe_bytes: int = -1) -> subprocess.Pope
 
 
 @pytest.fixture(scope="module")
-def expected(text_model: Path, chat_model: Path) -> dict[str, str]:
+def expected(chat_model: Path, compile_cache: str) -> dict[str, str]:
     """Twelve greedy tokens after "hello" through the Python API, plain and through the chat template."""
     params = SamplingParams(temperature=0, max_tokens=12)
-    with LLM(chat_model, device_memory="64MiB", progress=False, compile_cache="") as llm:
+    with LLM(chat_model, device_memory="64MiB", progress=False, compile_cache=compile_cache) as llm:
         plain = llm.generate("hello", params)[0].outputs[0].text
         chat = llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0].text
     assert plain != chat
