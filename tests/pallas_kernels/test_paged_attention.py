@@ -70,7 +70,9 @@ def compiled(implementation: str, shape: Shape):
             implementation=implementation,
         )
 
-    return jax.jit(attention, compiler_options=step_options("cpu"))  # as it is compiled to serve
+    # `xla` is compiled as for serving. The reference is only correct, so it need not be fast.
+    quick = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(attention, compiler_options=quick if implementation == "reference" else step_options("cpu"))
 
 
 def attend(shape: Shape, case: Case, implementation: str) -> jax.Array:
