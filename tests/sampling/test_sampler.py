@@ -83,7 +83,7 @@ def test_every_top_k_by_every_way_to_it(vocabulary: int):
             assert tokens[row] == scores.argmax(), f"top_k={k}"
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.4, 2.5])
 def test_tokens_follow_the_softmax_over_seeds(temperature: float):
     logits, params = flat_logits(seed=1), SamplingParams(temperature=temperature)
     tokens = sample(np.broadcast_to(logits, (DRAWS, 12)), params, np.arange(DRAWS), positions=5)
