@@ -1,1 +1,1 @@
-"""What is known without a buffer: step shapes, keys, memory plan, and the compiled programs."""
+"""Step shapes, program keys, memory plan and compiled programs. This package holds no device buffers."""

@@ -1,28 +1,36 @@
-"""Compiling beside serving: programs that are missing come from threads that launch nothing."""
+"""Threads that compile programs while requests run."""
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import NamedTuple
 
-# Of the threads that compile beside serving: their share of a processor that serving wants is a third of its.
+from amoeba_jax.host_memory import trim_host_memory
+from amoeba_jax.programs import compiling
+from amoeba_jax.programs.compiling import Executable
+from amoeba_jax.programs.program_specs import ProgramSpec
+
+# While requests run, a compile thread gets a third of the processor time of a serving thread that competes with it.
 _NICENESS = 5
 _MAX_JOBS = 8
-# XLA's passes recurse, more deeply than the stack that a thread gets by default.
+# The passes of XLA recurse deeper than the default stack of a thread allows.
 STACK_BYTES = 64 << 20
+# Otherwise the process keeps the memory that compiling frees: 30 MiB a program, measured with SmolLM2 on CPU.
+_TRIM_EVERY = 16
+_num_compiled = itertools.count(1)
 _starting_threads = threading.Lock()
 
 
 def compile_jobs(jobs: int | None) -> int:
-    """Programs to compile at once while nothing is served; None: as many as there are processors, at most 8."""
+    """Return the number of programs to compile at once: `jobs`, or the number of processors, at most 8."""
     return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
 
 
-def start_compile_threads(threads: Iterable[threading.Thread]) -> None:
-    """Start threads with a stack that is deep enough for XLA."""
+def _start_threads(threads: Iterable[threading.Thread]) -> None:
     with _starting_threads:
         previous = threading.stack_size(STACK_BYTES)
         try:
@@ -32,54 +40,36 @@ def start_compile_threads(threads: Iterable[threading.Thread]) -> None:
             threading.stack_size(previous)
 
 
-class Wanted(Protocol):
-    """What is to be compiled: a `ProgramSpec`."""
+class Arrival(NamedTuple):
+    """A compiled program, or the error that compiling it raised."""
 
-    @property
-    def key(self) -> Hashable: ...
-
-    @property
-    def family(self) -> Hashable: ...
-
-
-R = TypeVar("R", bound=Wanted)
-T = TypeVar("T")
-
-
-class Arrival(NamedTuple, Generic[R, T]):
-    """A program that was asked for, or why there is none."""
-
-    spec: R
-    program: T | None
+    spec: ProgramSpec
+    program: Executable | None
     error: Exception | None
 
 
-class BackgroundCompiler(Generic[R, T]):
-    """Compiles what it is asked for in `jobs` threads, urgent programs first, then in order.
+class BackgroundCompiler:
+    """Threads that compile requested programs: urgent programs first, then the others in order.
 
-    Threads begin with the first program. Methods may be called from any thread, but `take` from one alone.
-
-    Attributes:
-        serving: requests run: half of the threads compile, at lower priority, and the others begin nothing new.
+    The threads start with the first request. All methods are thread-safe; only one thread may call `take`.
 
     Args:
-        compile: compiles programs of one family, and yields each when it is there.
-        on_arrival: called in other threads whenever `take` has something to give; must not block.
+        jobs: number of threads.
+
+    Attributes:
+        serving: whether requests run. If so, half of the threads compile, at lower priority; the others start no
+            program.
+        on_arrival: function that the compile threads call after each program. It must not block.
     """
 
-    def __init__(
-        self,
-        compile: Callable[[list[R]], Iterable[tuple[R, T]]],
-        jobs: int,
-        on_arrival: Callable[[], None] = lambda: None,
-    ):
-        self.on_arrival = on_arrival
-        self._compile, self._jobs = compile, jobs
+    def __init__(self, jobs: int):
+        self.on_arrival: Callable[[], None] = lambda: None
+        self._jobs = jobs
         self._changed = threading.Condition()
-        self._urgent: OrderedDict[Hashable, R] = OrderedDict()
-        self._later: OrderedDict[Hashable, R] = OrderedDict()
+        self._urgent: OrderedDict[Hashable, ProgramSpec] = OrderedDict()
+        self._later: OrderedDict[Hashable, ProgramSpec] = OrderedDict()
         self._compiling: set[Hashable] = set()
-        self._arrived: deque[Arrival[R, T]] = deque()
+        self._arrived: deque[Arrival] = deque()
         self._threads: list[threading.Thread] = []
         self._serving = self._closed = False
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else None
@@ -98,12 +88,12 @@ class BackgroundCompiler(Generic[R, T]):
 
     @property
     def num_left(self) -> int:
-        """Programs that were asked for and not taken yet."""
+        """Number of programs that were requested and not taken yet."""
         with self._changed:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
-    def want(self, specs: Iterable[R], urgent: bool = True) -> list[R]:
-        """Ask for programs, urgent ones before all that are not. Return those that are new, or urgent only now."""
+    def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
+        """Request programs. Return the programs that were not requested before, or that became urgent now."""
         new = []
         with self._changed:
             here = self._compiling | {arrival.spec.key for arrival in self._arrived}
@@ -120,24 +110,24 @@ class BackgroundCompiler(Generic[R, T]):
                     self._later.setdefault(key, spec)
             if (self._urgent or self._later) and not self._threads:
                 self._threads = [
-                    threading.Thread(target=self._work, args=(index,), name=f"amoeba-background-{index}", daemon=True)
+                    threading.Thread(target=self._work, args=(index,), name=f"amoeba-compile-{index}", daemon=True)
                     for index in range(self._jobs)
                 ]
-                start_compile_threads(self._threads)
+                _start_threads(self._threads)
                 self._set_priorities()
             self._changed.notify_all()
         return new
 
     def forget(self, keys: Collection[Hashable]) -> None:
-        """Do not compile these programs, but for those that are being compiled."""
+        """Withdraw requests. Programs that a thread is compiling still arrive."""
         with self._changed:
             for key in keys:
                 self._urgent.pop(key, None)
                 self._later.pop(key, None)
             self._changed.notify_all()
 
-    def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival[R, T]]:
-        """What has arrived since the last time; of these programs alone if `keys` are given."""
+    def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival]:
+        """Return the programs that arrived since the last call. With `keys`, take only these programs."""
         with self._changed:
             arrived = [arrival for arrival in self._arrived if keys is None or arrival.spec.key in keys]
             for arrival in arrived:
@@ -145,7 +135,7 @@ class BackgroundCompiler(Generic[R, T]):
         return arrived
 
     def wait(self, keys: Collection[Hashable] | None = None) -> None:
-        """Wait until there is something to take, or nothing is left; of these programs alone if `keys` are given."""
+        """Wait until a program can be taken or none is left. With `keys`, wait only for these programs."""
 
         def over() -> bool:
             if any(keys is None or arrival.spec.key in keys for arrival in self._arrived):
@@ -157,8 +147,7 @@ class BackgroundCompiler(Generic[R, T]):
             self._changed.wait_for(over)
 
     def close(self) -> None:
-        """Forget what was asked for, and wait for programs that are being compiled: the interpreter must not end under
-        threads that are in XLA."""
+        """Withdraw all requests and join the threads: Python must not exit while a thread is inside XLA."""
         with self._changed:
             self._closed = True
             self._urgent.clear()
@@ -168,14 +157,14 @@ class BackgroundCompiler(Generic[R, T]):
         for thread in self._threads:
             thread.join()
 
-    def _next(self, index: int) -> list[R]:
-        """Programs of one family for a thread to compile; none when it is closed."""
+    def _next(self, index: int) -> list[ProgramSpec]:
+        """Wait for programs of one family that this thread can compile. Return none if the compiler is closed."""
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self._num_working):
                 self._changed.wait()
             if self._closed:
                 return []
-            # One that waits may need a single program of a family: the others of it come when it is their turn.
+            # A waiting request may need one program of a family. The others stay in their queue until their turn.
             queue = self._urgent or self._later
             family = next(iter(queue.values())).family
             found = [spec for spec in queue.values() if spec.family == family]
@@ -189,12 +178,11 @@ class BackgroundCompiler(Generic[R, T]):
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
-        """Threads have priorities of their own on Linux. Without leave to raise them, they stay low once requests have
-        run."""
-        if self._niceness is None:
+        """Set the priority of the threads. A process that may not raise priorities keeps the low one."""
+        if self._niceness is None:  # only Linux has priorities for threads
             return
         for thread in self._threads:
-            assert thread.native_id is not None, "it has been started"
+            assert thread.native_id is not None, "the thread was started"
             with contextlib.suppress(OSError):
                 niceness = self._niceness + (_NICENESS if self._serving else 0)
                 os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
@@ -202,16 +190,21 @@ class BackgroundCompiler(Generic[R, T]):
     def _work(self, index: int) -> None:
         while specs := self._next(index):
             left = {spec.key: spec for spec in specs}
+            portable = None
             try:
-                for spec, program in self._compile(specs):
+                for spec in sorted(specs, key=lambda spec: spec.devices):
+                    executable, portable = compiling.compile_program(spec, portable)
+                    if next(_num_compiled) % _TRIM_EVERY == 0:
+                        trim_host_memory()
                     del left[spec.key]
-                    self._arrive([Arrival(spec, program, None)])
+                    self._arrive([Arrival(spec, executable, None)])
+                    del executable
                     if self._closed:
-                        return  # the rest of the family is not wanted either
+                        return
             except Exception as error:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
-    def _arrive(self, arrivals: list[Arrival[R, T]]) -> None:
+    def _arrive(self, arrivals: list[Arrival]) -> None:
         with self._changed:
             self._compiling.difference_update(arrival.spec.key for arrival in arrivals)
             if self._closed:
@@ -219,3 +212,23 @@ class BackgroundCompiler(Generic[R, T]):
             self._arrived.extend(arrivals)
             self._changed.notify_all()
         self.on_arrival()
+
+
+def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
+    """Compile programs in `jobs` threads and yield each when it is ready.
+
+    Raises the first error after the threads have finished the programs that they were compiling.
+    """
+    compiler = BackgroundCompiler(jobs)
+    compiler.want(specs)
+    try:
+        while compiler.num_left:
+            compiler.wait()
+            for arrival in compiler.take():
+                if arrival.error is not None:
+                    raise arrival.error
+                assert arrival.program is not None, "it has a program or an error"
+                yield arrival.program
+    finally:
+        compiler.close()
+        trim_host_memory()

@@ -1,4 +1,4 @@
-"""The inputs of one step, packed into two integer arrays per rank that go to the devices together."""
+"""Inputs of one step, packed into two integer arrays for each rank."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxtyping import Int32
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Static shape of a step: the bucket that its executable is compiled for.
+    """Static shape of a step: the bucket of its executable.
 
     Attributes:
-        groups: `(B, T)` for each query group: B sequences of T tokens each. Decode is `((B, 1),)`.
-        table_width: pages per sequence in the block tables.
+        groups: `(B, T)` for each query group: B sequences of T tokens each. A decode step is `((B, 1),)`.
+        table_width: pages of a sequence in the block tables.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -28,7 +28,7 @@ class BatchShape:
 
     @property
     def num_rows(self) -> int:
-        """Sequences of the step."""
+        """Number of sequences of the step."""
         return sum(batch for batch, _ in self.groups)
 
     @cached_property
@@ -59,7 +59,7 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """What the head needs of a step: the same for all steps of that many rows."""
+    """Return offset and shape of the head's fields. They are the same for all steps with `num_rows` sequences."""
     return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
 
 
@@ -72,17 +72,19 @@ def _side_by_side(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tu
 
 
 class StepBatch:
-    """Host side of a step's inputs. Fields are views into `packed`, `[tp, packed_size]`, which its layers take, and
-    into `rows`, `[tp, 2 R]`, which its head takes: the same for all ranks but `tables`.
+    """Inputs of a step on the host.
 
-    Fields, with N tokens and R rows (sequences):
+    The layers take `packed`, `[tp, packed_size]`, and the head takes `rows`, `[tp, 2 R]`. The fields below are views
+    into these arrays. All fields except `tables` are the same on every rank.
+
+    Fields, with N tokens, R rows (sequences) and W pages in a table:
         tokens: `[N]` token ids that the host knows.
-        sources: `[N]` slot whose last sampled token stands in for `tokens`, as the host has not read it yet; -1: none.
-        positions: `[N]` place in the sequence; -1: padding.
+        sources: `[N]` slot of the sampled token to use instead of `tokens`, if the host has not read it yet; else -1.
+        positions: `[N]` position in the sequence; -1 for padding.
         tables: `[tp, R, W]` local page ids, in logical order.
-        num_pages: `[R]` valid entries of a row's table.
-        last_token: `[R]` index among the N of each row's last token, whose logits are wanted.
-        slots: `[R]` slot that records the row's next token; -1: none, as the row ends in mid-prompt.
+        num_pages: `[R]` number of valid entries in each table.
+        last_token: `[R]` index of each row's last token, for which the head computes logits.
+        slots: `[R]` slot that stores the row's next token; -1 if the row ends before its prompt does.
     """
 
     def __init__(self, shape: BatchShape, tp: int):
@@ -94,7 +96,7 @@ class StepBatch:
         self.set("slots", np.full(shape.num_rows, -1))
 
     def set(self, name: str, values: np.ndarray) -> None:
-        """Fill a field, on every rank alike."""
+        """Fill a field with the same values on every rank."""
         array, fields = (self.packed, self.shape.fields)
         if name in self.shape.row_fields:
             array, fields = (self.rows, self.shape.row_fields)
@@ -102,16 +104,16 @@ class StepBatch:
         array[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
 
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Fill the block table of one row, each rank's own."""
+        """Fill the block table of one row on every rank."""
         offset, (_, width) = self.shape.fields["tables"]
         if table.shape[1] > width:
-            raise ValueError(f"a table of {table.shape[1]} pages does not fit the {width} of step {self.shape}")
+            raise ValueError(f"a block table of {table.shape[1]} pages exceeds the {width} pages of step {self.shape}")
         start = offset + row * width
         self.packed[:, start : start + table.shape[1]] = table
 
 
 def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, jax.Array]:
-    """Fields of one rank's row of `StepBatch.packed` or `.rows`, inside a program."""
+    """Return the fields of one rank's row of `StepBatch.packed` or `StepBatch.rows`, inside a program."""
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
         for name, (offset, shape) in fields.items()

@@ -1,6 +1,6 @@
-"""The step shapes that programs are compiled for: few enough to compile, close enough to waste little.
+"""Step shapes for which programs are compiled. Fewer shapes compile sooner; more shapes waste less padding.
 
-`benchmarks/step_shapes.py` measures what each row of them is worth; docs/startup.md has its figures.
+`benchmarks/step_shapes.py` measures the gain of each group of shapes. docs/startup.md has its figures.
 """
 
 import math
@@ -9,34 +9,38 @@ from functools import cached_property
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.programs.batch import BatchShape
 
-# Shorter chunks of a prompt are padded up to this: fewer programs, and a step this small costs the same anyway.
+# Shorter chunks are padded to this many tokens. A smaller step would take the same time.
 MIN_CHUNK = 16
-# Chunks come in powers of four, and as many prompts are computed together: each size multiplies the programs.
+# Ratio of neighboring chunk sizes, and the number of prompts that one step may take. More sizes need more programs.
 _COARSE = 4
-# Rows of a step with a prompt, beside which few sequences decode.
+# Rows of a step with one prompt and few decoding sequences.
 _FEW_ROWS = 8
-# Logits of a whole chunk are `[V, T]` in f32: shorter chunks keep them small where vocabularies are large.
+# Logits of a whole chunk take `[V, T]` floats, so that log-probabilities of prompts use shorter chunks.
 MAX_PROMPT_LOGITS_CHUNK = 64
 
 
 def hidden_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step of any degree, up to a multiple of 16."""
+    """Return the tokens of the largest step of any degree, rounded up to a multiple of 16."""
     largest = config.max_num_batched_tokens + config.max_num_seqs * config.max_tp - 1
     return -(-largest // 16) * 16
 
 
 class Buckets:
-    """Step shapes of instances of one degree. A step decodes up to `max_num_seqs` sequences and computes up to
-    `max_num_batched_tokens` prompt tokens (both powers of two), in either or both of two groups:
+    """Step shapes of instances of one degree.
 
-    - decode: `(B, 1)`, B a power of two;
-    - prompts: one, `(1, T)`, in a step of `few_rows` rows or of all rows; or four, `(4, T)`, in a step of all rows, as
-      far as the token budget goes; T that budget or a quarter of it, and so on. Decodes fill the other rows. Without
-      decodes these are padding.
+    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both are
+    powers of two. A step has one or both of these groups:
+
+    - decodes: `(B, 1)`. B is a power of two.
+    - prompts: `(1, T)` in a step of `few_rows` or all rows, or `(4, T)` in a step of all rows if 4 T tokens are within
+      the budget. T is the budget, a quarter, a sixteenth, and so on. Decodes or padding fill the other rows.
 
     Args:
-        few_rows: the same at all degrees: a step with that many rows and one prompt is the same shape at all of them,
-            so that it can run while layers change their degree.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most prompt tokens in a step.
+        table_width: pages of a sequence in the block tables.
+        few_rows: rows of small steps with a prompt. All degrees must use the same number, so that such a step keeps
+            its shape while layers change their degree.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, table_width: int, few_rows: int | None = None):
@@ -47,49 +51,52 @@ class Buckets:
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
-        """B of steps that only decode, those between two layouts included."""
+        """Batch sizes of steps that only decode, including steps during transitions."""
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Rows of steps that compute a prompt too."""
+        """Numbers of rows of steps with a prompt."""
         return tuple(sorted({self.few_rows, self.max_num_seqs}))
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """T of prompt chunks."""
+        """Lengths of prompt chunks."""
         return _by_quarters(self.max_num_batched_tokens, MIN_CHUNK)
 
     @cached_property
     def prompt_logits_chunks(self) -> tuple[int, ...]:
-        """T of prompts whose log-probabilities are wanted."""
+        """Lengths of the chunks of prompts that need log-probabilities."""
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """How many prompts a step may take together in chunks of this size."""
+        """Return the numbers of prompts that one step can take in chunks of this size."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
-        """T for a prompt with `length` tokens left: the smallest that holds them, or the largest there is; none above
-        `at_most` but the smallest.
+        """Return the chunk size for a prompt with `length` tokens left.
 
-        One that they would not fill by half goes to the next smaller: two steps of that cost less than the padding.
+        That is the smallest size that holds the tokens, or the largest size if none does. If the tokens would fill at
+        most half of the chunk, it is the next smaller size, because two smaller steps cost less than the padding. Sizes
+        above `at_most` are excluded, except the smallest size.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """How many of the waiting prompts to take beside that many decodes: a step of four is worth its padding from
-        three on, and has no more rows than there are sequences."""
+        """Return how many waiting prompts to compute in a step with `num_decodes` decodes.
+
+        A step of four prompts pays off from three prompts on, if its rows suffice.
+        """
         several = self.chunk_rows(chunk)[-1]
         if several > 1 and waiting + 1 >= several and num_decodes + several <= self.max_num_seqs:
             return min(waiting, several)
         return 1
 
     def step(self, num_decodes: int, num_prompts: int = 0, chunk: int = 0) -> BatchShape:
-        """The bucket for that many decodes and that many prompts in chunks of `chunk`, a chunk size."""
+        """Return the smallest shape for `num_decodes` decodes and `num_prompts` prompts in chunks of `chunk` tokens."""
         if not num_prompts:
             return self._shape(_fitting(self.decode_sizes, num_decodes), 0, 0)
         prompts = _fitting(self.chunk_rows(chunk), num_prompts)
@@ -97,7 +104,7 @@ class Buckets:
         return self._shape(rows, prompts, chunk)
 
     def all(self) -> list[BatchShape]:
-        """Every step shape that serving can need."""
+        """Return every step shape that serving can need."""
         shapes = [self._shape(size, 0, 0) for size in self.decode_sizes]
         for chunk in self.chunk_sizes:
             shapes += [self._shape(rows, 1, chunk) for rows in self.mixed_rows]
@@ -105,13 +112,12 @@ class Buckets:
         return shapes
 
     def _shape(self, num_rows: int, num_prompts: int, chunk: int) -> BatchShape:
-        """Prompts in chunks, and decodes in all other rows."""
         decodes = ((num_rows - num_prompts, 1),) if num_rows > num_prompts else ()
         return BatchShape((*decodes, (num_prompts, chunk)) if num_prompts else decodes, self.table_width)
 
 
 def _by_quarters(largest: int, smallest: int) -> tuple[int, ...]:
-    """`largest`, a quarter of it, and so on, none but the first below `smallest`; in ascending order."""
+    """Return `largest` divided by 1, 4, 16, and so on, down to `smallest`, in ascending order."""
     sizes = [largest]
     while sizes[0] >= _COARSE * smallest:
         sizes.insert(0, sizes[0] // _COARSE)

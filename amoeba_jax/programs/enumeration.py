@@ -1,4 +1,4 @@
-"""Every program that serving can need, from sizes alone: no weights, no buffers, and no devices but their names."""
+"""List of every program that serving can need. It depends on sizes alone, not on weights, buffers or devices."""
 
 from collections.abc import Collection, Iterator
 
@@ -13,10 +13,10 @@ from sharding.mesh import SubMesh
 
 
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Programs of all instances of some degrees, and of transitions between any two of them, each once.
+    """Return the programs of all instances of the degrees and of all transitions between these degrees, each once.
 
-    It leaves out what only some calls ask for: `LLM.logits`, and transformations that keep weights, for which there is
-    `kept_weights`, or are not in place.
+    Programs of special calls are not included: `LLM.logits`, and transformations that keep weights (see
+    `kept_weights`) or are not in place.
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]
@@ -25,8 +25,10 @@ def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tupl
 def enumerate_by_degree(
     plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
 ) -> dict[int, list[ProgramSpec]]:
-    """`enumerate_programs` in the order of `degrees`: those of a degree's own instances, and of transitions between it
-    and those before it."""
+    """Return the programs of `enumerate_programs` by degree, in the order of `degrees`.
+
+    A degree has the programs of its instances, and of transitions between this degree and the degrees before it.
+    """
     found: dict[object, ProgramSpec] = {}
     by_degree: dict[int, list[ProgramSpec]] = {}
     for index, tp in enumerate(degrees):
@@ -39,8 +41,11 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """What `enumerate_programs` lacks for instances of some degrees that keep the weights that those of the lowest of
-    them have, as while requests are paused; and for transitions between them and those of the lowest."""
+    """Return the extra programs of instances that keep all weights of the lowest degree, as while requests are paused.
+
+    Includes transitions between these instances and instances of the lowest degree. Excludes programs of
+    `enumerate_programs`.
+    """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()
     for tp in degrees:
@@ -69,8 +74,10 @@ def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released:
 def least_specs(
     plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramSpec]:
-    """The fewest programs with which an instance can serve any number of requests of some kinds: one step of decodes
-    and one with a chunk of a prompt, and their samplers."""
+    """Yield the fewest programs with which an instance can serve requests: two steps and their samplers.
+
+    One step decodes the most sequences; the other also computes a chunk of a prompt.
+    """
     buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
     prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
     for shape in (buckets.step(buckets.max_num_seqs), prompts):

@@ -1,4 +1,4 @@
-"""The registry of compiled programs."""
+"""Registry of compiled programs."""
 
 import logging
 import math
@@ -11,34 +11,33 @@ import jax
 from amoeba_jax.cpu_cache import ProgramStore
 from amoeba_jax.errors import NotCompiledError
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs.background import Arrival, BackgroundCompiler
-from amoeba_jax.programs.compiling import Executable, compile_family, compile_programs
+from amoeba_jax.programs.background import Arrival, BackgroundCompiler, compile_programs
+from amoeba_jax.programs.compiling import Executable
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 
 logger = logging.getLogger(__name__)
 
-# A program that failed, and that others stand in for, is compiled again after this time, that many times at most: it
-# may have been memory that was short for a while.
+# A failed program is compiled again after this time, because memory may have been short only for a while.
 _RETRY_S = 600.0
 _MAX_RETRIES = 3
 
 
 class Executables:
-    """Holds one program for each key, compiled on first use or ahead of time by `prepare`. Used by one thread.
+    """One compiled program for each key, compiled on first use or ahead of time. Not thread-safe.
 
-    Segments of equal shape share a program, whatever layers they are.
-
-    Attributes:
-        specs: makes the specs that this takes.
-        strict: what was never there when it is `complete` is refused, and not compiled. What was dropped for others
-            (see `ProgramStore`) is loaded again.
-        num_late: programs that were compiled, or loaded, since it was `complete`.
-        num_awaited: programs that were compiled, or loaded, when they were needed, and not ahead of time.
-        background: compiles what `request` and `compile_later` are asked for.
+    Segments of equal shape share a program, even though their layers differ.
 
     Args:
-        beside: whether `request` has programs compiled in the background, or leaves them to `get`.
-        jobs: programs to compile at once in the background.
+        beside: whether `request` compiles in the background. If not, `get` compiles in place.
+        jobs: number of background threads.
+
+    Attributes:
+        specs: factory of the specs that the methods take.
+        strict: whether a `complete` registry refuses new programs. Evicted programs (see `ProgramStore`) are loaded
+            again in any case.
+        num_late: programs compiled or loaded after the registry was `complete`.
+        num_awaited: programs compiled or loaded when a request needed them, not ahead of time.
+        background: threads that compile for `request`, `compile_later` and `prepare`.
     """
 
     def __init__(self, dims: ModelDims, *, strict: bool = False, beside: bool = False, jobs: int = 1):
@@ -51,9 +50,9 @@ class Executables:
         self._failed: dict[Hashable, Exception] = {}
         self._num_retries: Counter[Hashable] = Counter()
         self._retry_at = math.inf  # by `time.monotonic()`
-        self._prepared: list[Hashable] = []  # keys that `take_arrived` has not returned yet
-        self._num_failures = 0  # that came, that were raised, and that were forgotten
-        self.background: BackgroundCompiler[ProgramSpec, Executable] = BackgroundCompiler(compile_family, jobs)
+        self._prepared: list[Hashable] = []  # keys that `take_arrived` must still return
+        self._num_failure_changes = 0
+        self.background = BackgroundCompiler(jobs)
 
     def __iter__(self) -> Iterator[Executable]:
         return iter(self._store)
@@ -66,51 +65,48 @@ class Executables:
 
     @property
     def num_made(self) -> int:
-        """Programs that were compiled, or loaded from the compile cache, so far."""
+        """Number of programs compiled or loaded from the compile cache so far."""
         return self._store.num_added
 
     @property
     def complete(self) -> bool:
-        """Everything that the engine should need is there: what is compiled from now on holds requests up."""
+        """Whether a warm-up has compiled all programs. A program compiled later delays requests."""
         return self._complete
 
     def set_complete(self) -> None:
-        """See `complete`."""
+        """Declare the registry `complete`."""
         self._complete = True
 
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        """The program, compiled if it is not there.
-
-        Raises `NotCompiledError` instead where this is `strict` and `complete`.
-        """
+        """Return the program. If it is missing, compile it, or raise `NotCompiledError` if `strict` and `complete`."""
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """`get` with what is known of it."""
+        """Return the program like `get`, with its properties."""
         return self._store.get(spec.key, lambda: self._make(spec))
 
     # In the background
 
     @property
     def version(self) -> int:
-        """Changes whenever `available` may answer otherwise."""
-        return self._store.num_added + self._num_failures
+        """A number that changes whenever the answer of `available` or `has_failed` may change."""
+        return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Whether `get` gives all of these, or refuses them, and compiles none that could be compiled beside."""
+        """Return whether `get` would return or raise at once for each program. Always true if `beside` is off."""
         return not self._beside or not self._absent(specs)
 
     @property
     def has_failures(self) -> bool:
-        """Whether there is any program that `has_failed`."""
+        """Whether any program has failed to compile."""
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Whether one of these could not be compiled in the background, or used: `get` would raise why."""
+        """Return whether one of the programs failed in the background. `get` would raise its error."""
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
-        """`available`; what is not is compiled in the background, before what `compile_later` was given."""
+        """Return `available`. Compile missing programs in the background, before the programs of `compile_later`."""
         if not self._beside or not (absent := self._absent(specs)):
             return True
         for spec in self.background.want(self._with_originals(absent)):
@@ -118,15 +114,17 @@ class Executables:
         return False
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Have what is not there compiled in the background, in this order. Return what is not there."""
+        """Compile missing programs in the background, in this order. Return the missing ones."""
         absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Take in what was compiled in the background, and return its keys. `get` raises, once, what compiling a
-        program has raised, or what `check` raises for it; after a while it is no longer known, so that the program is
-        compiled again."""
+        """Store the programs compiled in the background and return their keys.
+
+        Keep the error of a program if compiling it or `check` raised one. `get` raises the error once. After
+        `_RETRY_S` the error is forgotten, so that the program is compiled again.
+        """
         if time.monotonic() >= self._retry_at:
             self._forget_failures()
         taken = self._take_in(self.background.take(), check)
@@ -136,16 +134,16 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival[ProgramSpec, Executable]], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Keep programs, or why there are none. Return all specs."""
+        """Store programs and errors. Return the specs."""
         for spec, executable, error in arrived:
             try:
                 if executable is None:
-                    raise error or AssertionError("it has one or the other")
+                    raise error or AssertionError("an arrival has a program or an error")
                 check(executable)
             except Exception as failure:
                 logger.error("program %s cannot be used: %s", spec, failure)
                 self._failed[spec.key] = failure
-                self._num_failures += 1
+                self._num_failure_changes += 1
                 self._retry_at = min(self._retry_at, time.monotonic() + _RETRY_S)
             else:
                 self._known.add(spec.key)
@@ -153,14 +151,14 @@ class Executables:
         return [arrival.spec for arrival in arrived]
 
     def _forget_failures(self) -> None:
-        """Let programs that have failed be compiled again, beside the steps of others, where that is allowed."""
+        """Forget errors, so that failed programs are compiled again in the background, if that is allowed."""
         self._retry_at = math.inf
         if not self._beside or (self.strict and self._complete):
             return
         for key in [key for key in self._failed if self._num_retries[key] < _MAX_RETRIES]:
             self._num_retries[key] += 1
             del self._failed[key]
-            self._num_failures += 1
+            self._num_failure_changes += 1
 
     def _absent(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         refuse = self.strict and self._complete
@@ -171,7 +169,7 @@ class Executables:
         ]
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
-        """Raise `NotCompiledError` for the first program, if any, that `get` would refuse."""
+        """Raise `NotCompiledError` if `get` would refuse one of the programs."""
         if self.strict and self._complete:
             for spec in specs:
                 if spec.key not in self._known:
@@ -183,19 +181,21 @@ class Executables:
             raise _not_compiled(spec)
         self._count_awaited(spec)
         found = None
-        # In a thread of its own: this one's stack may be too small.
+        # A compile thread has a stack of sufficient depth; this thread may not.
         for executable in compile_programs(self._with_originals([spec]), jobs=1):
             self._known.add(executable.spec.key)
             if executable.spec.key == spec.key:
                 found = executable
             else:
                 self._store.add(executable.spec.key, executable)
-        assert found is not None, "it is one of them"
+        assert found is not None, "the program is among the compiled ones"
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Requests, and those for the first group of devices that are missing: what is compiled for it serves all, and
-        the compile cache has each program once."""
+        """Return the specs, each after the spec for the first group of its degree if that program is missing.
+
+        The program of the first group serves all groups, and the compile cache keeps each program once.
+        """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:
             original = spec.original
@@ -205,9 +205,9 @@ class Executables:
         return list(found.values())
 
     def _raise_failure(self, spec: ProgramSpec) -> None:
-        """Raise, once, why a program could not be compiled in the background."""
+        """Raise the error of a program that failed in the background, and forget it."""
         if (failure := self._failed.pop(spec.key, None)) is not None:
-            self._num_failures += 1
+            self._num_failure_changes += 1
             raise failure
 
     def _count_awaited(self, spec: ProgramSpec) -> None:
@@ -215,15 +215,14 @@ class Executables:
         if not self._complete:
             return
         self.num_late += 1
-        dropped = spec.key in self._known
-        why = "it was dropped for others" if dropped else "it was not before the engine was ready"
-        logger.warning("program %s is compiled, or loaded, while requests wait: %s", spec, why)
+        evicted = spec.key in self._known
+        reason = "it was evicted" if evicted else "the warm-up did not compile it"
+        logger.warning("program %s is compiled or loaded while requests wait: %s", spec, reason)
 
     def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
-        """Have what is missing compiled in the background, wait for it, and yield each program, those that were there
-        first.
+        """Compile missing programs in the background and yield each when it is ready, present programs first.
 
-        Raises what compiling one raises, and `NotCompiledError` as `get` does.
+        Raises the errors of the compiler, and `NotCompiledError` like `get`.
         """
         missing = []
         for key, spec in {spec.key: spec for spec in specs}.items():
@@ -254,6 +253,6 @@ class Executables:
 
 def _not_compiled(spec: ProgramSpec) -> NotCompiledError:
     return NotCompiledError(
-        f"program {spec} was not compiled before the engine was ready, and with strict_compile none is compiled "
-        "after that"
+        f"program {spec} was not compiled before the engine was ready, and strict_compile allows no compilation "
+        "afterwards"
     )

@@ -1,4 +1,4 @@
-"""How a device's memory is divided between weights, KV cache and temporaries."""
+"""Division of a device's memory between weights, KV cache and temporaries."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from amoeba_jax.programs.buckets import hidden_tokens
 from sharding.ledger import format_bytes, parse_bytes
 
 DEFAULT_CPU_MEMORY = "2GiB"
-# On CPU twice as many save a tenth of the time, as what is sent and received is no longer in a core's cache.
+# On CPU, 32 pages would save only a tenth of the time, because the pages then exceed a core's cache.
 DEFAULT_PHASE_PAGES = 16
-# Staging takes no more than this part of what is left for the KV cache, where the number of pages is not given.
+# If `phase_pages` is not set, staging takes at most 1/32 of the memory that is left for the KV cache.
 STAGING_SHARE = 32
-# Programs that run while requests are served. Those that change layouts have staging.
+# Programs whose temporaries count as activations. The temporaries of exchanges count as staging.
 ACTIVATION_KINDS = (
     "step",
     "head",
@@ -29,32 +29,32 @@ ACTIVATION_KINDS = (
     "take_column",
     "page_copy",
 )
-# Ids and masks of the pieces in an exchange, for each page of a phase.
+# Bytes of ids and masks in an exchange, for each page of a phase.
 STAGING_IDS = 1 << 10
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Budget of one device in bytes, and what it is to hold."""
+    """Budget of one device and its parts, in bytes."""
 
     budget_bytes: int
     weight_bytes: int
     activation_bytes: int
     sampling_bytes: int
     hidden_bytes: int
-    """Hidden states of the largest step, which the programs of a step hand on."""
+    """Buffer of hidden states, as wide as the largest step."""
     staging_bytes: int
-    """Pages in flight between devices while instances merge or split."""
+    """Buffers for pages in flight between devices while instances merge or split."""
     phase_pages: int
-    """Pages that two devices exchange at once."""
+    """Number of pages that two devices exchange at once."""
     page_bytes: int
-    """One page of one layer."""
+    """Size of one page of one layer."""
     num_pages: int
-    """Pages of each layer's KV extent."""
+    """Number of pages in each layer's KV extent."""
 
 
 class DeviceTooSmallError(MemoryBudgetError):
-    """A device has no room for a single page beside what must be there: `needed_bytes` would be enough."""
+    """A device whose budget leaves no room for a single KV page. `needed_bytes` would suffice."""
 
     def __init__(self, message: str, budget_bytes: int, needed_bytes: int):
         super().__init__(message)
@@ -62,7 +62,7 @@ class DeviceTooSmallError(MemoryBudgetError):
 
 
 def device_budget(config: EngineConfig, device: jax.Device) -> int:
-    """Bytes that the engine may use on a device."""
+    """Return the bytes that the engine may use on a device."""
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
     stats = device.memory_stats()
@@ -72,25 +72,25 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
-    """Upper estimate of a step's temporaries: hidden states, the widest layer intermediates, f32 logits.
+    """Return an upper estimate of a step's temporaries: hidden states, the widest intermediates and f32 logits.
 
-    A warm-up puts in its place what the programs take in fact, where that is more.
+    If the compiled programs need more, a warm-up reserves the difference.
     """
     rows = config.max_num_seqs * config.max_tp
     tokens = config.max_num_batched_tokens + rows
     heads, model = dims.heads, dims.config
     per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_shard * dims.max_tp
     per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
-    # Scores and weights of one block of keys, f32, with their masks.
+    # Attention scores and weights of one block of keys, in f32, with masks.
     per_token += 4 * heads.kv_heads * heads.group * 128
     logits = 8 * rows * dims.vocab_shard * dims.max_tp
     return 4 * (tokens * per_token + logits)
 
 
 def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
-    """What a device keeps for the sampling of its sequences: last tokens (i32), flags (i32) and biases (f32).
+    """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
-    There is room for the sequences of all devices of the largest instance: its first device samples for all.
+    Each device has room for all sequences of the largest instance, because the first device samples for all.
     """
     return config.max_num_seqs * config.max_tp * (4 + 8 * dims.config.vocab_size)
 
@@ -102,21 +102,21 @@ def has_spare_hidden(config: EngineConfig) -> bool:
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig) -> int:
-    """A device's buffers of hidden states, and the two flags by which programs are told whether they begin a step."""
+    """Return the bytes of a device's hidden states, and of two flags that mark the first segment of a step."""
     buffer = dims.config.hidden_size * hidden_tokens(config) * jnp.dtype(dims.dtype).itemsize
     return (2 if has_spare_hidden(config) else 1) * buffer + 2
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
-    """Temporaries of an exchange of pages: those a rank sends and those it receives, which may be copied once."""
+    """Return the bytes of the temporaries of an exchange: pages to send, received pages and one copy."""
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
 def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
-    """Give weights and temporaries what they need and the KV cache the rest.
+    """Divide the budget of a device: the KV cache gets everything that weights and temporaries leave.
 
-    Raises `DeviceTooSmallError` if the weights do not fit or nothing is left for a single page, saying how much is
-    needed, and `MemoryBudgetError` if there is no room for `kv_cache_tokens`.
+    Raises `DeviceTooSmallError` with the needed bytes if no page fits, and `MemoryBudgetError` if `kv_cache_tokens` do
+    not fit.
     """
     budget = device_budget(config, device)
     activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
@@ -147,8 +147,8 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
         wanted = dims.pages.pages_for(config.kv_cache_tokens)
         if wanted > num_pages:
             raise MemoryBudgetError(
-                f"kv_cache_tokens={config.kv_cache_tokens} is more than the {num_pages * dims.page_size} tokens that "
-                f"device_memory of {format_bytes(budget)} has room for"
+                f"kv_cache_tokens={config.kv_cache_tokens} exceeds the {num_pages * dims.page_size} tokens that fit in "
+                f"device_memory of {format_bytes(budget)}"
             )
         num_pages = wanted
     return MemoryPlan(budget, weight_bytes, activations, sampling, hidden, staging, phase_pages, page_bytes, num_pages)

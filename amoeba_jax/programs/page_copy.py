@@ -1,4 +1,4 @@
-"""Copies of a page in a layer of an instance, for sequences that stop sharing it."""
+"""Copy of a page, for sequences that stop sharing it."""
 
 import itertools
 
@@ -12,10 +12,16 @@ from sharding.mesh import TP_AXIS, SubMesh
 
 
 def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...]) -> jax.stages.Compiled:
-    """A program `(extents, ids) -> extents` that copies a page on every rank, in one layer.
+    """Compile a program `(extents, ids) -> extents` that copies one page of one layer on every rank.
 
-    `extents` are the layer's (donated), `ids` `[tp, 2]` each rank's source and target page. It is one layer's: a
-    program of all 30 layers of SmolLM2 takes 7 s to compile and 150 MiB, and that at each degree.
+    A program of all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at each degree.
+
+    Args:
+        dims: sizes of the model.
+        group: devices of the instance.
+        extent_pages: pages of each extent of a layer.
+
+    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` are `[tp, 2]`: source and target page of each rank.
     """
     starts = tuple(itertools.accumulate((pages * group.tp for pages in extent_pages), initial=0))
 

@@ -1,4 +1,4 @@
-"""What an engine is going to be, before it has any buffer: its groups of devices, memory, segments and step shapes."""
+"""Sizes of an engine before it has buffers: device groups, memory, segments and step shapes."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -19,26 +19,27 @@ from sharding.mesh import SubMesh, SubMeshPool
 
 
 class EnginePlan:
-    """The sizes that an engine's programs depend on. The engine and the catalogue of its programs take them from here.
+    """Sizes that the programs of an engine depend on. The engine and `enumerate_programs` use the same plan.
 
     Args:
-        config: of the engine.
-        dims: of its model.
-        devices: that it runs on, or would run on.
-        weights: whose sizes count; they need not be loaded.
-        memory: division of a device's memory; by default `plan_memory`'s, which raises `MemoryBudgetError`.
+        config: settings of the engine.
+        dims: sizes of the model.
+        devices: devices of the engine.
+        weights: sizes of the weights, which need not be loaded.
+        memory: division of a device's memory; by default the result of `plan_memory`, which may raise
+            `MemoryBudgetError`.
 
     Attributes:
-        segments: the model's layers, in the runs that are compiled.
-        head: what comes after them.
-        hidden_tokens: tokens that a group's buffer of hidden states has room for.
-        has_spare_hidden: each device has a second such buffer.
+        segments: runs of layers, each compiled as one program.
+        head: segment of the final norm and the output head.
+        hidden_tokens: tokens that fit in a group's buffer of hidden states.
+        has_spare_hidden: whether each device has a second such buffer.
         num_slots: sequences whose last tokens an instance remembers.
-        max_model_len: longest prompt plus output.
-        overlaps_exchanges: layers switch within steps: see `EngineConfig.overlap_exchange`.
-        loops_exchanges: one program runs all phases of an exchange of pages: see `ExchangeKind`.
+        max_model_len: limit of prompt plus output, in tokens.
+        overlaps_exchanges: whether layers switch inside step programs; see `EngineConfig.overlap_exchange`.
+        loops_exchanges: whether one program runs all phases of an exchange of pages; see `ExchangeKind`.
 
-    Raises `ConfigError` for a `max_model_len` above the context that the model was trained for.
+    Raises `ConfigError` if `max_model_len` exceeds the context length of the model.
     """
 
     def __init__(
@@ -85,19 +86,19 @@ class EnginePlan:
         }
 
     def buckets(self, tp: int) -> Buckets:
-        """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
+        """Return the step shapes of instances of degree `tp`, with `max_num_seqs` sequences for each device."""
         return self._buckets[tp]
 
     def most_rows(self, tp: int) -> int:
-        """Sequences that an instance of degree `tp` decodes in a step, at most."""
+        """Return the most sequences that an instance of degree `tp` decodes in a step."""
         return self.buckets(tp).max_num_seqs
 
     def extent_pages(self, released: int) -> tuple[int, ...]:
-        """Pages of each extent of a layer, with weights released for a degree."""
+        """Return the pages of each extent of a layer if weights are released for degree `released`."""
         return (self.memory.num_pages, *self.weights.extent_pages(released))
 
     def capacity_tokens(self, tp: int, released: int) -> int:
-        """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
+        """Return the tokens that fit in an empty instance of degree `tp`, with weights released for `released`."""
         return sum(self.extent_pages(released)) * tp * self.dims.page_size
 
     # Programs
@@ -111,8 +112,16 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         exchange: PageExchange | None = None,
     ) -> ProgramSpec:
-        """The layers of a segment, over extents of that many pages a rank, with an exchange of others' pages if that is
-        given."""
+        """Return the spec for the layers of a segment.
+
+        Args:
+            specs: factory of specs.
+            group: devices of the instance.
+            segment: layers.
+            shape: shape of the step.
+            extent_pages: pages of each extent of a layer, on each rank.
+            exchange: exchange of pages of other layers in the same program, or None.
+        """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange)
         return specs.step(key, segment, group)
@@ -120,7 +129,7 @@ class EnginePlan:
     def head_spec(
         self, specs: ProgramSpecs, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
     ) -> ProgramSpec:
-        """The head of a step."""
+        """Return the spec for the head of a step."""
         tokens = shape.num_tokens if logits_of == "all" else 0
         key = HeadKey(group.device_indices, shape.num_rows, tokens, self.num_slots, self.hidden_tokens)
         return specs.head(key, group)
@@ -133,19 +142,18 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         logits_of: LogitsOf = "last",
     ) -> Iterator[ProgramSpec]:
-        """A whole step on one group, each program once."""
+        """Yield the specs for all programs of a step on one group, each once."""
         for segment in {segment.windows: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
         yield self.head_spec(specs, group, shape, logits_of)
 
 
 def segment_layers(platform: str, num_layers: int) -> int:
-    """How many layers one program of a model has at most, unless that is configured.
+    """Return the default number of layers in a segment.
 
-    Each program that is launched costs some 0.2 ms on CPU. SmolLM2 on two cores, decode steps of one sequence: 2% to 6%
-    longer with 3 layers in a segment than with 5. XLA:CPU maps the code of each kernel by itself, and keeps more host
-    memory for a program the larger it is, so that no depth gets more there. Small models have two runs at least, which
-    change their layout one after the other.
+    Each launch costs some 0.2 ms on CPU: decode steps of SmolLM2 with one sequence take 2% to 6% longer with 3 layers
+    in a segment than with 5. Larger programs need more memory mappings and host memory on CPU. Small models keep at
+    least two segments, which switch one after the other.
     """
     if platform != "cpu":
         return 8

@@ -1,4 +1,4 @@
-"""What programs there are: the key of each, and how it is compiled. Nothing here needs a buffer."""
+"""Specs of programs: a key, and a function that compiles the program. Specs need no buffers."""
 
 import functools
 import threading
@@ -34,12 +34,12 @@ from sharding.release import ReleasedShard
 
 Make = TypeVar("Make", bound=Callable[..., "ProgramSpec"])
 _I32, _F32 = jnp.int32, jnp.float32
-# Traced steps that are kept for the next group of devices. Each holds a few MB.
+# Number of traced steps kept for other groups of devices. Each takes a few MB.
 _KEPT_STEPS = 16
 
 
 class ProgramKey(NamedTuple):
-    """What a program is for that is no step of a segment."""
+    """Key of a program that is not a segment step."""
 
     kind: str
     devices: tuple[int, ...]
@@ -51,17 +51,17 @@ class ProgramKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """A program that may be compiled.
+    """Description of a program, from which it can be compiled.
 
     Attributes:
-        key: programs with equal keys are the same.
-        compile: does it.
-        donated_bytes: what it must update in place, on each device.
-        plan: of a step, layers that it may be run for; others of the same shape share it.
-        restored: of one that restores weights, shards of a layer that it may be run for.
-        on: the devices that it runs on.
-        first: makes the spec for the first group of devices of its degree; None for that group itself.
-        model: sizes of the model that it is for.
+        key: identity of the program. Specs with equal keys describe the same program.
+        compile: function that compiles the program.
+        donated_bytes: bytes that the program must update in place, on each device.
+        plan: segment of a step program. Other segments of the same shape share the program.
+        restored: shards of one layer, for a program that restores weights. Other layers share the program.
+        on: devices that run the program.
+        first: function that makes the spec for the first group of the same degree; None for that group itself.
+        model: sizes of the model.
     """
 
     key: StepKey | HeadKey | ProgramKey
@@ -75,7 +75,7 @@ class ProgramSpec:
 
     @property
     def original(self) -> "ProgramSpec | None":
-        """The spec for the first group of its degree, if that is the same program but for its devices."""
+        """Spec for the first group of the same degree if the programs differ only in their devices; else None."""
         if self.first is None:
             return None
         first = self.first()
@@ -83,19 +83,19 @@ class ProgramSpec:
 
     @property
     def kind(self) -> str:
-        """`step` for layers, `head`, or what `ProgramKey` says."""
+        """Kind of the program: `step`, `head` or `ProgramKey.kind`."""
         if isinstance(self.key, ProgramKey):
             return self.key.kind
         return "step" if isinstance(self.key, StepKey) else "head"
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Indices of its devices in the pool."""
+        """Indices of the program's devices in the pool."""
         return self.key.devices
 
     @property
     def family(self) -> Hashable:
-        """Programs that differ in their devices alone: what is traced for one serves the others."""
+        """Key without devices. Programs of a family differ only in their devices, so one trace serves all."""
         if isinstance(self.key, ProgramKey):
             return self.key.kind, len(self.key.devices), self.key.shape
         return self.key.family
@@ -105,7 +105,7 @@ class ProgramSpec:
 
 
 def _of_any_group(make: Make) -> Make:
-    """Have a method that makes specs for a group say how the first group's is made."""
+    """Decorate a method that makes the spec for a group, so that the spec also knows the first group's spec."""
 
     @functools.wraps(make)
     def made(self: "ProgramSpecs", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramSpec:
@@ -117,7 +117,7 @@ def _of_any_group(make: Make) -> Make:
 
 
 class ProgramSpecs:
-    """Makes specs for a model's programs. Logits are `[V, R]` everywhere here."""
+    """Factory of the specs for a model's programs. All logits here are `[V, R]`."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -129,7 +129,7 @@ class ProgramSpecs:
     # Steps
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramSpec:
-        """A step of a segment of layers."""
+        """Return the spec for the step of a segment."""
         options = step_options(group.devices[0].platform)
 
         def compile() -> jax.stages.Compiled:
@@ -142,7 +142,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
     def head(self, key: HeadKey, group: SubMesh) -> ProgramSpec:
-        """The head of any step of as many rows."""
+        """Return the spec for the head of all steps with the same number of rows."""
 
         def compile() -> jax.stages.Compiled:
             return self._traced(key, lambda: head_program(self.dims, key)).compile(group)
@@ -153,7 +153,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
 
     def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
-        """What is traced for a group serves all of its degree."""
+        """Return the traced program of the key's family; trace it if needed."""
         with self._lock:
             program = self._steps.get(key.family)
         if program is None:
@@ -166,12 +166,16 @@ class ProgramSpecs:
 
     @_of_any_group
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """A program `(hidden, rows) -> hidden`. Of a group's buffers of hidden states, `[tp * D, hidden_tokens]`, all
-        of which have the same first columns: moves each member's `rows` columns, a scalar on all ranks, to the front of
-        its ranks' buffers, which are donated.
+        """Return the spec of `(hidden, rows) -> hidden`, which deals the columns of a step to the members of a group.
 
-        Members are `lower` ranks each, with at most `most_rows` columns, all of which are moved: what follows a
-        member's own `rows` is not used.
+        Before, all ranks hold the same columns. Afterwards, the buffers of each member begin with the member's own
+        `rows` columns. `hidden`, `[tp * D, hidden_tokens]`, is donated; `rows` is a scalar on all ranks.
+
+        Args:
+            group: devices of the larger instance.
+            lower: ranks of each member.
+            most_rows: most columns of a member. The program moves this many; columns after the first `rows` are unused.
+            hidden_tokens: columns of a buffer.
         """
 
         def split(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -183,11 +187,11 @@ class ProgramSpecs:
 
     @_of_any_group
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """The inverse of `split`."""
+        """Return the spec of `(hidden, rows) -> hidden`, the inverse of `split`."""
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
             every = lax.all_gather(hidden[:, :most_rows], "tp")[::lower]
-            for member, columns in enumerate(every):  # each over what is none of the one before it
+            for member, columns in enumerate(every):  # each overwrites the unused columns of the one before
                 hidden = lax.dynamic_update_slice(hidden, columns, (0, member * rows))
             return hidden
 
@@ -216,20 +220,20 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """`sampler.sample` for that many rows and settings of this size."""
+        """Return the spec of `sampler.sample` for `rows` sequences and settings of `packed` integers."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 
     @_of_any_group
     def sample_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """`sampler.sample_full` for that many rows and settings of this size. Donates `flags`."""
+        """Return the spec of `sampler.sample_full`, with sizes as in `sample`. Donates `flags`."""
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
         return self._on_first("sample_full", group, sampler.sample_full, shapes, donate=(2,), small=True)
 
     @_of_any_group
     def set_state(self, group: SubMesh, num_slots: int) -> ProgramSpec:
-        """`sampler.set_state`. Donates `flags` and `bias`."""
+        """Return the spec of `sampler.set_state`. Donates `flags` and `bias`."""
         row = (self.dims.config.vocab_size,)
         state = (num_slots, *row)
         shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
@@ -237,13 +241,13 @@ class ProgramSpecs:
 
     @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """`sampler.token_logprobs` for logits of that many tokens, and as many targets."""
+        """Return the spec of `sampler.token_logprobs` for logits of `tokens` tokens and as many targets."""
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
     @_of_any_group
     def take_column(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """`(logits, index) -> logits[:, index]`, as one column."""
+        """Return the spec of `(logits, index) -> logits[:, index : index + 1]`."""
 
         def take_column(logits: jax.Array, index: jax.Array):
             return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
@@ -262,7 +266,7 @@ class ProgramSpecs:
         donate: tuple[int, ...] = (),
         small: bool = False,
     ) -> ProgramSpec:
-        # Looked up here: finding them out compiles a program, which is not to count as this one.
+        # Not inside `compile`: the first call of `few_kernels` compiles a program of its own.
         options = few_kernels(group.devices[0].platform) if small else None
 
         def compile() -> jax.stages.Compiled:
@@ -272,14 +276,14 @@ class ProgramSpecs:
             return lowered.compile(options)
 
         shapes = tuple(shape for shape, _ in arguments)
-        donated = sum(4 * shapes[index][0] * shapes[index][1] for index in donate)  # flags and biases: four bytes each
+        donated = sum(4 * shapes[index][0] * shapes[index][1] for index in donate)  # four bytes for each flag and bias
         return ProgramSpec(ProgramKey(kind, (group.start,), shapes), compile, donated)
 
     # Pages and weights
 
     @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramSpec:
-        """`compile_page_copy` for extents of that many pages."""
+        """Return the spec of `compile_page_copy`."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
@@ -293,7 +297,7 @@ class ProgramSpecs:
         phase_pieces: int,
         kind: ExchangeKind,
     ) -> ProgramSpec:
-        """`compile_exchange`."""
+        """Return the spec of `compile_exchange`."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
@@ -323,7 +327,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
-        """`compile_restore` for some shards of a layer; those of other layers share it."""
+        """Return the spec of `compile_restore` for the released shards of a layer. All layers share the program."""
         dims = self.dims
         places = [tuple(one.shards[device % dims.max_tp] for device in group.device_indices) for one in released]
         shapes = [one.spec.stored_shape for one in released]

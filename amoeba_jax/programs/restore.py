@@ -1,4 +1,4 @@
-"""The program that makes weights again of extents that were KV cache: each rank gets its shards from its peers."""
+"""Program that turns KV extents back into weights. Each rank gets its shards from its peers."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,14 @@ from sharding.release import ReleasedShard, holder
 def compile_restore(
     released: Sequence[ReleasedShard], max_tp: int, dtype: jnp.dtype, group: SubMesh, step_pages: int
 ) -> jax.stages.Compiled:
-    """A program `(shards, extents) -> extents` that fills extents of one layer with the weights that they stand for.
+    """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
 
-    Both are lists, one of each for each of `released`, of arrays `[tp * pages, page_elems]` over the group's ranks.
-    `extents` are donated; `shards` are those at `source_place`, which every rank has at the group's degree: shards are
-    dealt so that each rank sends its own to one peer. What comes from the peer is written to the extent at once,
-    without temporaries.
+    `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. `extents`
+    are donated. `shards` are the shards at `source_place`, which every rank holds at the group's degree. Each rank
+    sends its shard to one peer, and the peer writes it to the extent without temporaries.
 
-    XLA's CPU backend sends bf16 as f32. There it goes as integers, `step_pages` pages at a time, and temporaries are
-    twice as many pages.
+    On CPU, XLA would send bf16 as f32. So bf16 is sent there as integers, `step_pages` pages at a time, with
+    temporaries of twice as many pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 
@@ -37,7 +36,7 @@ def compile_restore(
         size = min(step_pages, one.num_pages)
 
         def step(index: jax.Array, extent: jax.Array) -> jax.Array:
-            start = jnp.minimum(index * size, one.num_pages - size)  # the last step goes over pages of the one before
+            start = jnp.minimum(index * size, one.num_pages - size)  # the last step may repeat pages
             pages = lax.dynamic_slice_in_dim(shard, start, size)
             received = of_bits(lax.ppermute(as_bits(pages), TP_AXIS, exchange(one)), pages.dtype)
             return lax.dynamic_update_slice_in_dim(extent, received, start, axis=0)
@@ -57,7 +56,7 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Which of its shards at the group's degree each rank sends, for an extent of `compile_restore`."""
+    """Return the index of the shard that each rank sends for an extent of `compile_restore`."""
     places = {holder(released.spec, group.tp, released.shards[d % max_tp])[1] for d in group.device_indices}
     (place,) = places
     return place

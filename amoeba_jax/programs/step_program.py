@@ -1,4 +1,4 @@
-"""A step of one segment as a program that is compiled ahead of time."""
+"""Programs of a step: the layers of a segment, and the head."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ LogitsOf = Literal["last", "all"]
 
 
 class PageExchange(NamedTuple):
-    """What a step of some layers does besides, for layers that switch: a phase in which pages trade places.
+    """One phase of an exchange of pages in other layers, run inside the program of a step.
 
     Attributes:
-        num_layers: that switch.
-        extent_pages: pages of each of their extents, of both layouts.
+        num_layers: number of layers whose pages move.
+        extent_pages: pages of each extent of these layers, in both layouts.
         phase_pieces: `K` of the phase.
-        distance: of the phase.
+        distance: distance between the ranks that exchange; see `ExchangeKind`.
     """
 
     num_layers: int
@@ -43,16 +43,16 @@ class PageExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class StepKey:
-    """What an executable of layers is for. Two steps with equal keys run the same executable.
+    """Key of the program for the layers of a segment.
 
     Attributes:
         devices: indices of the group's devices in the pool.
-        windows: of the segment's layers; see `SegmentPlan`.
-        batch: bucket of the step.
+        windows: attention windows of the segment's layers; see `SegmentPlan`.
+        batch: shape of the step.
         extent_pages: pages of each KV extent of a layer, the same for all layers.
         num_slots: sequences whose last tokens the device remembers.
-        hidden_tokens: tokens that the buffer of hidden states has room for.
-        exchange: of pages of other layers, in the same program.
+        hidden_tokens: tokens that fit in the buffer of hidden states.
+        exchange: exchange of pages of other layers in the same program, or None.
     """
 
     devices: tuple[int, ...]
@@ -65,22 +65,25 @@ class StepKey:
 
     @property
     def family(self) -> Hashable:
-        """What it says without the devices themselves."""
+        """Key without device indices."""
         sizes = self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
         return len(self.devices), self.windows, *sizes, self.exchange
 
     def __str__(self) -> str:
-        besides = "" if self.exchange is None else f", with an exchange of pages of {self.exchange.num_layers} others"
-        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers{besides}"
+        suffix = "" if self.exchange is None else f", with an exchange of pages of {self.exchange.num_layers} others"
+        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers{suffix}"
 
 
 @dataclass(frozen=True)
 class HeadKey:
-    """What an executable of the head is for: any step of that many rows.
+    """Key of the program for the head. All steps with the same number of rows share it.
 
     Attributes:
-        num_rows: sequences of the step, whose last tokens' logits are computed.
-        num_tokens: of the step, where logits of all of them are wanted; else 0.
+        devices: indices of the group's devices in the pool.
+        num_rows: sequences of the step. The head computes the logits of their last tokens.
+        num_tokens: tokens of the step if the head computes the logits of all tokens; else 0.
+        num_slots: sequences whose last tokens the device remembers.
+        hidden_tokens: tokens that fit in the buffer of hidden states.
     """
 
     devices: tuple[int, ...]
@@ -91,7 +94,7 @@ class HeadKey:
 
     @property
     def family(self) -> Hashable:
-        """What it says without the devices themselves."""
+        """Key without device indices."""
         return "head", len(self.devices), self.num_rows, self.num_tokens, self.num_slots, self.hidden_tokens
 
     def __str__(self) -> str:
@@ -100,35 +103,38 @@ class HeadKey:
 
 
 class HeadOutput(NamedTuple):
-    """What a step's head returns, the same on every rank. R is the step's rows, or its tokens for logits of `"all"`."""
+    """Result of the head, the same on every rank. R is the rows of the step, or its tokens for logits of `"all"`."""
 
     argmax_ids: Int32[Array, " R"]
-    """For the host: `NO_TOKEN` where logits are not numbers."""
+    """Greedy tokens for the host; `NO_TOKEN` in rows whose logits are NaN."""
     logits: Float[Array, "V R"]
     last_tokens: Int32[Array, " S"]
-    """With the argmax_ids token of each row in its slot."""
+    """Last tokens by slot, with the greedy token of each row in its slot."""
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A step of one segment, the same for all groups of one degree. `compile` makes it the program of one of them.
+    """Program of a segment for all groups of one degree. `compile` makes the executable of one group.
 
-    Of layers it is called with `(weights, kv, hidden, packed, last_tokens, first)` and returns `(kv, hidden)`:
-    `weights` the segment's leaves as `leaf_variables` orders them, `kv` one list of extents per layer, `hidden` the
-    group's buffer of hidden states `[D, hidden_tokens]`, whose first columns are the step's tokens, `packed` the step's
-    batch `[tp, size]`, `last_tokens` `[num_slots]` the token last sampled for each slot, and `first`, a bool, whether
-    the segment begins the step: the tokens' embeddings are what it computes with then. `kv` and `hidden` are donated:
-    the returned arrays are the same memory. With an exchange it takes `(others, send, receive)` besides, the extents of
-    the layers that switch, which are donated, and the phase's ids `[tp, 1, *pieces]`, and returns `others` besides.
-    Nothing that one part computes depends on the other, so XLA can have devices compute while pages are under way.
+    Layers are a function `(weights, kv, hidden, packed, last_tokens, first) -> (kv, hidden)`:
+        weights: leaves of the segment, in the order of `leaf_variables`.
+        kv: one list of extents for each layer. Donated.
+        hidden: hidden states of the group, `[D, hidden_tokens]`. The first columns are the step's tokens. Donated.
+        packed: inputs of the step, `[tp, size]`.
+        last_tokens: token sampled last in each slot, `[num_slots]`.
+        first: bool; whether the segment is the first of the step. If so, it starts from the embeddings of the tokens.
 
-    The head is called with `(weights, hidden, rows, last_tokens)`, `rows` `[tp, 2 R]` of the step's batch, and returns
-    a `HeadOutput`. It donates nothing.
+    With an exchange, the function also takes `(others, send, receive)` and returns `others`: the extents of the layers
+    whose pages move (donated), and the ids of the phase, `[tp, 1, *pieces]`. The step and the exchange are independent,
+    so that XLA can compute while pages are in flight.
+
+    The head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput` with `rows` `[tp, 2 R]` of the step's
+    batch. It donates nothing.
 
     Attributes:
-        function: under `shard_map` over a mesh without devices, so that JAX traces and lowers it once for all groups.
-        arguments: shapes of what it takes.
-        sharded_weights: which of the leaves differ between ranks.
+        function: function under `shard_map` over a mesh without devices, so that one trace serves all groups.
+        arguments: shapes of the arguments.
+        sharded_weights: flag of each leaf that tells whether ranks hold different shards.
     """
 
     function: Callable[..., Any]
@@ -137,11 +143,11 @@ class StepProgram:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a head, which takes no cache."""
+        """Whether this is a head, which takes no KV cache."""
         return len(self.arguments) == 4
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
-        """Lower and compile it for a group."""
+        """Compile the program for a group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
         if self.is_head:
@@ -158,12 +164,12 @@ class StepProgram:
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """The step of layers that `key` describes, of which only the number of devices counts."""
+    """Return the program for the layers of `plan`. Of the devices in `key`, only the number matters."""
     tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
     variables, treedef = leaf_variables(segment), jax.tree.structure(state)
-    # One function for layers that compute alike: traced and lowered once, and inlined by XLA.
+    # Layers of the same kind share a function, which is traced and lowered once and inlined by XLA.
     calls = {window: _layer_call(layer) for window, layer in zip(plan.windows, segment.layers, strict=True)}
 
     def step(
@@ -216,7 +222,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
-    """The head that `key` describes, of which only the number of devices counts."""
+    """Return the program for the head. Of the devices in `key`, only the number matters."""
     tp = len(key.devices)
     segment = Segment(dims, head_plan(dims), tp)
     graph, state = nnx.split(segment)
@@ -230,7 +236,7 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
         logits = model.head(wanted)
         argmax_ids, max_logit = argmax(logits)
         sampled = argmax_ids[fields["last_token"]] if key.num_tokens else argmax_ids
-        slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # past the end: dropped
+        slots = jnp.where(fields["slots"] < 0, key.num_slots, fields["slots"])  # an index past the end is dropped
         last_tokens = last_tokens.at[slots].set(sampled, mode="drop")
         return HeadOutput(for_host(argmax_ids, max_logit), logits, last_tokens)
 
@@ -246,7 +252,7 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
-    """Chunks in the shape in which they are computed with."""
+    """Return stored weights in the shapes for computing."""
     return [
         weight.reshape(variable.get_metadata()["spec"].shard_shape)
         for weight, variable in zip(weights, variables, strict=True)
@@ -274,9 +280,9 @@ def _mapped(function: Callable[..., Any], tp: int, in_specs: Any, out_specs: Any
 def _embedded(
     model: Any, fields: dict[str, jax.Array], last_tokens: jax.Array, hidden: Float[Array, "D N"], first: jax.Array
 ) -> Float[Array, "D N"]:
-    """Hidden states that the layers begin with: the tokens' embeddings where the segment is the first of the step.
+    """Return the input of the layers: embeddings in the first segment of a step, `hidden` in the others.
 
-    Tokens are those that the host knows, and in place of the others those that the previous steps sampled.
+    A row with a source slot embeds the token that an earlier step sampled; other rows embed the host's token.
     """
     sources = fields["sources"]
 
@@ -284,14 +290,14 @@ def _embedded(
         tokens = jnp.where(sources >= 0, last_tokens[jnp.maximum(sources, 0)], fields["tokens"])
         return model.embedding(tokens).astype(hidden.dtype)
 
-    # A branch spares later segments the embedding. On a GPU, XLA's host thread would wait at one for the device.
+    # On CPU, a branch skips the embedding in later segments. On a GPU, XLA's host thread would wait there.
     return jax.lax.platform_dependent(
         cpu=lambda: jax.lax.cond(first, embed, lambda: hidden), default=lambda: jnp.where(first, embed(), hidden)
     )
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Bytes of the extents and hidden states on each rank that a step updates in place."""
+    """Return the bytes of extents and hidden states that a step updates in place, on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
     num_pages = sum(key.extent_pages) * len(key.windows)
@@ -301,7 +307,7 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
-    """A layer as a function `(leaves, x, extents, context)`, for any layer that computes as this one does."""
+    """Return the layer as a function `(leaves, x, extents, context)`, which serves all layers of the same kind."""
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)
 
@@ -318,7 +324,7 @@ def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDt
 def _context(
     dims: ModelDims, shape: BatchShape, tp: int, extent_pages: tuple[int, ...], fields: dict[str, jax.Array]
 ) -> StepContext:
-    """Rotary factors, write targets and per-extent tables, computed once for all layers of the program."""
+    """Compute rotary factors, write targets and tables for each extent, once for all layers of the program."""
     positions = fields["positions"]
     frequencies = jnp.asarray(dims.config.rope.inverse_frequencies(dims.config.head_dim))
     angles = positions.astype(jnp.float32)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""The programs of a group between two degrees: its steps in pieces, exchanges of pages, and restored weights."""
+"""Programs of a group that changes its degree: steps during the transition, page exchanges, restored weights."""
 
 from functools import cached_property
 from itertools import permutations
@@ -18,18 +18,18 @@ from sharding.release import ReleasedShard
 
 
 class TransitionPrograms:
-    """What runs while a group goes from a lower degree to its own (`up`) or back.
+    """Programs of one transition between a lower degree and the degree of a group.
 
-    Its steps run on the programs of instances of either degree, which it has besides: see `step_specs`.
+    Steps during the transition run the programs of instances of both degrees; see `step_specs`.
 
     Args:
-        plan: of the engine.
-        executables: where the programs are kept.
-        group: the devices, at the higher degree.
-        lower: the other degree.
-        up: the direction.
-        released: the degrees for which weights are released before and after.
-        rows: sequences that each instance of the lower degree decodes in a step, at most: the bucket.
+        plan: sizes of the engine.
+        executables: registry of programs.
+        group: devices at the higher degree.
+        lower: lower degree.
+        up: whether the group changes from the lower to the higher degree.
+        released: degrees for which weights are released, before and after.
+        rows: decode bucket of each instance of the lower degree.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class TransitionPrograms:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Bytes of a piece: what a rank holds of a page of one layer in the higher layout."""
+        """Bytes of a rank's part of one page of one layer at the higher degree."""
         return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
 
     @cached_property
     def restored_bytes(self) -> int:
-        """Bytes of weights that come back in each layer, on all ranks together."""
+        """Bytes of restored weights in each layer, on all ranks together."""
         elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.restored(0))
         return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
 
     @property
     def changes_weights(self) -> bool:
-        """Whether shards of weights become extents, or extents weights."""
+        """Whether extents become weights or weights become extents."""
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
-        """Extents of a layer that become weights again; none when merging."""
+        """Return the extents of a layer that become weights again; none for a merge."""
         before, after = self.released
         if before <= after:
             return ()
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
     def step_specs(self) -> list[ProgramSpec]:
-        """What steps need in every state between the layouts."""
+        """Return the programs of decode steps at every point of the transition."""
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
         for member in self.members:
@@ -93,8 +93,7 @@ class TransitionPrograms:
         return [*needed, self._split_spec, self._join_spec]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
-        """The programs that `step_with_exchange` gives for steps of all rows: for segments of each kind, each number of
-        layers that switch at once, and each way in which ranks trade with others."""
+        """Return the programs of `step_with_exchange`: for each kind of segment, number of layers and distance."""
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
         return [
@@ -113,13 +112,12 @@ class TransitionPrograms:
     def step_with_exchange(
         self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
     ) -> jax.stages.Compiled | None:
-        """A segment at the higher degree with a phase of the exchange of that many other layers, if that program is
-        there."""
+        """Return a segment's program with one exchange phase of `num_layers` other layers, if it is compiled."""
         spec = self._step_with_exchange(segment, shape, num_layers, distance)
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """What steps need with a chunk of a prompt: one size of chunk does for all prompts, until others are there."""
+        """Return the programs of steps with a chunk of a prompt, in one chunk size that serves all prompts."""
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
@@ -128,13 +126,13 @@ class TransitionPrograms:
         return needed
 
     def restore_specs(self) -> list[ProgramSpec]:
-        """What makes weights again of the extents that are none afterwards, if any: the same in every layer."""
+        """Return the program that restores weights, if any. All layers share it."""
         if not (released := self.restored(0)):
             return []
         return [self._executables.specs.restore(self.group, released, self.phase_pieces)]
 
     def exchange_specs(self) -> list[ProgramSpec]:
-        """What moves pages: a program for each kind of exchange."""
+        """Return a program for each kind of page exchange."""
         return [self._exchange_spec(kind) for kind in self._exchange_kinds]
 
     @property
@@ -144,8 +142,8 @@ class TransitionPrograms:
     def _exchange_spec(self, kind: ExchangeKind) -> ProgramSpec:
         specs, old, new = self._executables.specs, self.old_extents, self.new_extents
         if not kind.distance:
-            # One program for both directions, and for all lower degrees, reads and writes the extents of either view:
-            # few phases are general, or of a rank's own pieces, and a loop is no slower for it.
+            # One program serves both directions and all lower degrees. It reads and writes the extents of both layouts.
+            # Few phases are of this kind, and a loop is not slower for it.
             old = new = max(old, new, key=len)
         return specs.exchange(self.group, old, new, self.phase_pieces, kind)
 
@@ -167,11 +165,11 @@ class TransitionPrograms:
 
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
-        """What runs phases of a plan in one layer, by their kind."""
+        """Programs that run phases of an exchange in one layer, by kind."""
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
-        """Bytes on a device of the temporaries of the programs that restore weights and, if `pages`, exchange pages."""
+        """Return the bytes of temporaries on a device for restoring weights and, if `pages`, moving pages."""
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
 
@@ -186,12 +184,12 @@ class TransitionPrograms:
 
     @cached_property
     def restore(self) -> jax.stages.Compiled:
-        """What makes all `restored` weights of a layer again; there must be some."""
+        """Program that restores all `restored` weights of a layer. There must be some."""
         (spec,) = self.restore_specs()
         return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
-        """Compile what steps need. Raises what the compiler raises."""
+        """Compile the programs of steps. Raises the errors of the compiler."""
         needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):
             pass

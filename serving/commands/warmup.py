@@ -22,8 +22,7 @@ from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.platform import resolve_dtype, serving_devices
-from amoeba_jax.programs.background import compile_jobs
-from amoeba_jax.programs.compiling import compile_programs
+from amoeba_jax.programs.background import compile_jobs, compile_programs
 from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import DeviceTooSmallError

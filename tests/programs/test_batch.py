@@ -123,5 +123,5 @@ def test_batches_of_one_bucket_have_one_key():
 
 def test_table_that_does_not_fit_is_refused():
     batch = StepBatch(BatchShape(((2, 1),), 3), 1)
-    with pytest.raises(ValueError, match="4 pages does not fit the 3"):
+    with pytest.raises(ValueError, match="4 pages exceeds the 3"):
         batch.set_table(0, np.zeros((1, 4), np.int32))
