@@ -204,7 +204,7 @@ class EngineHandle:
             return self._dispatcher.call(engine.background_warmup.begin, degrees).result()
         count = self._dispatcher.call(count_programs, engine, degrees).result()
         with self._bar("compiling and running programs", 2 * count) as advance:
-            return self._dispatcher.call(warm_up, engine, degrees, advance).result().made
+            return self._dispatcher.call(warm_up, engine, degrees, advance).result()
 
     def executables(self) -> tuple[ExecutableInfo, ...]:
         """All programs that are compiled now, with their bytes and what they took to compile."""

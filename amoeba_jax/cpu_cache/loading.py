@@ -1,4 +1,4 @@
-"""Compilation of one program, or loading of it from bytes."""
+"""Compilation of one program, or loading from bytes."""
 
 import contextlib
 import logging

@@ -82,7 +82,7 @@ def disable_relocation(error: Exception) -> None:
 
 
 def can_relocate() -> bool:
-    """Return whether programs can be written as bytes, as far as is known."""
+    """Return whether programs can be written as bytes: JAX has the private parts and no attempt has failed."""
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 
 

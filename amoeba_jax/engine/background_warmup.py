@@ -1,25 +1,36 @@
-"""Programs that are compiled while requests run."""
+"""Warm-up in the background, while requests run."""
 
-from amoeba_jax.engine.readiness import Readiness
+import logging
+from collections.abc import Hashable
+
+from amoeba_jax.errors import ProgramsNotReadyError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.programs.enumeration import enumerate_by_degree, kept_weights
+from amoeba_jax.views import DegreePrograms
+
+logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmup:
-    """Used by the dispatcher thread only.
-
-    Attributes:
-        readiness: the degrees whose programs are there.
-    """
+    """Latest background warm-up, and the degrees whose programs are compiled. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
-        self._cluster, self.readiness = cluster, Readiness()
+        self._cluster = cluster
+        self._wanted: dict[int, frozenset[Hashable]] = {}
+        self._missing: dict[int, set[Hashable]] = {}
+
+    @property
+    def degrees(self) -> tuple[DegreePrograms, ...]:
+        """Progress of the latest warm-up for each degree, in the order of compilation."""
+        return tuple(
+            DegreePrograms(tp, len(keys), len(keys) - len(self._missing[tp])) for tp, keys in self._wanted.items()
+        )
 
     def begin(self, degrees: list[int]) -> int:
-        """Have all programs of some degrees, and of transformations between them, compiled while requests run, those of
-        the present degree first. Return how many are missing.
+        """Compile all programs of the degrees, and of transformations between them, while requests run.
 
-        Where these are all degrees, the registry is `complete` once the last has come.
+        The present degree comes first. After a warm-up of all degrees, the registry of programs is `complete`. Return
+        the number of missing programs.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -30,23 +41,40 @@ class BackgroundWarmup:
         if cluster.config.prepare_pausing:
             for spec in kept_weights(cluster.plan, executables, tuple(sorted(set(degrees)))):
                 by_degree[len(spec.devices)].append(spec)
-        missing = executables.compile_later(spec for mine in by_degree.values() for spec in mine)
-        self.readiness.begin(by_degree, missing)
-        if not missing and self._is_complete:
-            executables.set_complete()
+        missing = executables.compile_later(spec for specs in by_degree.values() for spec in specs)
+        absent = {spec.key for spec in missing}
+        self._wanted = {tp: frozenset(spec.key for spec in specs) for tp, specs in by_degree.items()}
+        self._missing = {tp: set(keys & absent) for tp, keys in self._wanted.items()}
+        if not missing:
+            self._finish()
         return len(missing)
 
     def take_arrived(self) -> bool:
-        """Take in programs that were compiled meanwhile. Return whether there were any."""
-        executables, warming = self._cluster.executables, self.readiness.busy
-        arrived = executables.take_arrived(self._cluster.reserve_temporaries)
-        if arrived:
-            self.readiness.arrived(arrived)
-            if warming and not self.readiness.busy and self._is_complete:
-                executables.set_complete()
-        return bool(arrived)
+        """Store programs that were compiled in the background. Return whether there were any."""
+        arrived = set(self._cluster.executables.take_arrived(self._cluster.reserve_temporaries))
+        if not arrived:
+            return False
+        was_busy = any(self._missing.values())
+        for tp, missing in self._missing.items():
+            if missing and missing <= arrived:
+                logger.info("all %d programs for TP%d are ready", len(self._wanted[tp]), tp)
+            missing -= arrived
+        if was_busy and not any(self._missing.values()):
+            self._finish()
+        return True
 
-    @property
-    def _is_complete(self) -> bool:
-        """Whether the latest warm-up is one of all degrees."""
-        return {it.degree for it in self.readiness.degrees} == set(self._cluster.sub_meshes.degrees())
+    def is_ready(self, tp: int) -> bool:
+        """Return whether instances of degree `tp` need not wait for the compiler. True if there was no warm-up."""
+        return not self._missing.get(tp)
+
+    def check(self, tp: int) -> None:
+        """Raise `ProgramsNotReadyError` if degree `tp` is not ready."""
+        if missing := len(self._missing.get(tp, ())):
+            raise ProgramsNotReadyError(
+                f"TP{tp} is not ready: {missing} of its {len(self._wanted[tp])} programs are still being compiled in "
+                "the background. Try later, or wait for the programs"
+            )
+
+    def _finish(self) -> None:
+        if self._wanted.keys() == set(self._cluster.sub_meshes.degrees()):
+            self._cluster.executables.set_complete()

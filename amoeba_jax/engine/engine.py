@@ -93,7 +93,7 @@ class Engine:
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
         if not wait_for_programs:
-            self.background_warmup.readiness.check(degree)
+            self.background_warmup.check(degree)
         if self.scheduler_hook is None:
             self.admission.check_waiting(options)
         return self.transformations.request(options)

@@ -1,4 +1,4 @@
-"""Pictures of an engine at the moment of asking. Called in the dispatcher thread."""
+"""Snapshots of an engine. All functions run in the dispatcher thread."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from sharding.owners import Owner
 
 
 def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
-    """The serving replicas."""
+    """Return the serving replicas."""
     counts = {instance: instance.page_counts() for instance in engine.instances}
     return tuple(
         InstanceStatus(
@@ -29,7 +29,7 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Who owns which bytes on each device."""
+    """Return the owner of the bytes on each device."""
     dims = engine.dims
     cluster = engine.cluster
     padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
@@ -68,7 +68,7 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def engine_stats(engine: Engine) -> EngineStats:
-    """Running totals."""
+    """Return the running totals."""
     stats = engine.stats
     return replace(
         stats,
@@ -76,10 +76,10 @@ def engine_stats(engine: Engine) -> EngineStats:
         compiled_programs=engine.cluster.executables.num_made,
         late_programs=engine.cluster.executables.num_late,
         awaited_programs=engine.cluster.executables.num_awaited,
-        degrees=engine.background_warmup.readiness.degrees,
+        degrees=engine.background_warmup.degrees,
     )
 
 
 def executable_infos(engine: Engine) -> tuple[ExecutableInfo, ...]:
-    """All programs that are compiled."""
+    """Return all compiled programs."""
     return tuple(executable.info for executable in engine.cluster.executables)

@@ -1,21 +1,22 @@
-"""What decides where waiting sequences go in place of the engine itself, such as a scheduler."""
+"""Interface of a scheduler that decides where waiting sequences run."""
 
 from typing import Protocol
 
 
 class SchedulerHook(Protocol):
-    """Decides about the `waiting` sequences of the engine that it was made for.
+    """Scheduler of the `waiting` sequences of one engine.
 
     Attributes:
-        interval_s: seconds after which `schedule` is called again though nothing has happened.
+        interval_s: longest time between two calls of `schedule`, in seconds.
     """
 
     interval_s: float
 
     def schedule(self) -> None:
-        """Start, preempt and reject sequences, and change instances, by `Engine.admission`, `Engine.reject`
-        and `Engine.transform`. Called in the dispatcher thread, between steps; must not wait for a device.
+        """Start, preempt and reject sequences, and change instances.
 
-        Whatever it leaves in `Engine.waiting` waits. `Engine.num_changes` tells whether anything has happened that
-        bears on it."""
+        Uses `Engine.admission`, `Engine.reject` and `Engine.transform`. Sequences that stay in `Engine.waiting` wait.
+        `Engine.num_changes` changes whenever the decision may be different. Runs in the dispatcher thread between
+        steps, and must not wait for a device.
+        """
         ...

@@ -1,8 +1,6 @@
-"""Compiling all that serving can need, and running each program once: the first call of a program does more."""
+"""Warm-up: compile every program that serving can need and run it once, because the first call is slower."""
 
-import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -22,28 +20,11 @@ from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
 
 ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
-"""Kinds of programs that run on an instance's first device alone."""
-
-
-@dataclass(frozen=True)
-class Warmup:
-    """What a warm-up did.
-
-    Attributes:
-        made: programs that were not there before.
-        cached: how many of these came from the compile cache.
-        compile_s: seconds until all were there, and those of the present layout had run once.
-        run_s: seconds in which those of other layouts than the present one were run once, changes of layout included.
-    """
-
-    made: int
-    cached: int
-    compile_s: float
-    run_s: float
+"""Kinds of programs that run only on the first device of an instance."""
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
-    """How many programs `warm_up` of these degrees goes through."""
+    """Return the number of programs in a warm-up of these degrees."""
     return len(_wanted(engine, degrees))
 
 
@@ -55,19 +36,23 @@ def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
 
 
 def _kept(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
-    """Programs of instances that keep all weights, if they are wanted."""
+    """Return the programs of instances that keep all weights, if pausing is prepared."""
     if not engine.config.prepare_pausing:
         return []
     return kept_weights(engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees))))
 
 
-def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> Warmup:
-    """Compile what is missing and run it once, in the dispatcher thread. Instances stay as they are.
+def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
+    """Compile missing programs and run each once. Return the number of programs that were missing.
 
-    `on_program` is called when a program is there, and again when it has run. Where these are all degrees, the
-    registry is `complete` afterwards. Raises `RequestError` while requests are waiting or running,
-    `MemoryBudgetError` if the programs' temporaries do not fit the device's budget, `EngineClosedError` where the
-    engine is to be closed meanwhile.
+    The instances are the same afterwards. A warm-up of all degrees makes the registry `complete`. Raises `RequestError`
+    if requests are waiting or running, `MemoryBudgetError` if the temporaries of the programs exceed the budget, and
+    `EngineClosedError` if the engine is closed during the warm-up. Runs in the dispatcher thread.
+
+    Args:
+        engine: engine without requests.
+        degrees: degrees of the instances.
+        on_program: function called when a program is compiled, and again when it has run.
     """
 
     def passed() -> None:
@@ -78,23 +63,20 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     executables = engine.cluster.executables
     engine.check_idle("programs cannot be warmed up")
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
-    start, before, known = time.perf_counter(), executables.num_made, {e.spec.key for e in executables}
+    before = executables.num_made
     specs = _wanted(engine, degrees)
     waiting: dict[Hashable, ProgramSpec] = {spec.key: spec for spec in specs}
     kept: dict[Hashable, ProgramSpec] = {spec.key: waiting.pop(spec.key) for spec in _kept(engine, degrees)}
-    cached = 0
     _clear_caches(engine)
     for executable in executables.prepare(specs):
         engine.cluster.reserve_temporaries(executable)
-        cached += executable.info.cached and executable.spec.key not in known
         passed()
-        # What the present instances can run need not wait for the other programs.
+        # Programs of the present instances run at once, while others are compiled.
         if executable.spec.key not in kept and _run_here(engine, executable.spec):
             waiting.pop(executable.spec.key, None)
             passed()
-    compiled = time.perf_counter()
     try:
-        # The present layout first: it need not be made.
+        # The present layout comes first, because it needs no transformation.
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
             engine.set_layout(tp)
             _run_all(engine, waiting, passed)
@@ -110,11 +92,11 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             engine.end_transformations()
     if set(degrees) == set(engine.cluster.sub_meshes.degrees()):
         executables.set_complete()
-    return Warmup(executables.num_made - before, cached, compiled - start, time.perf_counter() - compiled)
+    return executables.num_made - before
 
 
 def _clear_caches(engine: Engine) -> None:
-    """Drop cached pages: a restored weight may be written over them."""
+    """Drop cached pages, because restored weights may overwrite them."""
     for instance in engine.instances:
         instance.lane.cache.clear()
 
@@ -125,7 +107,7 @@ def _run_all(
     on_program: Callable[[], None],
     released: int | None = None,
 ) -> None:
-    """Run what the present instances can, and take it off the list. See `_run_here`."""
+    """Run the programs that the present instances can run, and remove them from `waiting`."""
     _clear_caches(engine)
     for spec in list(waiting.values()):
         if _run_here(engine, spec, released):
@@ -134,8 +116,10 @@ def _run_all(
 
 
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program if a present instance has the buffers for it, with weights released for a degree, by default its
-    own."""
+    """Run a program if a present instance has the buffers for it. Return whether it ran.
+
+    The instance must have its weights released for degree `released`, by default its own degree.
+    """
     for instance in engine.instances:
         if instance.id == spec.devices[0] and instance.released == (released or instance.tp):
             if spec.kind not in ON_FIRST and len(spec.devices) != instance.tp:
@@ -146,9 +130,9 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
 
 
 def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
-    """Run a program with arguments that change nothing that is of use, and wait for it.
+    """Run a program with arguments that change no data in use, and wait for the results.
 
-    For an instance without sequences, of the program's own degree unless that runs on the first device alone.
+    The instance must have no sequences. It must have the degree of the program, except for kinds in `ON_FIRST`.
     """
     program = engine.cluster.executables.get(spec)
     site = instance.site
@@ -177,9 +161,9 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
 
 
 def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """A step of padding alone."""
-    assert isinstance(spec.key, StepKey), "layers have such a key"
-    assert spec.plan is not None, "they are a segment"
+    """Run a step that consists of padding."""
+    assert isinstance(spec.key, StepKey), "layers have a step key"
+    assert spec.plan is not None, "layers are a segment"
     site, hidden, tokens = instance.site, instance.runner.hidden, instance.runner.last_tokens
     packed = jax.device_put(StepBatch(spec.key.batch, instance.tp).packed, instance.group.sharded)
     exchanges: dict[SegmentPlan, ExchangePart] = {}
@@ -194,7 +178,7 @@ def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compi
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """A program of the sampler: rows that record nothing, or a slot that no one has."""
+    """Run a program of the sampler with rows that store nothing, or with an unused slot."""
     state = instance.sampler.state
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
@@ -209,18 +193,18 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
 
 
 def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Shards of weights go where pages are, none of which is in use."""
+    """Write weights over unused pages."""
     weights, group, kv = engine.cluster.weights, instance.group, instance.site.kv[0]
     places = [source_place(one, weights.dims.max_tp, group) for one in spec.restored]
     sources = [weights.assembled(group, one.spec, place) for one, place in zip(spec.restored, places, strict=True)]
     released = weights.released(0, instance.released)
-    indices = [1 + released.index(one) for one in spec.restored]  # the first extent is never weights
+    indices = [1 + released.index(one) for one in spec.restored]  # the first extent never holds weights
     for index, extent in zip(indices, program(sources, [kv[index] for index in indices]), strict=True):
         kv[index] = extent
     return kv
 
 
 def _filled(program: jax.stages.Compiled, index: int, value: int = 0) -> jax.Array:
-    """An argument of a program, the same value throughout."""
+    """Return an argument of a program, filled with one value."""
     info, sharding = program.args_info[0][index], program.input_shardings[0][index]
     return jax.device_put(np.full(info.shape, value, info.dtype), sharding)

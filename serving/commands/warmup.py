@@ -1,4 +1,4 @@
-"""`amoeba warmup`: compiles all programs of a server ahead of its start, from sizes alone."""
+"""`amoeba warmup`: compile all programs of a server before it starts. Loads no weights."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ from amoeba_jax.weights.layout import WeightLayout
 from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests
 
 EXIT_WOULD_COMPILE = 1
-# Compiled programs are in reference cycles, and take memory mappings until they are collected.
+# Compiled programs are in reference cycles and occupy memory mappings until they are collected.
 _COLLECT_EVERY = 32
 
 
@@ -46,22 +46,24 @@ def run_warmup(
     check: bool,
     as_json: bool,
 ) -> int:
-    """Fill the compile cache, or say what would be in it (`dry_run`), or whether anything is missing (`check`).
+    """Fill the compile cache. Return the exit code.
+
+    Raises `ConfigError`, and `MemoryBudgetError` if the model does not fit, except in a dry run.
 
     Args:
-        config: of the server that is to start.
-        degrees: of its instances; None: all.
-        platform: that the server runs on; None: this machine's.
-
-    Returns the exit code. Raises `ConfigError`, and, but for `dry_run`, `MemoryBudgetError` where it does not fit.
+        config: settings of the server.
+        degrees: degrees of its instances; all degrees if None.
+        platform: platform of the server; this machine's platform if None.
+        dry_run: whether to print programs and memory only, without compiling.
+        check: whether to only look for missing programs. Exit code 1 if a program is missing.
+        as_json: whether to print JSON instead of tables.
     """
     devices = serving_devices(config.num_devices)
     here = devices[0].platform
     if platform is not None and platform != here and not dry_run:
         raise ConfigError(
-            f"platform={platform!r}: a compile cache for it cannot be made on this machine, whose devices are "
-            f"{here}: XLA compiles for the devices that are there. Run amoeba warmup on a machine like the server's, "
-            "or use --dry-run"
+            f"platform={platform!r}: a compile cache for it cannot be made on this machine, which has {here} devices. "
+            "XLA compiles only for present devices. Run amoeba warmup on a machine like the server's, or use --dry-run"
         )
     plan, short_bytes = _plan(config, devices, platform or here, dry_run)
     wanted = degrees or list(plan.sub_meshes.degrees())
@@ -76,7 +78,7 @@ def run_warmup(
         return 0
     directory = enable_compile_cache(config.compile_cache, config.compile_cache_size)
     if directory is None:
-        raise ConfigError("compile_cache='' keeps no programs: name a directory to warm up")
+        raise ConfigError("compile_cache='' keeps no programs. Set a directory")
     infos: list[ExecutableInfo] = []
     missing = None
     with reading_only() if check else nullcontext(), _bar(len(requests), check, not as_json) as advance:
@@ -96,12 +98,12 @@ def run_warmup(
 def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
-    """What the engine would be, and by how many bytes its devices are too small: more than 0 in a dry run alone."""
+    """Return the plan of the engine, and the bytes that are missing on each device: 0 except in a dry run."""
     dims = _dims(config, platform, quiet=dry_run)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))
     weights = WeightLayout(dims)
     if dry_run and platform != devices[0].platform and config.device_memory is None:
-        raise ConfigError(f"device_memory must be given for {platform} devices, which are not here")
+        raise ConfigError(f"device_memory must be given for {platform} devices: this machine has none")
     try:
         return EnginePlan(config, dims, devices, weights), 0
     except DeviceTooSmallError as error:
@@ -113,13 +115,13 @@ def _plan(
 
 
 def _dims(config: EngineConfig, platform: str, *, quiet: bool) -> ModelDims:
-    """The model's sizes, from its config alone where it is a directory."""
+    """Return the model's sizes. Of a safetensors directory, only config.json is read."""
     kind = resolve_model(config.model, revision=config.revision).kind
     source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
     source.close()
     model = ModelConfig.from_hf(source.hf_config)
     with warnings.catch_warnings():
-        if quiet:  # in a dry run nothing is slow, whatever its type
+        if quiet:  # warnings about slow dtypes do not matter in a dry run
             warnings.simplefilter("ignore")
         dtype = resolve_dtype(config.dtype, model.dtype, platform)
     return ModelDims(model, config.max_tp, config.page_size, dtype, config.transform_attention)
@@ -155,7 +157,7 @@ def _print_result(directory: Path, infos: list[ExecutableInfo], total: int, miss
     print_layouts(infos)
     console = Console(highlight=False, soft_wrap=True)
     if missing:
-        console.print(f"{missing} is not in the compile cache {directory}: it would be compiled. Not looked further.")
+        console.print(f"Missing in the compile cache {directory}: {missing}. The check stopped here.")
     else:
         console.print(f"All {total} programs are in the compile cache {directory}.")
 

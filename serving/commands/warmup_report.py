@@ -1,4 +1,4 @@
-"""What `amoeba warmup` prints: tables of programs, and of a device's memory."""
+"""Tables of `amoeba warmup`: programs, and memory of a device."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Totals of each layout's programs; those that run on one device are TP1's, whichever layout uses them."""
+    """Return the totals of each degree's programs. Programs on one device count as TP1, also if TP4 uses them."""
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
         mine = [info for info in infos if info.tensor_parallel_size == tp]
@@ -35,8 +35,8 @@ def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
 
 
 def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
-    """A row for each layout."""
-    table = Table("layout", "programs", "hits", "misses", "seconds", "code", "most temporaries")
+    """Print the totals of each degree."""
+    table = Table("layout", "programs", "hits", "misses", "seconds", "code", "largest temporaries")
     for row in layouts(infos):
         table.add_row(
             f"TP{row['tensor_parallel_size']}",
@@ -47,19 +47,19 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    console.print("Seconds are those of all threads together, tracing included.")
+    console.print("Seconds are the sum over all threads and include tracing.")
 
 
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
-    """How a device's memory is divided, and what instances hold."""
+    """Print the division of a device's memory and the capacity of instances."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
     kv_bytes = memory.num_pages * memory.page_bytes * plan.dims.config.num_layers
-    table = Table("of each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")
+    table = Table("each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")
     for name, size in (
         ("budget", memory.budget_bytes - short_bytes),
         ("weights", memory.weight_bytes),
         ("KV cache", kv_bytes),
-        ("temporaries of steps, at most", memory.activation_bytes),
+        ("temporaries of steps (estimate)", memory.activation_bytes),
         ("sampling", memory.sampling_bytes),
         ("staging", memory.staging_bytes),
     ):
@@ -68,8 +68,8 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
     if short_bytes:
         needed = format_bytes(memory.budget_bytes)
         console.print(
-            f"It does not fit: {format_bytes(short_bytes)} a device are missing. Every device holds all weights, so "
-            f"that its layout can change; {needed} would be enough for one KV page, with which all below is reckoned."
+            f"It does not fit: {format_bytes(short_bytes)} are missing on each device, because every device holds all "
+            f"weights. {needed} would leave room for one KV page; the figures below assume it."
         )
     for tp in plan.sub_meshes.degrees():
         num_instances = len(plan.sub_meshes.groups(tp))
@@ -78,8 +78,8 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
 
 
 def print_requests(requests: Sequence[ProgramSpec]) -> None:
-    """How many programs of each kind a layout has, and the bytes that each updates in place."""
-    table = Table("layout", "kind", "programs", "in place on each device")
+    """Print the number of programs of each kind, and the bytes that each updates in place."""
+    table = Table("layout", "kind", "programs", "updated in place, each device")
 
     def group(request: ProgramSpec) -> tuple[int, str]:
         return len(request.devices), request.kind
@@ -91,4 +91,4 @@ def print_requests(requests: Sequence[ProgramSpec]) -> None:
         table.add_row(f"TP{tp}", kind, str(len(sizes)), text if high else "-")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{len(requests)} programs in all.")
+    console.print(f"{len(requests)} programs in all")

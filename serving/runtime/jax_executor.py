@@ -91,8 +91,7 @@ class JaxExecutor:
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
         degrees = tuple(
-            replace(limits, ready=engine.background_warmup.readiness.is_ready(limits.degree))
-            for limits in self._degrees
+            replace(limits, ready=engine.background_warmup.is_ready(limits.degree)) for limits in self._degrees
         )
         groups = {limits.degree: engine.cluster.sub_meshes.groups(limits.degree) for limits in degrees}
         refused = frozenset((g.device_indices, d.degree) for d in degrees if not d.ready for g in groups[d.degree])
