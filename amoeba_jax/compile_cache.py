@@ -1,8 +1,8 @@
-"""The directory in which compiled programs are kept for other processes, through JAX's compilation cache.
+"""Directory of compiled programs, shared by processes through JAX's persistent compilation cache.
 
-JAX locks the directory while it reads or writes, and removes what was not used for longest where it grows too large.
-What it does not do happens here, when the cache is opened: a file that was cut short (a full disk, a crash) is removed,
-since JAX would neither use nor replace it; a file without a time of use gets one, since JAX would write nothing more.
+JAX locks the directory for reads and writes, and removes the least recently used files if the directory exceeds its
+size limit. This module repairs the directory when it is opened. It removes truncated files (full disk, crash), which
+JAX would neither use nor replace. It also adds missing time stamps, without which JAX would stop writing.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sharding.ledger import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-# JAX's own names.
+# Names of files that JAX uses.
 _ENTRY, _USED, _LOCK = "-cache", "-atime", ".lockfile"
 _CHECKED = ".amoeba-checked.json"
 _LOCK_TIMEOUT_S = 10
@@ -34,13 +34,15 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
-    """Point JAX's persistent compilation cache at a private directory, unless the user has set one: that is JAX's, and
-    this project has programs there only if it `may_hold_programs`.
+    """Set the directory of JAX's persistent compilation cache for the whole process. Return it, or None.
 
-    A directory that cannot be written is read alone, with a warning. The whole process uses the last one that was
-    asked for. Returns the directory, or None where there is none.
+    If `directory` is None and the user has set JAX's own directory, that one is used unchanged. If the directory is not
+    writable, programs are only read, with a warning. Raises `ConfigError` if other users can write to the directory,
+    because loading a program runs its code.
 
-    Raises `ConfigError` for a directory that others can write to: loading a program runs its code.
+    Args:
+        directory: directory to use; "" for none; None for JAX's own or the default below the cache root.
+        max_size: size limit, as bytes or text such as "8GiB".
     """
     try:
         size = parse_bytes(max_size)
@@ -62,23 +64,23 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
     if writable:
         tidy(path)
     else:
-        logger.warning("the compile cache %s cannot be written: programs that it lacks are compiled every time", path)
-    # With a size JAX takes a lock to read too, for which it must be able to write.
+        logger.warning("the compile cache %s cannot be written. Missing programs are compiled in every process", path)
+    # With a size limit, JAX locks the directory for reads too, which needs write permission.
     place = {"jax_compilation_cache_dir": str(path), "jax_compilation_cache_max_size": size if writable else -1}
     if any(jax.config.values[name] != value for name, value in place.items()):
         for name, value in place.items():
             jax.config.update(name, value)
-        reset_cache()  # JAX would keep to the first directory that it used
+        reset_cache()  # otherwise JAX keeps its first directory
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if writable else _NEVER_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's own caches lie in the directory, whose path would then be part of every key: none could be moved elsewhere.
+    # XLA's own caches would put the path into every key, so that the directory could not be moved.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return path
 
 
 @contextlib.contextmanager
 def reading_only() -> Iterator[None]:
-    """Keep nothing that is compiled in here."""
+    """Write no programs to the cache inside this context."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, _NEVER_S)
@@ -94,23 +96,25 @@ def _check_owner(path: Path) -> None:
 
 
 def _problem(status: os.stat_result) -> str | None:
-    """Who else could have written to a directory, and what to do about it."""
+    """Return why a directory is unsafe and how to fix it; None if it is safe."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "is writable by other users: chmod 700 it or choose another"
+        return "is writable by other users: chmod 700 it or choose another directory"
     if status.st_uid not in (os.getuid(), 0):
         return "belongs to another user: choose a directory of your own"
     return None
 
 
 def may_hold_programs(directory: str) -> bool:
-    """Whether programs may be loaded from a directory, which runs their code: not where others can write to it, which
-    is logged."""
+    """Return whether programs may be loaded from a directory, which runs their code.
+
+    If other users can write to the directory, log a warning and return False.
+    """
     if "://" in directory:
-        return True  # JAX takes buckets too: who may write there is for their owner to say
+        return True  # a storage bucket, whose owner controls access
     try:
         status = os.stat(directory)
     except OSError:
-        return False  # there is none yet
+        return False  # the directory does not exist yet
     if (problem := _problem(status)) is None:
         return True
     _say_once(directory, stat.S_IMODE(status.st_mode), problem)
@@ -120,8 +124,8 @@ def may_hold_programs(directory: str) -> bool:
 @functools.cache
 def _say_once(directory: str, mode: int, problem: str) -> None:
     logger.warning(
-        "JAX's compile cache %s (mode %o) %s. Loading a program runs its code: until then programs of this project are "
-        "neither loaded from there nor kept there",
+        "JAX's compile cache %s (mode %o) %s. Loading a program runs its code, so until then this project neither "
+        "loads programs from it nor writes programs to it",
         directory,
         mode,
         problem,
@@ -129,17 +133,18 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 
 
 def tidy(path: Path) -> list[str]:
-    """Remove files that JAX could not read and mend what would keep it from writing. Returns what was removed.
+    """Remove truncated files and add missing time stamps. Return the names of removed files.
 
-    Each file is read once; then it is known by its size and time. Skipped while another process is at it.
+    Files that were read before and have the same size and time are skipped. If another process holds the lock, nothing
+    is done.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
             return _tidy(path)
     except Timeout:
-        logger.warning("the compile cache %s is in use by another process, and was not looked through", path)
+        logger.warning("the compile cache %s is in use by another process and was not checked", path)
     except OSError as error:
-        logger.warning("the compile cache %s could not be looked through: %s", path, error)
+        logger.warning("the compile cache %s could not be checked: %s", path, error)
     return []
 
 
@@ -156,7 +161,9 @@ def _tidy(path: Path) -> list[str]:
             if not used.exists() or used.stat().st_size != 8:
                 used.write_bytes(status.st_mtime_ns.to_bytes(8, "little"))
             continue
-        logger.warning("%s in the compile cache is damaged: it is removed, and its program compiled again", entry.name)
+        logger.warning(
+            "%s in the compile cache is damaged. It is removed, and its program is compiled again", entry.name
+        )
         removed.append(entry.name)
         entry.unlink()
         used.unlink(missing_ok=True)
@@ -164,13 +171,13 @@ def _tidy(path: Path) -> list[str]:
         if used.name.removesuffix(_USED) + _ENTRY not in found:
             used.unlink()
     if found != checked:
-        with contextlib.suppress(OSError):  # a full disk: the files are read again next time
+        with contextlib.suppress(OSError):  # if the disk is full, the next process reads the files again
             (path / _CHECKED).write_text(json.dumps(found))
     return removed
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Size and time of the files that were found whole."""
+    """Return size and time of the files that were complete at the last check."""
     try:
         checked = json.loads((path / _CHECKED).read_text())
     except (OSError, ValueError):
@@ -179,13 +186,13 @@ def _read_checked(path: Path) -> dict[str, list[int]]:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether a file can be decompressed: JAX uses zlib, or Zstandard where there is a module for it."""
+    """Return whether a file can be decompressed. JAX uses Zstandard if its module is installed, else zlib."""
     data = entry.read_bytes()
     if data.startswith(_ZSTD_MAGIC):
         try:
             import zstandard  # pyright: ignore[reportMissingImports]
         except ImportError:
-            return True  # written by a process that has it; to this one it is no entry of its own
+            return True  # this process cannot read it, and JAX ignores it here
         try:
             zstandard.ZstdDecompressor().decompress(data)
         except zstandard.ZstdError:
@@ -200,5 +207,5 @@ def _is_whole(entry: Path) -> bool:
 
 
 def cache_bytes(path: Path) -> int:
-    """Bytes of all programs that are kept."""
+    """Return the bytes of all programs in the directory."""
     return sum(entry.stat().st_size for entry in path.glob(f"*{_ENTRY}"))

@@ -1,10 +1,10 @@
-"""Memory of the host that the process has freed, and the C library keeps."""
+"""Freed memory that the C library keeps."""
 
 import ctypes
 
 
 def trim_host_memory() -> None:
-    """Give freed memory of the process back to the system, where its C library can (glibc)."""
+    """Return freed memory of the process to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -88,7 +88,7 @@ def test_damaged_files_are_compiled_again(filled: Path, directory: Path):
     first.write_bytes(first.read_bytes()[:-40])
     second.write_bytes(b"")
     found = result(start(directory))
-    assert "is damaged: it is removed" in found["log"]
+    assert "is damaged. It is removed" in found["log"]
     assert found["warnings"] == []
     assert len(entries(directory)) == count
     assert result(start(directory))["hits"] >= 3

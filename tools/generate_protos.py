@@ -38,7 +38,7 @@ def generate(proto: str, directory: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Write all modules where they belong, or compare them with what is there."""
+    """Write all modules, or compare them with the present files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
     check = parser.parse_args().check

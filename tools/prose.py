@@ -160,7 +160,7 @@ def _python(source: str) -> Iterator[Passage]:
 
 
 def _comments(source: str) -> Iterator[Passage]:
-    """Yield comments. Join those of successive lines, because a sentence may go over several lines."""
+    """Yield comments. Comments on successive lines are one passage, because a sentence may span lines."""
     lines: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -229,9 +229,9 @@ def source_files(paths: Iterable[str] = SOURCES) -> Iterator[Path]:
 
 
 def package_of(path: Path) -> str:
-    """Return the package of a file: `serving/bench`, or the top folder for files that lie directly in it."""
+    """Return the package of a file, such as `serving/bench` or `amoeba_jax`. Each document is its own package."""
     parts = path.resolve().relative_to(ROOT).parts
-    return "/".join(parts[: min(2, max(1, len(parts) - 1))])
+    return "/".join(parts if path.suffix == ".md" else parts[: min(2, len(parts) - 1)])
 
 
 def by_package(paths: Iterable[str] = SOURCES) -> dict[str, Report]:
