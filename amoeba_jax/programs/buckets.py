@@ -36,9 +36,6 @@ class Buckets:
       the budget. T is the budget, a quarter, a sixteenth, and so on. Decodes or padding fill the other rows.
 
     Args:
-        max_num_seqs: most sequences in a step.
-        max_num_batched_tokens: most prompt tokens in a step.
-        table_width: pages of a sequence in the block tables.
         few_rows: rows of small steps with a prompt. All degrees must use the same number, so that such a step keeps
             its shape while layers change their degree.
     """

@@ -14,14 +14,8 @@ from sharding.mesh import TP_AXIS, SubMesh
 def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a program `(extents, ids) -> extents` that copies one page of one layer on every rank.
 
-    A program of all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at each degree.
-
-    Args:
-        dims: sizes of the model.
-        group: devices of the instance.
-        extent_pages: pages of each extent of a layer.
-
-    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` are `[tp, 2]`: source and target page of each rank.
+    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` are `[tp, 2]`: source and target page of each rank. A
+    program of all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at each degree.
     """
     starts = tuple(itertools.accumulate((pages * group.tp for pages in extent_pages), initial=0))
 

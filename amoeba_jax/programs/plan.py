@@ -112,16 +112,7 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         exchange: PageExchange | None = None,
     ) -> ProgramSpec:
-        """Return the spec for the layers of a segment.
-
-        Args:
-            specs: factory of specs.
-            group: devices of the instance.
-            segment: layers.
-            shape: shape of the step.
-            extent_pages: pages of each extent of a layer, on each rank.
-            exchange: exchange of pages of other layers in the same program, or None.
-        """
+        """Return the spec for the layers of a segment, with an exchange of other layers' pages if one is given."""
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange)
         return specs.step(key, segment, group)

@@ -168,14 +168,9 @@ class ProgramSpecs:
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of `(hidden, rows) -> hidden`, which deals the columns of a step to the members of a group.
 
-        Before, all ranks hold the same columns. Afterwards, the buffers of each member begin with the member's own
-        `rows` columns. `hidden`, `[tp * D, hidden_tokens]`, is donated; `rows` is a scalar on all ranks.
-
-        Args:
-            group: devices of the larger instance.
-            lower: ranks of each member.
-            most_rows: most columns of a member. The program moves this many; columns after the first `rows` are unused.
-            hidden_tokens: columns of a buffer.
+        Before, all ranks hold the same columns. Afterwards, the buffers of each member, `lower` ranks, begin with the
+        member's own `rows` columns. `hidden`, `[tp * D, hidden_tokens]`, is donated; `rows` is a scalar on all ranks.
+        The program moves `most_rows` columns, of which those after the first `rows` are unused.
         """
 
         def split(hidden: jax.Array, rows: jax.Array) -> jax.Array:

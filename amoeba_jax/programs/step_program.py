@@ -76,14 +76,11 @@ class StepKey:
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Key of the program for the head. All steps with the same number of rows share it.
+    """Key of the program for the head. All steps with the same number of rows share it. See also `StepKey`.
 
     Attributes:
-        devices: indices of the group's devices in the pool.
         num_rows: sequences of the step. The head computes the logits of their last tokens.
         num_tokens: tokens of the step if the head computes the logits of all tokens; else 0.
-        num_slots: sequences whose last tokens the device remembers.
-        hidden_tokens: tokens that fit in the buffer of hidden states.
     """
 
     devices: tuple[int, ...]
