@@ -71,7 +71,7 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Return how many programs surely fit, at most as many as there are: the first few say little about others."""
+        """Return how many programs can be added before the next count: at most as many as the store holds."""
         return min(int(room * len(self._programs) / (_LARGEST_TO_AVERAGE * max(used, 1))), len(self._programs))
 
     def _evict(self, used: int, max_mappings: int) -> None:
@@ -105,7 +105,7 @@ def _num_mappings() -> int:
 
 
 def _max_mappings() -> int | None:
-    """Return the limit of Linux; None on other systems."""
+    """Return the limit on mappings of Linux; None on other systems."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):

@@ -41,10 +41,10 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the extra programs of instances that keep all weights of the lowest degree, as while requests are paused.
+    """Return the extra programs of instances above the lowest degree that release no more weights than that degree.
 
-    Includes transitions between these instances and instances of the lowest degree. Excludes programs of
-    `enumerate_programs`.
+    Instances keep weights so while requests are paused. Includes transitions to and from the lowest degree. Excludes
+    programs of `enumerate_programs`.
     """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()
