@@ -132,7 +132,7 @@ class Executables:
         return keys
 
     def _take_in(
-        self, arrived: list[Arrival[ProgramSpec, Executable]], check: Callable[[Executable], None] = lambda _: None
+        self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
         """Store programs and errors. Return the specs."""
         for spec, executable, error in arrived:
