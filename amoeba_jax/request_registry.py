@@ -19,6 +19,7 @@ from amoeba_jax.sampling.rows import bad_word_ids, sample_seed, sampling_row
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.valid_text import check_unicode
 
 
 class RequestRegistry:
@@ -80,6 +81,8 @@ class RequestRegistry:
         """
         arrival = time.monotonic() if arrival is None else arrival
         params = params or SamplingParams()
+        for name, given in (("request_id", request_id), ("cache_salt", cache_salt)):
+            check_unicode(given or "", name)
         text = prompt if isinstance(prompt, str) else None
         token_ids = prompt if text is None else self.need_tokenizer("a text prompt").encode(text)
         tokens = check_tokens(token_ids, self._vocab_size)

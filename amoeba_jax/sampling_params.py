@@ -9,6 +9,7 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
+from amoeba_jax.valid_text import check_unicode
 
 MAX_LOGPROBS = 20
 """Most top logprobs that a request can have for a token."""
@@ -187,7 +188,7 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
         raise RequestError(f"{name} must be a sequence of strings, got {shorten(values)}")
     if not all(text.strip() if name == "bad_words" else text for text in strings):
         raise RequestError(f"{name} must not have an empty string, got {shorten(values)}")
-    return strings
+    return tuple(check_unicode(text, f"{name}[{index}]") for index, text in enumerate(strings))
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:

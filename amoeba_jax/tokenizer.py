@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from amoeba_jax.errors import CheckpointError, RequestError
 from amoeba_jax.json_object import read_json_object
 from amoeba_jax.shorten import shorten
+from amoeba_jax.valid_text import check_unicode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -112,13 +113,14 @@ class Tokenizer:
         """
         for text in texts:  # the library would take two strings for a pair of texts
             if not isinstance(text, str):
-                raise RequestError(f"the text must be a string of valid Unicode, got {shorten(text)}")
+                raise RequestError(f"the text must be a string, got {shorten(text)}")
         try:
             # Unlike `encode`, the batch calls release the interpreter lock. The fast one computes no offsets.
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
-            bad = next((text for text in texts if not _is_unicode(text)), texts)
-            raise RequestError(f"the text must be a string of valid Unicode, got {shorten(bad)}") from error
+            for text in texts:
+                check_unicode(text, "the text")
+            raise RequestError(f"the text cannot be tokenized: {shorten(str(error))}") from error
         return [encoding.ids for encoding in encodings]
 
     @cached_property
@@ -191,16 +193,20 @@ class Tokenizer:
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
                     raise RequestError(f"messages[{index}] needs a string {key!r}, not {shorten(message.get(key))}")
+                check_unicode(message[key], f"messages[{index}].{key}")
         try:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: it may divide by zero or recurse without end
             # A template may put the messages themselves into its error.
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = shorten(str(error), 300)
-            raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
+            raise RequestError(f"the model's chat template refuses these messages: {kind}{reason}") from error
         # The template writes BOS itself where the model wants it.
         return self.encode(str(text), add_special_tokens=False)
 
@@ -299,14 +305,6 @@ class DetokenizeStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _decomposed_length(text: str) -> int:

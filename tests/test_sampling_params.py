@@ -46,7 +46,7 @@ RANGES = {
     "ignore_eos": ([False, True], [0, 1, None, "yes"]),
     "skip_special_tokens": ([False, True], [0, 1, None, "yes"]),
     "stop": (["a", ["a", " "], ("a",), (), None], ["", ["a", ""], [1], [None], 1, b"a", {"a": 1}]),
-    "bad_words": ([["a", " b"], (), None], ["a", [""], ["a", " "], [1], [None], 1, {"a": 1}]),
+    "bad_words": ([["a", " b"], (), None], ["a", [""], ["a", " "], ["a\ud800"], [1], [None], 1, {"a": 1}]),
     "stop_token_ids": ([(), None, [0, 5], {7}, range(3)], [[-1], ["1"], [1.0], [True], [None], 5, "12"]),
     "allowed_token_ids": ([None, [0], (3, 1), range(3)], [[], (), [-1], ["1"], [1.0], [True], 5, "12"]),
     "logit_bias": (

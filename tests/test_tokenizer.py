@@ -82,7 +82,7 @@ def test_model_without_template_takes_no_chat(loaded):
         ),
         ([{"content": "a"}], r"messages\[0\] needs a string 'role', not None"),
         ([{"role": "user", "content": ["a"]}], r"needs a string 'content', not \['a'\]"),
-        ([{"role": "user", "content": "a\ud800"}], "valid Unicode"),
+        ([{"role": "user", "content": "a\ud800"}], r"messages\[0\].content must be valid Unicode: character 1"),
     ],
 )
 def test_malformed_messages_are_named(messages, message, loaded):
@@ -98,6 +98,30 @@ def copy_with(source: Path, target: Path, **files: dict) -> Path:
     return target
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError: 'integer division"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{{ 2.0 ** 5000 }}", "OverflowError"),
+        ("{{ messages[7].content.strip() }}", "refuses these messages: "),
+        ("{{ {}['a'] + 1 }}", "refuses these messages: "),
+        ("{{ '%d' % 'x' }}", "TypeError"),
+        ("{{ 'x'.encode('no such codec') }}", "LookupError"),
+        ("{{ '\\ud800' }}", "valid Unicode"),
+        ("{% for %}", "refuses these messages: "),
+    ],
+)
+def test_every_failure_of_a_template_is_the_requests_fault(template, reason, directories, tmp_path):
+    directory = copy_with(directories["stories260K"], tmp_path, tokenizer_config={"chat_template": template})
+    with pytest.raises(RequestError, match=reason) as caught:
+        Tokenizer.from_directory(directory).apply_chat_template(CHAT)
+    assert len(str(caught.value)) < 600
+    str(caught.value).encode()
+
+
 def test_refusal_by_the_template_is_the_requests_fault(directories, tmp_path):
     template = "{{ raise_exception('Conversation roles must alternate') }}"
     directory = copy_with(directories["stories260K"], tmp_path, tokenizer_config={"chat_template": template})
@@ -105,11 +129,21 @@ def test_refusal_by_the_template_is_the_requests_fault(directories, tmp_path):
         Tokenizer.from_directory(directory).apply_chat_template(CHAT)
 
 
-@pytest.mark.parametrize("text", ["a\ud800b", ("a", "b"), ["a"], b"a", None])
-def test_texts_that_are_no_unicode_are_refused(text, loaded):
-    with pytest.raises(RequestError, match="must be a string of valid Unicode, got"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\ud800b", r"must be valid Unicode: character 1 is the unpaired surrogate U\+D800$"),
+        ("\udcff", r"character 0 is the unpaired surrogate U\+DCFF \(the byte 0xFF of a text that is not UTF-8\)"),
+        (("a", "b"), "must be a string, got"),
+        (["a"], "must be a string, got"),
+        (b"a", "must be a string, got"),
+        (None, "must be a string, got"),
+    ],
+)
+def test_texts_that_are_no_unicode_are_refused(text, message, loaded):
+    with pytest.raises(RequestError, match=message):
         loaded["stories15M"].encode(text)
-    with pytest.raises(RequestError, match="must be a string of valid Unicode, got"):
+    with pytest.raises(RequestError, match=message):
         loaded["stories15M"].encode_all(["fine", text])
 
 

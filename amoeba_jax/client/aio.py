@@ -20,6 +20,7 @@ from amoeba_jax.client.connection import (
     is_unavailable,
 )
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.valid_text import check_unicode
 
 T = TypeVar("T")
 _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -108,10 +109,7 @@ class AsyncClient:
 
     async def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
         """The token ids of a text or a conversation."""
-        if isinstance(text, str):
-            message = pb.TokenizeRequest(text=text)
-        else:
-            message = pb.TokenizeRequest(chat=requests.chat(text))
+        message = requests.tokenize_request(text)
         return list((await self._call(self._inference.Tokenize, message, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
@@ -125,8 +123,8 @@ class AsyncClient:
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request, of this or another client; whether there was one."""
-        message = pb.AbortRequest(request_id=request_id)
+        """End a request of this or another client. Return whether it was running or waiting."""
+        message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return (await self._call(self._inference.Abort, message, timeout_s)).aborted
 
     # Administration
@@ -176,7 +174,7 @@ class AsyncClient:
 
     async def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
         """Let another policy place requests from now on; returns the name of the one before."""
-        message = pb.SetPolicyRequest(policy=policy)
+        message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return (await self._call(self._admin.SetPolicy, message, timeout_s)).previous_policy
 
     async def _call(self, method: Any, message: Any, timeout_s: float | None) -> Any:

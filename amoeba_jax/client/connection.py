@@ -124,6 +124,10 @@ class Credentials:
     certificate: str | Path | None = None
     key: str | Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("a token must have printable ASCII characters only")
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes with each call."""

@@ -6,6 +6,7 @@ from dataclasses import fields
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.valid_text import check_unicode
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: `role` and `content` of each message."""
@@ -35,12 +36,18 @@ def params_message(params: SamplingParams) -> pb.SamplingParams:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
 ) -> pb.GenerateRequest:
-    """A request for a text, token ids or a conversation. Raises `RequestError` for anything else."""
+    """Return the request for a text, token ids or a conversation.
+
+    Raises:
+        RequestError: the prompt is anything else, or a text is not valid Unicode.
+    """
     message = pb.GenerateRequest(
-        request_id=request_id, params=params_message(params or _DEFAULTS), cache_salt=cache_salt
+        request_id=check_unicode(request_id, "request_id"),
+        params=params_message(params or _DEFAULTS),
+        cache_salt=check_unicode(cache_salt, "cache_salt"),
     )
     if isinstance(prompt, str):
-        message.text = prompt
+        message.text = check_unicode(prompt, "the prompt")
     elif prompt and isinstance(prompt[0], Mapping):
         message.chat.CopyFrom(chat(prompt))  # type: ignore[arg-type]
     else:
@@ -53,11 +60,20 @@ def generate_request(
 
 
 def chat(messages: Messages) -> pb.Chat:
-    """A conversation. Raises `RequestError` for a message without role or content."""
-    try:
-        return pb.Chat(messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
-    except (KeyError, TypeError) as error:
-        raise RequestError(f"each message needs a text as role and one as content: {error}") from error
+    """Return a conversation. Raise `RequestError` for a message without role or content, or with invalid Unicode."""
+    for index, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise RequestError(f"messages[{index}] needs a text as role and a text as content")
+            check_unicode(message[key], f"messages[{index}].{key}")
+    return pb.Chat(messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+
+
+def tokenize_request(text: str | Messages) -> pb.TokenizeRequest:
+    """Return the request for the tokens of a text or a conversation. Raises `RequestError` as `generate_request`."""
+    if isinstance(text, str):
+        return pb.TokenizeRequest(text=check_unicode(text, "the text"))
+    return pb.TokenizeRequest(chat=chat(text))
 
 
 def transform_request(

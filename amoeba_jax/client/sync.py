@@ -19,6 +19,7 @@ from amoeba_jax.client.connection import (
     is_unavailable,
 )
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.valid_text import check_unicode
 
 T = TypeVar("T")
 
@@ -109,10 +110,7 @@ class Client:
 
     def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
         """The token ids of a text or a conversation."""
-        if isinstance(text, str):
-            message = pb.TokenizeRequest(text=text)
-        else:
-            message = pb.TokenizeRequest(chat=requests.chat(text))
+        message = requests.tokenize_request(text)
         return list(self._call(self._inference.Tokenize, message, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
@@ -124,8 +122,9 @@ class Client:
         return results.read_model_info(self._call(self._inference.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request, of this or another client; whether there was one."""
-        return self._call(self._inference.Abort, pb.AbortRequest(request_id=request_id), timeout_s).aborted
+        """End a request of this or another client. Return whether it was running or waiting."""
+        message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
+        return self._call(self._inference.Abort, message, timeout_s).aborted
 
     # Administration
 
@@ -172,7 +171,7 @@ class Client:
 
     def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
         """Let another policy place requests from now on; returns the name of the one before."""
-        message = pb.SetPolicyRequest(policy=policy)
+        message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return self._call(self._admin.SetPolicy, message, timeout_s).previous_policy
 
     def _call(self, method: Callable[..., T], message: Any, timeout_s: float | None) -> T:

@@ -9,8 +9,10 @@ import grpc
 import typer
 
 from amoeba_jax.client import Client
-from amoeba_jax.errors import ConfigError
+from amoeba_jax.errors import ConfigError, RequestError
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.valid_text import check_unicode
+from serving.commands.terminal_input import accept_any_bytes
 from serving.errors import EXIT_FAILURE
 from serving.token_file import read_token
 
@@ -35,6 +37,8 @@ def open_client(
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
     """Ask at the prompt and stream the answers, until end of input. Ctrl-C ends an answer, or the chat."""
     interactive = sys.stdin.isatty()
+    accept_any_bytes()
+    check_unicode(system or "", "--system")
     with server_errors():
         info = client.model_info()
     first = [{"role": "system", "content": system}] if system else []
@@ -50,6 +54,7 @@ def run_chat(client: Client, params: SamplingParams, system: str | None) -> None
             continue
         messages.append({"role": "user", "content": question})
         with server_errors(fatal=not interactive):
+            check_unicode(question, "the question")
             answer = _answer(client, messages if info.has_chat_template else question, params)
             messages.append({"role": "assistant", "content": answer})
             continue
@@ -103,9 +108,13 @@ def run_transform(
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """A server's error as one line on stderr, and the end of the program unless told otherwise."""
+    """Print errors of the server and of requests on stderr. Exit if they are `fatal`."""
     try:
         yield
+    except RequestError as error:
+        if fatal:
+            raise
+        print(f"error: {error}", file=sys.stderr)
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             raise

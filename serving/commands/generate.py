@@ -9,6 +9,8 @@ import numpy as np
 from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams
 from amoeba_jax.errors import RequestError
 from amoeba_jax.tokenizer import Tokenizer
+from amoeba_jax.valid_text import check_unicode
+from serving.commands.terminal_input import accept_any_bytes
 
 
 def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, chat: bool | None) -> None:
@@ -16,7 +18,8 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
     `chat` wraps the prompt as a user's message in the model's chat template; None does so where there is one.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    accept_any_bytes()
+    text = check_unicode(sys.stdin.read() if prompt == "-" else prompt, "the prompt")
     if not text:
         raise RequestError("the prompt is empty: give --prompt some text, or pipe it in with --prompt -")
     settings = {field.name: getattr(config, field.name) for field in fields(config)}

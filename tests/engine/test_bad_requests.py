@@ -49,7 +49,6 @@ BAD_REQUESTS: dict[str, tuple[Any, SamplingParams, str]] = {
     "logit_bias": ([1], SamplingParams(logit_bias={3: 1, 512: 1}), r"logit_bias .* 512, .*\[0, 512\)"),
     "allowed_token_ids": ([1], SamplingParams(allowed_token_ids=[3, 600]), r"allowed_token_ids .* 600, .*\[0, 512\)"),
     "stop_token_ids": ([1], SamplingParams(stop_token_ids=[10**30]), rf"stop_token_ids .* {10**30}, .*\[0, 512\)"),
-    "bad_words": ([1], SamplingParams(bad_words=["a\ud800"]), "valid Unicode"),
     "only a bad word": (
         [1],
         SamplingParams(allowed_token_ids=[A], bad_words=["a"]),

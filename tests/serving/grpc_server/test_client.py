@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -174,6 +175,36 @@ def test_tries_are_counted(start: Callable[..., Live]):
         with pytest.raises(grpc.RpcError, match="loading"):
             client.tokenize("x")
         assert len(calls) == 3
+
+
+BAD = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda client: client.generate(BAD), "the prompt"),
+        (lambda client: client.generate([{"role": "user", "content": BAD}]), r"messages\[0\].content"),
+        (lambda client: client.generate([{"role": BAD, "content": "x"}]), r"messages\[0\].role"),
+        (lambda client: client.generate("x", request_id=BAD), "request_id"),
+        (lambda client: client.generate("x", cache_salt=BAD), "cache_salt"),
+        (lambda client: client.tokenize(BAD), "the text"),
+        (lambda client: client.abort(BAD), "request_id"),
+        (lambda client: client.set_policy(BAD), "policy"),
+    ],
+)
+def test_text_that_is_no_unicode_is_refused_by_the_client(call: Callable[..., Any], name: str, loop: LoopThread):
+    """Before anything is sent: nothing listens there."""
+    expected = rf"^{name} must be valid Unicode: character 1 is the unpaired surrogate U\+D800$"
+    with Client("127.0.0.1:1") as client, pytest.raises(RequestError, match=expected):
+        call(client)
+
+    async def run() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            await call(client)
+
+    with pytest.raises(RequestError, match=expected):
+        loop.run(run())
 
 
 @pytest.fixture

@@ -112,6 +112,22 @@ def test_a_watcher_that_takes_no_answer_stops_neither_readiness_nor_sigterm(serv
     peer.close()
 
 
+def test_questions_that_are_not_utf8_are_refused(live: Live):
+    run = CliRunner().invoke
+    said = run(app, ["chat", "--target", live.target], input=b"a\xff\n")
+    assert said.exit_code == 2
+    assert said.stderr == (
+        "error: the question must be valid Unicode: character 1 is the unpaired surrogate U+DCFF (the byte 0xFF of a "
+        "text that is not UTF-8)\n"
+    )
+    said = run(app, ["chat", "--target", live.target, "--system", "a\udcff"])
+    assert said.exit_code == 2
+    assert "--system must be valid Unicode" in said.stderr
+    said = run(app, ["generate", "--prompt", "-"], input=b"\xff")
+    assert said.exit_code == 2
+    assert "the prompt must be valid Unicode" in said.stderr
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
 def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
     server = serve("--host", host)

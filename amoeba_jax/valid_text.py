@@ -1,0 +1,20 @@
+"""The check that text from outside is valid Unicode."""
+
+from amoeba_jax.errors import RequestError
+
+
+def check_unicode(text: str, name: str) -> str:
+    """Return the text. Raise `RequestError` if it has an unpaired surrogate, which UTF-8 cannot express.
+
+    JSON can carry such characters. Python also puts them in place of bytes of arguments and files that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        # Python's "surrogateescape" maps the bytes 0x80 to 0xFF to these characters.
+        byte = f" (the byte 0x{code - 0xDC00:02X} of a text that is not UTF-8)" if 0xDC80 <= code <= 0xDCFF else ""
+        raise RequestError(
+            f"{name} must be valid Unicode: character {error.start} is the unpaired surrogate U+{code:04X}{byte}"
+        ) from None
+    return text
