@@ -46,7 +46,7 @@ RANGES = {
     "ignore_eos": ([False, True], [0, 1, None, "yes"]),
     "skip_special_tokens": ([False, True], [0, 1, None, "yes"]),
     "stop": (["a", ["a", " "], ("a",), (), None], ["", ["a", ""], [1], [None], 1, b"a", {"a": 1}]),
-    "bad_words": ([["a", " b"], (), None], ["a", [""], ["a", " "], ["a\ud800"], [1], [None], 1, {"a": 1}]),
+    "bad_words": ([["a", " b"], (), None], ["a", [""], ["a", " "], [1], [None], 1, {"a": 1}]),
     "stop_token_ids": ([(), None, [0, 5], {7}, range(3)], [[-1], ["1"], [1.0], [True], [None], 5, "12"]),
     "allowed_token_ids": ([None, [0], (3, 1), range(3)], [[], (), [-1], ["1"], [1.0], [True], 5, "12"]),
     "logit_bias": (
@@ -166,3 +166,9 @@ def test_stop_tokens_outside_the_vocabulary_are_named():
     SamplingParams(stop_token_ids=[0, 99]).check_vocabulary(100)
     with pytest.raises(RequestError, match=r"stop_token_ids names token id 100, outside the vocabulary \[0, 100\)"):
         SamplingParams(stop_token_ids=[0, 100]).check_vocabulary(100)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_texts_that_are_no_unicode_are_named_with_their_position(name: str):
+    with pytest.raises(RequestError, match=rf"^{name}\[1\] must be valid Unicode: character 1 is .* U\+D800$"):
+        SamplingParams(**{name: ["fine", "a\ud800"]})
