@@ -117,7 +117,7 @@ def test_hits_name_file_lines(tmp_path: Path):
     ]
     assert report.words == 12
     document = tmp_path / "page.md"
-    document.write_text("# Title\n\nPlain text\nof it.\n\n```\nmade anew\n```\n\n| of late |\n| --- |\n")
+    document.write_text("# What it is\n\nPlain text\nof it.\n\n```\nmade anew\n```\n\n| of late |\n| --- |\n")
     assert [(hit.line, hit.rule.name) for hit in check(document).hits] == [
         (4, "pronoun as head"),
         (10, "archaic word"),

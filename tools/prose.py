@@ -179,14 +179,14 @@ def _comments(source: str) -> Iterator[Passage]:
 
 
 def _markdown(source: str) -> Iterator[Passage]:
-    """Yield paragraphs outside of code blocks, and each row of a table alone."""
+    """Yield paragraphs, and each row of a table alone. Headings and code blocks are not prose."""
     lines: list[str] = []
     in_code, first = False, 0
     for number, line in enumerate([*source.splitlines(), ""], 1):
         is_fence = line.lstrip().startswith("```")
         in_code ^= is_fence
         is_row = line.lstrip().startswith("|")
-        is_prose = bool(line.strip()) and not (in_code or is_fence or is_row)
+        is_prose = bool(line.strip()) and not (in_code or is_fence or is_row or line.startswith("#"))
         if lines and not is_prose:
             yield Passage(first, "\n".join(lines))
             lines = []
