@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from serving.bench.workload import WorkloadConfig
-from serving.scheduler import AmoebaConfig
 from serving.simulator import simulate as simulation
 from serving.simulator.settings import SimulationConfig
 from serving.simulator.setups import Setup, make_setup
@@ -55,7 +54,7 @@ def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int)
     )
     return SimulationConfig(
         QWEN, load, device="H20", memory_utilization=1.0, activation_gb=26.0, until_s=options.duration,
-        slo=Slo(10.0, 0.1), policy_config=AmoebaConfig(merge_for_cache_s=options.merge_for_cache_s),
+        slo=Slo(10.0, 0.1),
     )  # fmt: skip
 
 
@@ -102,10 +101,6 @@ def main() -> None:
     parser.add_argument("--short-per-minute", type=float, default=900.0)
     parser.add_argument("--long-input-len", type=int, default=50_000)
     parser.add_argument("--duration", type=float, default=900.0)
-    parser.add_argument(
-        "--merge-for-cache-s", type=float, default=AmoebaConfig.merge_for_cache_s,
-        help="setting of amoeba; 1e9: only long requests merge",
-    )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,13 +1,11 @@
-"""Many instances and a long queue, without devices: what a decision takes of the thread that makes it.
+"""Time of one scheduling decision with a long queue, without devices.
 
-    python benchmarks/fleet.py [--instances 1000] [--waiting 10000] [--changed 8] [--policies amoeba] [--ticks 300]
+    python benchmarks/fleet.py [--instances 8] [--waiting 1000] [--policies amoeba] [--ticks 300]
 
-Every instance runs as many requests as it can, but for those that have just ended. Before each decision one request has
-ended and one has come, and `--changed` instances have other views than before, as after their steps; all other views
-are the same objects, as an executor keeps them. "full": no instance has room for any request that waits. "flow": the
-request that has ended makes room for one. One in 20 requests that wait is too long for one device, and one device in
-four is a part of a TP4 instance with a long request. In "urgent" the request that comes is ahead of all that run. In
-"change" four instances become one before each decision, or one becomes four.
+All instances are full. Between two decisions one request arrives, and in the case "flow" one ends and makes room for
+another. In "full" no waiting request finds room. In "urgent" the new request may preempt all running requests. In
+"change" four instances become one between two decisions, or one becomes four. One in 20 waiting requests is too long
+for one device, and the first four devices of each 16 form a TP4 instance with a long request.
 """
 
 import argparse
@@ -37,7 +35,6 @@ from serving.scheduler import (
     RunningRequest,
     Scheduler,
     Timing,
-    WaitingQueue,
     WaitingRequest,
     make_policy,
 )
@@ -64,7 +61,7 @@ class Fleet:
     """An executor that carries out dispatches and preemptions on paper, and refuses what changes instances."""
 
     def __init__(self, instances: int, waiting: int):
-        self.now_s, self._numbers, self.queue = 1_000.0, iter(range(10**9)), WaitingQueue()
+        self.now_s, self._numbers, self.queue = 1_000.0, iter(range(10**9)), {}
         self.views: list[InstanceView] = []
         device = 0
         while device < instances:
@@ -95,7 +92,7 @@ class Fleet:
         """A request comes, one in 20 of them a long one."""
         number = next(self._numbers)
         total = LONG if number % 20 == 0 else SHORT
-        self.queue.add(WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s))
+        self.queue[f"w{number}"] = WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s)
 
     def step(self, changed: Iterator[int], count: int, ends: bool) -> None:
         """Some instances have generated a token each; on the first of them a request has ended."""
@@ -103,7 +100,7 @@ class Fleet:
         for index in range(count):
             place = next(changed)
             view = self.views[place]
-            if ends and index == 0:
+            if ends and index == 0 and not view.free_slots:
                 self.views[place] = replace(
                     view, running=view.running[:-1], free_slots=1, free_tokens=view.free_tokens + SHORT
                 )
@@ -122,13 +119,13 @@ class Fleet:
 
     def snapshot(self) -> ClusterView:
         return ClusterView(
-            self.now_s, tuple(self.views), self.queue.snapshot(), DEGREES, self.num_devices, timing=TIMING
+            self.now_s, tuple(self.views), tuple(self.queue.values()), DEGREES, self.num_devices, timing=TIMING
         )
 
     def apply(self, action: Action) -> Outcome:
         match action:
             case Dispatch(request_id, instance_id):
-                self.queue.remove(request_id)
+                del self.queue[request_id]
                 place = self._place[instance_id]
                 view = self.views[place]
                 self.views[place] = replace(
@@ -136,7 +133,7 @@ class Fleet:
                 )
                 return Outcome(True)
             case Reject(request_id):
-                self.queue.remove(request_id)
+                del self.queue[request_id]
                 return Outcome(True)
             case Preempt():
                 return Outcome(True)
@@ -176,8 +173,8 @@ def measure(name: str, case: str, options: argparse.Namespace) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=1_000, help="devices, three in four of them an instance each")
-    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--instances", type=int, default=8, help="number of devices")
+    parser.add_argument("--waiting", type=int, default=1_000)
     parser.add_argument("--changed", type=int, default=8, help="instances with other views than before")
     parser.add_argument("--ticks", type=int, default=300)
     parser.add_argument("--policies", nargs="+", default=list(POLICY_NAMES))

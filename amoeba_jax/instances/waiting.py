@@ -1,14 +1,12 @@
-"""The sequences that wait, in order, and what has changed of them recently."""
+"""Waiting sequences, in order."""
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from amoeba_jax.instances.sequence import Sequence
 
-_MOST_CHANGES = 4096
 _FEW = 64
 """Up to this many sequences that are marked, moving each is cheaper than sorting all again."""
 
@@ -16,20 +14,13 @@ _order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 
 
 class Waiting:
-    """Sequences by `Sequence.order`. Used by the dispatcher thread only.
-
-    Attributes:
-        version: number of changes since the start.
-    """
+    """Sequences by `Sequence.order`. Used by the dispatcher thread only."""
 
     def __init__(self) -> None:
         self._ordered: list[Sequence] = []
         self._members: dict[int, Sequence] = {}
         self._by_client: dict[str, list[Sequence]] = {}
         self._within: dict[str, dict[int, Sequence]] = {}
-        self._changes: deque[int] = deque(maxlen=_MOST_CHANGES)
-        """Ids alone: sequences that have ended are not kept alive."""
-        self.version = 0
 
     def __len__(self) -> int:
         return len(self._ordered)
@@ -60,7 +51,6 @@ class Waiting:
         self._members[id(sequence)] = sequence
         if not sequence.beyond_share:
             self._within.setdefault(sequence.client, {})[id(sequence)] = sequence
-        self._change(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out. Raises `ValueError` if it does not wait."""
@@ -73,7 +63,6 @@ class Waiting:
             del self._by_client[sequence.client]
         if not within:
             self._within.pop(sequence.client, None)
-        self._change(sequence)
 
     def mark(self, sequences: SequenceOf[Sequence], beyond: bool) -> None:
         """Set `Sequence.beyond_share` of sequences, and put them in their new places. More than a few have all that
@@ -97,26 +86,11 @@ class Waiting:
                 within[id(sequence)] = sequence
             if not within:
                 del self._within[sequence.client]
-            self._change(sequence)
 
     def clear(self) -> None:
         """Forget all."""
-        for table in (self._ordered, self._members, self._by_client, self._within, self._changes):
+        for table in (self._ordered, self._members, self._by_client, self._within):
             table.clear()
-        self.version += 1
-
-    def _change(self, sequence: Sequence) -> None:
-        self._changes.append(id(sequence))
-        self.version += 1
-
-    def changes_since(self, version: int) -> dict[int, Sequence | None] | None:
-        """What has changed since a version: the ids of the sequences concerned, each with the one that waits now, or
-        None. An id may be that of another sequence by now. None if what has changed is not known any more."""
-        count = self.version - version
-        if not 0 <= count <= len(self._changes):
-            return None
-        latest = (self._changes[place] for place in range(len(self._changes) - count, len(self._changes)))
-        return {number: self._members.get(number) for number in latest}
 
 
 def _take(ordered: list[Sequence], sequence: Sequence, order: attrgetter) -> None:

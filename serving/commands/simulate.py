@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from serving.errors import clean_exit
-from serving.scheduler import AmoebaConfig
 
 
 def simulate(
@@ -65,9 +64,6 @@ def simulate(
     merge_again_after_s: Annotated[
         float | None, typer.Option(help="amoeba: a long request that waited this long may cause another merge.")
     ] = None,
-    merge_for_cache_s: Annotated[
-        float | None, typer.Option(help="amoeba: seconds without room, but with slots, after which instances merge.")
-    ] = AmoebaConfig.merge_for_cache_s,
     preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
     urgent_degree: Annotated[
         int | None, typer.Option(help="flying: degree of groups for urgent requests.", show_default="the highest")

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.options import LayersPerStep, TransformOptions
 from amoeba_jax.transform.report import TransformReport
 from serving.runtime.timings import Timings
-from serving.runtime.waiting_view import WaitingView, name_of
+from serving.runtime.waiting_view import WaitingView, by_name
 from serving.scheduler import (
     Action,
     ClusterView,
@@ -37,7 +37,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Scheduler,
-    unknown,
+    invalid,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class JaxExecutor:
             for key, options in self._preparing.items()
             if not engine.transformations.request_programs(options)
         }
-        self._running = _by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
+        self._running = by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
         degrees = tuple(
@@ -128,7 +128,7 @@ class JaxExecutor:
 
     def apply(self, action: Action) -> Outcome:
         """Take on an action, or refuse it with nothing changed: also one that is of no kind that there is."""
-        if (problem := unknown(action)) is not None:
+        if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
             self._apply(action)
@@ -239,9 +239,8 @@ class EngineScheduler:
     def _start_siblings(self) -> None:
         """Continuations of one prompt run beside the first of them, which has its pages, while they find room there.
         Those beyond their client's share wait with the others."""
-        engine, waiting = self._engine, self._executor.waiting
-        waiting.update()
-        for sequence in [s for s in waiting.siblings if not s.num_in_flight]:
+        engine = self._engine
+        for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
                 not sequence.beyond_share
                 and not engine.admission.awaits_program(sequence)
@@ -249,17 +248,6 @@ class EngineScheduler:
             ):
                 with contextlib.suppress(RequestError):  # a step of its instance has failed: it waits on
                     engine.admission.start(home, sequence)
-
-
-def _by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Sequences by the names that the scheduler knows: those of their requests, numbered where there are `n`."""
-    named: dict[str, Sequence] = {}
-    for sequence in sequences:
-        name = name_of(sequence)
-        while name in named:  # a client may have chosen just that
-            name += "'"
-        named[name] = sequence
-    return named
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:

@@ -29,9 +29,6 @@ class SchedulingConfig:
     """Seconds after which a long request that waits may have another instance merged. Default: never."""
     merge_to: int = AmoebaConfig.merge_to
     """Lowest degree that instances merge to: 1, 2 or 4."""
-    merge_for_cache_s: float | None = AmoebaConfig.merge_for_cache_s
-    """Seconds for which short requests have to lack room in the KV cache, though not slots, before instances merge for
-    that. Default: only long requests merge."""
     lookahead: int = AmoebaConfig.lookahead
     """Requests that find no place and that a decision goes past, at most."""
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
@@ -66,7 +63,7 @@ class SchedulingConfig:
     under 1.25 steps."""
 
     def __post_init__(self) -> None:
-        optional = ("merge_again_after_s", "merge_for_cache_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
+        optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
         flying = ("max_pause_s", "calm_requests", "burst_requests", "load_window_s", "dwell_s", "burst_wait_s")
         for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *flying, *optional):
             value = getattr(self, name)
@@ -112,7 +109,6 @@ class SchedulingConfig:
             tpot_slo_s=self.tpot_slo_s,
             merge_again_after_s=self.merge_again_after_s,
             merge_to=self.merge_to,
-            merge_for_cache_s=self.merge_for_cache_s,
             lookahead=self.lookahead,
             reserve_memory_s=self.reserve_memory_s,
             reserved_growth=self.reserved_growth,

@@ -1,105 +1,91 @@
-"""The engine's queue as policies see it, kept up to date by what changes."""
+"""The engine's waiting sequences as the scheduler sees them."""
+
+from collections.abc import Iterable
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.instances.sequence import Sequence
-from serving.scheduler import QueueSnapshot, WaitingQueue, WaitingRequest
+from serving.scheduler import WaitingRequest
 
 
 class WaitingView:
-    """Waiting sequences by the names that the scheduler knows. Used by the dispatcher thread only.
+    """Waiting sequences by name, refreshed for each snapshot. Used by the dispatcher thread only.
 
-    Those that nothing can be done for are left out: their last token is still in flight from the device, or a program
-    is being compiled for them.
+    A sequence that cannot start now is hidden: its last token is still in flight, or a program is being compiled for
+    it.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._version = -1
-        self._names: dict[int, str] = {}
-        self._sequences: dict[str, Sequence] = {}
-        self._shown = WaitingQueue()
-        self._hidden: dict[str, Sequence] = {}
-        self._special: dict[str, Sequence] = {}
-        """Sequences that may wait for a program of their own, shown or not."""
-        self.siblings: list[Sequence] = []
-        """Continuations that may share the pages of their prompt's first one."""
+        self._shown: dict[str, Sequence] = {}
+        self._requests: dict[str, WaitingRequest] = {}
+        self.hidden_tokens: tuple[int, ...] = ()
+        """Maximum lengths of the hidden sequences."""
 
-    def update(self) -> None:
-        """Take over what has changed since the last time."""
-        waiting = self._engine.waiting
-        changes = waiting.changes_since(self._version)
-        if changes is None:
-            changes = dict.fromkeys(self._names) | {id(sequence): sequence for sequence in waiting}
-        self._version = waiting.version
-        for number, sequence in changes.items():
-            if (name := self._names.pop(number, None)) is not None:
-                self._forget(name)
-            if sequence is not None:
-                self._add(sequence)
+    def snapshot(self) -> tuple[WaitingRequest, ...]:
+        """Return the requests that can start now."""
+        awaits, hidden = self._awaited_programs(), []
+        self._shown = {}
+        for name, sequence in by_name(self._engine.waiting).items():
+            if sequence.num_in_flight or awaits(sequence):
+                hidden.append(sequence.max_total_tokens)
+            else:
+                self._shown[name] = sequence
+        self.hidden_tokens = tuple(hidden)
+        self._requests = {name: self._request(name, sequence) for name, sequence in self._shown.items()}
+        return tuple(self._requests.values())
 
-    def _add(self, sequence: Sequence) -> None:
-        name = name_of(sequence)
-        while name in self._sequences:  # a client may have chosen just that
-            name += "'"
-        self._names[id(sequence)], self._sequences[name] = name, sequence
-        self._hidden[name] = sequence
-        if sequence.sampling.uses_state or sequence.siblings or sequence.leader is not None:
-            self._special[name] = sequence
-        if sequence.leader is not None:
-            self.siblings.append(sequence)
-
-    def _forget(self, name: str) -> None:
-        sequence = self._sequences.pop(name)
-        self._special.pop(name, None)
-        if self._hidden.pop(name, None) is None:
-            self._shown.remove(name)
-        if sequence.leader is not None:
-            self.siblings.remove(sequence)
-
-    def snapshot(self) -> QueueSnapshot:
-        """The requests that can be placed now."""
-        self.update()
-        awaits = self._awaited()
-        for name, sequence in self._special.items():
-            if name not in self._hidden and awaits(sequence):
-                self._shown.remove(name)
-                self._hidden[name] = sequence
-        for name, sequence in list(self._hidden.items()):
-            if not sequence.num_in_flight and not (name in self._special and awaits(sequence)):
-                del self._hidden[name]
-                self._shown.add(waiting_request(name, sequence))
-        return self._shown.snapshot()
+    def get(self, name: str) -> Sequence | None:
+        """Return a sequence of the last snapshot by its name; None if it is hidden or no longer waits."""
+        sequence = self._shown.get(name)
+        return sequence if sequence in self._engine.waiting else None
 
     @property
-    def hidden_tokens(self) -> tuple[int, ...]:
-        """Most tokens of each request that waits and is not shown now."""
-        return tuple(sequence.max_total_tokens for sequence in self._hidden.values())
+    def siblings(self) -> list[Sequence]:
+        """Waiting continuations that can share the prompt pages of their request's first sequence."""
+        return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
-    def _awaited(self):
-        """`Engine.awaits_program`, asked once for all sequences that need the same programs."""
+    def _awaited_programs(self):
+        """Return `Admission.awaits_program`, evaluated once for all sequences that need the same programs."""
         known: dict[tuple[bool, bool], bool] = {}
 
         def awaits(sequence: Sequence) -> bool:
             shares = bool(sequence.siblings) or (sequence.leader is not None and sequence.leader.slot >= 0)
             key = sequence.sampling.uses_state, shares
+            if not any(key):
+                return False
             if key not in known:
                 known[key] = self._engine.admission.awaits_program(sequence)
             return known[key]
 
         return awaits
 
-    def get(self, name: str) -> Sequence | None:
-        """A sequence that is shown, by its name."""
-        return None if name in self._hidden else self._sequences.get(name)
+    def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
+        """Return the request of the last snapshot if it still describes the sequence: a new one takes 3 us."""
+        known = self._requests.get(name)
+        if (
+            known is not None
+            and known.prompt_tokens == sequence.num_known
+            and known.arrival_s == sequence.arrival
+            and known.beyond_share == sequence.beyond_share
+            and known.waiting_since_s == sequence.waiting_since
+        ):
+            return known
+        return waiting_request(name, sequence)
 
 
-def name_of(sequence: Sequence) -> str:
-    """The name of its request, numbered where there are `n`."""
-    return f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id
+def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
+    """Return sequences by the ids of their requests. If a request has several sequences, their ids are numbered."""
+    named: dict[str, Sequence] = {}
+    for sequence in sequences:
+        name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id
+        while name in named:  # the id of another client's request may look like a numbered id
+            name += "'"
+        named[name] = sequence
+    return named
 
 
 def waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
-    """What a policy sees of a waiting sequence."""
+    """Return the scheduler's view of a waiting sequence."""
     return WaitingRequest(
         name,
         prompt_tokens=sequence.num_known,

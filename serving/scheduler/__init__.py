@@ -1,5 +1,5 @@
-"""Where requests go, and when instances merge and split. Plain Python, without JAX: the same policies drive real
-devices and a simulation. docs/scheduling.md explains them."""
+"""Scheduler: placement of requests, and merges and splits of instances. It does not use JAX, so the same policies run
+on devices and in simulations. See docs/scheduling.md."""
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import (
@@ -11,28 +11,26 @@ from serving.scheduler.actions import (
     RunningRequests,
     ScaleDown,
     ScaleUp,
-    unknown,
+    invalid,
 )
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
 from serving.scheduler.amoeba_config import AmoebaConfig
-from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.backoff import BackoffConfig
+from serving.scheduler.baselines.amoeba_paper import AmoebaPaperPolicy, PaperConfig
+from serving.scheduler.baselines.least_load_first import LeastLoadFirstPolicy
+from serving.scheduler.baselines.round_robin import RoundRobinPolicy
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.flying import FlyingPolicy
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
 from serving.scheduler.policy import Policy
-from serving.scheduler.queue_index import QueueIndex
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
 from serving.scheduler.timing import Throughput, Timing
 from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
-from serving.scheduler.waiting_queue import QueueSnapshot, WaitingQueue
 
 __all__ = [
     "POLICY_NAMES",
@@ -55,9 +53,7 @@ __all__ = [
     "PaperConfig",
     "Policy",
     "Preempt",
-    "QueueIndex",
     "QueueOrder",
-    "QueueSnapshot",
     "Reject",
     "RejectKind",
     "RoundRobinPolicy",
@@ -73,9 +69,8 @@ __all__ = [
     "Throughput",
     "Timing",
     "UnknownPolicyError",
-    "WaitingQueue",
     "WaitingRequest",
     "estimates",
+    "invalid",
     "make_policy",
-    "unknown",
 ]

@@ -1,27 +1,27 @@
-"""What a policy may ask an executor to do. Every action says why, in words for the log."""
+"""Actions that a policy requests from an executor. Each has a reason in words, for the log."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
 RunningRequests = Literal["migrate", "pause", "wait"]
-"""What becomes of the requests on instances that merge: see `ScaleUp.running`."""
+"""Treatment of the running requests of instances that merge: see `ScaleUp.running`."""
 
 
 class RejectKind(StrEnum):
-    """Why a request ends unserved. Servers map each to one status."""
+    """Reason for ending a request unserved. Servers map each kind to one status."""
 
     NEVER_FITS = "never_fits"
-    """No instance that could be made holds it: INVALID_ARGUMENT."""
+    """The request is larger than every possible instance: INVALID_ARGUMENT."""
     DEADLINE = "deadline"
     """The deadline passed while the request waited: DEADLINE_EXCEEDED."""
     QUEUE_FULL = "queue_full"
-    """More requests or tokens wait than may: RESOURCE_EXHAUSTED."""
+    """The queue is over its limit of requests or tokens: RESOURCE_EXHAUSTED."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Give a waiting request to an instance, which has room for it now."""
+    """Start a waiting request on an instance that has room for it now."""
 
     request_id: str
     instance_id: int
@@ -36,18 +36,17 @@ class ScaleUp:
     degree: int
     reason: str = ""
     release_weights: bool = True
-    """Weights that its ranks do not need become KV cache. Without it the instance holds what its members hold together:
-    `ClusterView.kept_tokens`."""
+    """Whether weights that a rank does not need become KV cache. If not, the capacity is `ClusterView.kept_tokens`."""
     running: RunningRequests = "migrate"
-    """Requests that run there go on in the merged instance ("migrate"); keep their pages and pause until a `ScaleDown`
-    to the degree of the members ("pause": at once, of instances of one degree, with weights kept); or are waited for
-    before the merge begins ("wait")."""
+    """Treatment of running requests. "migrate": they continue in the merged instance. "pause": they keep their pages
+    and pause until a `ScaleDown` to their degree; all members must have one degree, and weights are kept. "wait": the
+    merge starts after they have ended."""
 
 
 @dataclass(frozen=True)
 class ScaleDown:
-    """Split the instance on `devices` into instances of `degree`. Running requests go on, and so do paused ones: while
-    there are any, `degree` must be theirs."""
+    """Split the instance on `devices` into instances of `degree`. Running requests continue, and paused requests
+    resume. If there are paused requests, `degree` must be `InstanceView.paused_degree`."""
 
     devices: tuple[int, ...]
     degree: int
@@ -56,8 +55,8 @@ class ScaleDown:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Take a running or paused request off its instance. It waits again, with the arrival time and priority that it
-    had, and is computed again from its tokens."""
+    """Return a running or paused request to the queue, with its original arrival time and priority. It is recomputed
+    from its tokens later."""
 
     request_id: str
     reason: str = ""
@@ -76,12 +75,12 @@ Transformation = ScaleUp | ScaleDown
 Action = Dispatch | Transformation | Preempt | Reject
 
 
-def unknown(action: object) -> str | None:
-    """Why something is no action that an executor could be asked for; None if it is one."""
+def invalid(action: object) -> str | None:
+    """Return the reason why an object is not a valid action; None if it is valid."""
     if not isinstance(action, get_args(Action)):
-        return f"{type(action).__name__} is no kind of action"
+        return f"{type(action).__name__} is not an action"
     if isinstance(action, Reject) and not isinstance(action.kind, RejectKind):
-        return f"kind={action.kind!r} is no RejectKind"
+        return f"kind={action.kind!r} is not a RejectKind"
     if isinstance(action, ScaleUp) and action.running not in get_args(RunningRequests):
         return f"running={action.running!r} must be one of {', '.join(get_args(RunningRequests))}"
     devices = getattr(action, "devices", ())

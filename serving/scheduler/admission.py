@@ -1,46 +1,47 @@
-"""Requests that wait for nothing: expired, too long for any instance, or too many."""
+"""Requests to reject: past their deadline, too long for every instance, or over the limits of the queue."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from serving.scheduler.actions import Reject, RejectKind
-from serving.scheduler.queue_index import QueueIndex
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.view import ClusterView, WaitingRequest
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Turns away what can't be served, and sorts the rest."""
+    """Order and limits of the queue."""
 
     order: QueueOrder = field(default_factory=QueueOrder)
     max_queued_requests: int | None = None
-    """Requests that may wait; the last to arrive are turned away. None: any number."""
+    """Maximum number of waiting requests; the last arrivals are rejected. None: no limit."""
     max_queued_tokens: int | None = None
-    """Prompt tokens that may wait, likewise."""
+    """Maximum number of waiting prompt tokens; the last arrivals are rejected. None: no limit."""
 
-    def index(self) -> QueueIndex:
-        """An empty index of the queue, in this order, for a policy to keep."""
-        return QueueIndex(self.order)
+    def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
+        """Return the rejections, and the remaining requests in the order of service.
 
-    def turn_away(self, view: ClusterView, index: QueueIndex, capacity_tokens: int, holder: str) -> list[Reject]:
-        """Requests that are not to be served, once `index` has the queue of `view`.
-
-        `capacity_tokens` is the most that an instance could hold, and `holder` names that instance. The cost grows with
-        their number, and with the queue only where it has a limit.
+        Args:
+            capacity_tokens: tokens that the largest possible instance can hold.
+            holder: name of that instance, for error messages.
         """
-        rejects = {r.request_id: self._deadline(view, r) for r in index.expired(view.now_s)}
         limit = min(capacity_tokens, view.max_model_len or capacity_tokens)
-        for request in index.larger_than(limit):
-            rejects.setdefault(request.request_id, self._never_fits(request, limit, capacity_tokens, holder))
+        rejects, kept = [], []
+        for request in view.queue:
+            if request.deadline_s is not None and request.deadline_s <= view.now_s:
+                rejects.append(self._deadline(view, request, request.deadline_s))
+            elif request.max_total_tokens > limit:
+                rejects.append(self._never_fits(request, limit, capacity_tokens, holder))
+            else:
+                kept.append(request)
         if self.max_queued_requests is not None or self.max_queued_tokens is not None:
-            kept = [request for request in view.queue if request.request_id not in rejects]
-            rejects |= {reject.request_id: reject for reject in self._overflow(kept)}
-        return list(rejects.values())
+            overflow = {reject.request_id: reject for reject in self._overflow(kept)}
+            rejects += overflow.values()
+            kept = [request for request in kept if request.request_id not in overflow]
+        return rejects, self.order.sort(kept, view.now_s)
 
-    def _deadline(self, view: ClusterView, request: WaitingRequest) -> Reject:
-        assert request.deadline_s is not None, "it has passed"
-        waited_s = view.now_s - request.arrival_s
-        allowed_s = request.deadline_s - request.arrival_s
+    def _deadline(self, view: ClusterView, request: WaitingRequest, deadline_s: float) -> Reject:
+        waited_s, allowed_s = view.now_s - request.arrival_s, deadline_s - request.arrival_s
         reason = f"the deadline of {allowed_s:.3f} s passed while the request waited: {waited_s:.3f} s so far"
         return Reject(request.request_id, RejectKind.DEADLINE, reason)
 
@@ -55,9 +56,9 @@ class Admission:
         )
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
-    def _overflow(self, requests: list[WaitingRequest]) -> list[Reject]:
-        """Those over the limits, of requests that did not run before: first those beyond their client's share, then the
-        last to arrive."""
+    def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
+        """Reject requests over the limits: first those beyond their client's share, then the last arrivals. Requests
+        that ran before stay."""
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

@@ -1,27 +1,37 @@
-"""When a waiting request would have its first token, by what was measured. None where a measurement is missing."""
+"""Estimated times of waiting requests, from measured durations. None: a measurement is missing."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
+def step_s(view: ClusterView, instance: InstanceView) -> float | None:
+    """Return the seconds of a decode step on an instance, or of its degree if it has run none yet."""
+    return view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
+
+
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Seconds until an instance has that many tokens free, if nothing else is given to it: its running requests end one
-    after the other, at the latest when they have generated all that they may."""
+    """Return the seconds until an instance has `need` free tokens.
+
+    The estimate is an upper limit: every running request generates all tokens that it may. No other request starts.
+    """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
         return 0.0
-    step_s = view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
+    one_step_s = step_s(view, instance)
     prompts_s = view.timing.prompt_s(instance.uncomputed_tokens, instance.degree)
-    if step_s is None or prompts_s is None:
+    if one_step_s is None or prompts_s is None:
         return None
-    left, freed = room.facts.endings(instance)
-    if not left:
+    if not instance.running:
         return 0.0
-    # Where more was promised to others than ends: not before all of it.
-    return prompts_s + left[min(bisect_left(freed, lacks), len(left) - 1)] * step_s
+    ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)
+    freed = list(accumulate(room.freed_by(request) for request in ordered))
+    # If more is reserved than all endings free, the last ending counts.
+    last = ordered[min(bisect_left(freed, lacks), len(ordered) - 1)]
+    return prompts_s + (last.max_total_tokens - last.num_tokens) * one_step_s
 
 
 def first_token_s(
@@ -29,37 +39,36 @@ def first_token_s(
     room: Room,
     instances: Iterable[InstanceView],
     request: WaitingRequest,
-    taken_s: Mapping[int, float],
-    later_than_s: float,
+    taken_s: Mapping[int, float] | None = None,
 ) -> float | None:
-    """Seconds until a request's first token on the instance that has room for it first, if they are more than
-    `later_than_s`. None if they are not, if that cannot be told, or while an instance that could hold it is being made.
+    """Return the seconds until a request's first token on the instance that has room for it first.
+
+    None if an instance that could hold it is being made, or a measurement is missing.
 
     Args:
-        instances: those that may hold long requests, now or when their transition has ended.
-        taken_s: seconds until others that wait for an instance's room have ended, by its id, where there are any.
+        taken_s: seconds, by instance id, until the requests that wait for this instance have ended.
     """
     times = []
     for instance in instances:
         to = instance.transition_to
-        if to is not None and view.capacity_to_come(instance) >= request.max_total_tokens:
+        if to is not None and view.final_capacity(instance) >= request.max_total_tokens:
             return None
         if to is not None or instance.draining or instance.capacity_tokens < request.max_total_tokens:
             continue
-        start_s = taken_s.get(instance.id)
+        start_s = (taken_s or {}).get(instance.id)
         if start_s is None:
             start_s = wait_s(view, room, instance, room.need(request))
         prompt_s = view.timing.prompt_s(request.prompt_tokens, instance.degree)
-        if start_s is None or prompt_s is None or start_s + prompt_s <= later_than_s:
+        if start_s is None or prompt_s is None:
             return None
         times.append(start_s + prompt_s)
     return min(times, default=None)
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
-    """Seconds until a request's first token on the instance that `members` would merge into at once.
+    """Return the seconds until a request's first token if `members` merge now.
 
-    Where no merge from their lowest degree was measured, one to the same degree stands in for it.
+    If no merge from their lowest degree was measured, the slowest measured merge to the same degree counts.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
@@ -69,9 +78,68 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
     return None if seconds is None or prompt_s is None else seconds + prompt_s
 
 
+def merge_pays(
+    view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
+) -> bool:
+    """Return whether a merge gives a request its first token earlier, and waiting would miss its TTFT SLO.
+
+    Args:
+        wait_s: seconds until its first token if it waits for an existing instance; None: unknown.
+        merge_s: seconds until its first token after a merge; None: unknown.
+    """
+    if wait_s is None or merge_s is None:
+        return False
+    return wait_s > max(merge_s, slo_s - (view.now_s - request.arrival_s))
+
+
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Seconds that a request runs on an instance at most: its prompt, and all that it may generate."""
-    prompt_s, step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
-    if prompt_s is None or step_s is None:
+    """Return the longest time that a request can run on an instance of a degree."""
+    prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
+    if prompt_s is None or one_step_s is None:
         return None
-    return prompt_s + (request.max_total_tokens - request.prompt_tokens) * step_s
+    return prompt_s + (request.max_total_tokens - request.prompt_tokens) * one_step_s
+
+
+def meets_own_slos(
+    view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
+) -> bool:
+    """Return whether an instance with room would serve a request within the SLOs that the request names. False if it
+    names none, or if a measurement is missing.
+
+    Args:
+        prompt_tokens_before: prompt tokens that the instance computes before this request.
+    """
+    if request.ttft_slo_s is None and request.tpot_slo_s is None:
+        return False
+    one_step_s = step_s(view, instance)
+    if request.ttft_slo_s is not None:
+        prompt_s = view.timing.prompt_s(prompt_tokens_before + request.prompt_tokens, instance.degree)
+        if prompt_s is None or view.now_s - request.arrival_s + prompt_s + (one_step_s or 0.0) > request.ttft_slo_s:
+            return False
+    return request.tpot_slo_s is None or (one_step_s is not None and one_step_s <= request.tpot_slo_s)
+
+
+def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
+    """Return whether recent steps of an instance exceed the request's TPOT SLO, or the default if it names none."""
+    slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
+    return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
+
+
+def split_time_s(
+    view: ClusterView, request: WaitingRequest, degree: int, wait_s: float, default_s: float | None
+) -> float:
+    """Return the time at which groups should split for a short request without room.
+
+    This is `wait_s` after it began to wait. It is earlier if the request would otherwise miss its TTFT SLO and the
+    durations of a split and of its prompt are known.
+
+    Args:
+        degree: degree of the groups.
+        default_s: TTFT SLO of requests that name none.
+    """
+    at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
+    split_s = view.timing.transformation_s(degree, view.base_degree)
+    prompt_s = view.timing.prompt_s(request.prompt_tokens, view.base_degree)
+    if slo_s is None or split_s is None or prompt_s is None:
+        return at_s
+    return min(at_s, request.arrival_s + slo_s - split_s - prompt_s)

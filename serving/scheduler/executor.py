@@ -1,4 +1,4 @@
-"""What carries out a scheduler's decisions: real devices, or a simulation of them."""
+"""Interface of the scheduler to the cluster, which is real or simulated."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,27 +9,27 @@ from serving.scheduler.view import ClusterView
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether an action was taken on."""
+    """Answer of an executor to an action."""
 
     accepted: bool
     detail: str = ""
-    """Why not, in words for the log."""
+    """Reason for a refusal, for the log."""
     soon: bool = False
-    """Refused for want of what is being prepared."""
+    """Whether it was refused only because programs are still being compiled."""
 
 
 class Executor(Protocol):
-    """Owns instances and the queue. Both methods are called from one thread, and neither waits for a device.
+    """Owner of the instances and the queue. Both methods run in one thread and never wait for a device.
 
-    What is accepted shows in the next snapshot: a dispatched or rejected request is in the queue no more, a preempted
-    one is there again, and the instances of a transformation have `transition_to` set until it has ended. One that ends
-    without its degree in place has failed, and its requests run on, or wait.
+    The next snapshot shows an accepted action: a dispatched or rejected request has left the queue, a preempted request
+    is back in it, and instances under transformation have `transition_to` set. A transformation that ends without
+    reaching its degree has failed; its requests keep running or wait.
     """
 
     def snapshot(self) -> ClusterView:
-        """The present state."""
+        """Return the present state."""
         ...
 
     def apply(self, action: Action) -> Outcome:
-        """Take on an action, or refuse it with nothing changed. Raises nothing that a policy could cause."""
+        """Accept an action, or refuse it without changes. An invalid action is refused and does not raise."""
         ...

@@ -1,128 +1,128 @@
-"""Flying Serving's policy: groups of a high degree while few requests are there, for urgent and for long ones;
-instances of the base degree for bursts."""
-
-import functools
+"""Flying Serving's policy: groups of a high degree under light load and for urgent and long requests, instances of the
+base degree under heavy load."""
 
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.flying_groups import is_urgent, runs_urgent
 from serving.scheduler.flying_round import FlyingRound
 from serving.scheduler.load_watch import LoadWatch
 from serving.scheduler.pausing import PauseBudget, misfits
-from serving.scheduler.room import KeptRoom, Room
+from serving.scheduler.room import Room
+from serving.scheduler.split_rule import fits_split
 from serving.scheduler.view import ClusterView, InstanceView
 
 
 class FlyingPolicy:
-    """See docs/scheduling.md. It remembers the load, and for how long requests have paused on each device."""
+    """The policy `flying`: see docs/scheduling.md.
+
+    It remembers the average load, the pause debt of each device, and why each group was merged.
+    """
 
     name = "flying"
     pauses = True
-    """It lets paused requests go on itself: see `Scheduler`."""
+    """This policy resumes paused requests itself: see `Scheduler`."""
 
     def __init__(self, config: FlyingConfig | None = None, admission: Admission | None = None):
         self.config = config or FlyingConfig()
         self.admission = admission or Admission()
         self.load = LoadWatch(self.config)
-        self._index = self.admission.index()
         self._budget = PauseBudget(self.config.max_pause_s)
-        self._room = KeptRoom(self.config.reserved_growth)
         self._for_load: set[tuple[int, ...]] = set()
-        """Devices of groups that were made as there were few requests."""
+        """Devices of groups that were merged because of light load."""
         self._for_urgent: set[tuple[int, ...]] = set()
-        """Devices of groups that were made for urgent requests, and that others have moved to."""
+        """Devices of groups for urgent requests that other requests moved to."""
         self._split_at_s: float | None = None
-        """When groups are to split for short requests that found no room when decisions were last made."""
+        """Time at which groups should split for short requests that found no room in the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        index, longest = self._index, view.longest
-        index.update(view.queue)
-        rejects = self.admission.turn_away(view, index, longest.capacity_tokens, f"a TP{longest.degree} instance")
-        gone = {reject.request_id for reject in rejects}
-        room = self._room.of(view)
-        paused = [instance for instance in room.merged.values() if instance.paused_degree is not None]
+        longest = view.longest
+        rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        room = Room(view, self.config.reserved_growth)
+        paused = [instance for instance in room.merged if instance.paused_degree is not None]
         self._budget.update(view.now_s, (device for instance in paused for device in instance.devices))
-        late = self._split_at_s is not None and view.now_s >= self._split_at_s
-        self.load.update(view, room.num_requests + len(index), late)
-        urgent = [r for r in index.urgent(self.config.lookahead) if r.request_id not in gone and not r.beyond_share]
+        self._update_load(view)
+        self._forget_groups(room)
+        urgent = [r for r in queue if r.priority < 0 and not r.beyond_share][: self.config.lookahead]
         round_ = FlyingRound(view, room, self.config, self._budget)
         actions: list[Action] = [*rejects]
-        present = {instance.devices for instance in room.merged.values()}
-        self._for_load &= present
-        changing = {device for instance in room.unsteady.values() for device in instance.devices}
-        self._for_urgent = {it for it in self._for_urgent if it in present or not changing.isdisjoint(it)}
-        largest = functools.cache(view.with_hidden(index.largest))
-        # While groups are to be there, none splits but those above paused requests.
-        for instance in paused if self.load.bound else list(room.merged.values()):
-            waiting = largest(instance.capacity_tokens)
-            if not room.facts.is_settled(instance, waiting) and room.takes(instance):
-                actions += self._released(view, room, round_, instance, bool(urgent), waiting)
+        # Under light load only groups with paused requests split.
+        for instance in paused if self.load.bound else room.merged:
+            if room.is_open(instance):
+                actions += self._split(view, room, instance, bool(urgent))
         for request in urgent:
             actions += round_.place_urgent(request)
         self._for_urgent |= round_.moved
         for instance in paused:
-            room.close(instance)  # it is for urgent requests alone
-        for request in index.ordered(view.now_s):
-            if request.request_id in gone or request.request_id in round_.settled:
+            room.close(instance)  # only urgent requests run there
+        for request in queue:
+            if request.request_id in round_.settled:
                 continue
             actions += round_.place(request)
             if round_.num_unplaced >= self.config.lookahead:
                 break
         self._split_at_s = round_.split_at_s
         if self.load.bound:
-            actions += self._bound(view, room, round_)
+            actions += self._merge_all(view, round_)
         return actions
 
-    # Groups split
+    def _update_load(self, view: ClusterView) -> None:
+        late = self._split_at_s is not None and view.now_s >= self._split_at_s
+        present = sum(len(i.running) + sum(map(len, i.paused)) for i in view.instances)
+        self.load.update(view, present + len(view.queue), late)
 
-    def _released(
-        self, view: ClusterView, room: Room, round_: FlyingRound, instance: InstanceView, urgent: bool, waiting: int
-    ) -> list[Action]:
-        """Split a group that is not needed any more, or whose paused requests have their turn.
+    def _forget_groups(self, room: Room) -> None:
+        """Forget why groups were merged that have split."""
+        present = {instance.devices for instance in room.merged}
+        self._for_load &= present
+        changing = {device for instance in room.unsteady for device in instance.devices}
+        self._for_urgent = {it for it in self._for_urgent if it in present or not changing.isdisjoint(it)}
+
+    # Splits
+
+    def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
+        """Split a group that is no longer needed.
 
         Args:
-            urgent: urgent requests wait.
-            waiting: tokens of the largest request that waits and that the group could hold.
+            urgent: whether urgent requests wait.
         """
         if instance.paused_degree is not None:
-            return self._resumed(view, room, instance, urgent)
+            return self._resume(view, room, instance, instance.paused_degree, urgent)
         if self._serves_urgent(instance, urgent):
             return []
-        long = view.is_long(size := max(instance.largest, waiting))
+        size = max(instance.largest, view.largest_waiting(instance.capacity_tokens))
+        long = view.is_long(size)
         degree = min(view.kept_degree_for(size) or instance.degree, instance.degree) if long else view.base_degree
-        if degree >= instance.degree or not room.facts.fits_split(instance, degree):
-            if degree == view.base_degree and not instance.running:
-                room.close(instance)
-            else:
-                room.facts.settle(instance, waiting)
+        if degree >= instance.degree or not fits_split(view, instance, degree):
             return []
         if (instance.devices, degree) in view.refused:
             return []
         room.close(instance)
-        round_.groups.busy.update(instance.devices)
         if long:
             why = f"TP{degree} holds its long requests"
         else:
             why = f"{self.load.mean:.1f} requests a device: more replicas serve them sooner"
         return [ScaleDown(instance.devices, degree, why)]
 
-    def _serves_urgent(self, instance: InstanceView, waiting: bool) -> bool:
-        """A group is kept for urgent requests: not one that was made for a light load, and none that others were given
-        to, while there are many: they would pause for the next urgent one."""
-        if instance.devices in self._for_load or not (waiting or runs_urgent(instance)):
+    def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
+        """Return whether a group stays for urgent requests.
+
+        A group that was merged because of light load does not. Under heavy load a group with other requests does not
+        either: these would pause for the next urgent request.
+        """
+        if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
-        mixed = not all(map(is_urgent, instance.running))
+        mixed = any(request.priority >= 0 for request in instance.running)
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
-    def _resumed(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        assert instance.paused_degree is not None, "the caller has looked"
+    def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
+        """Split a group to resume its paused requests, if no urgent request is left or they have paused for too long.
+        Running requests that do not fit next to them are preempted first."""
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
             return []
         room.close(instance)
-        if (instance.devices, instance.paused_degree) in view.refused:
+        if (instance.devices, degree) in view.refused:
             return []
         if left := misfits(view, instance):
             reason = (
@@ -130,22 +130,20 @@ class FlyingPolicy:
             )
             return [Preempt(request.request_id, reason=reason) for request in left]
         why = f"have paused for max_pause_s={self.config.max_pause_s:g}" if used_up else "go on: no urgent one is left"
-        return [ScaleDown(instance.devices, instance.paused_degree, f"requests {why}")]
+        return [ScaleDown(instance.devices, degree, f"requests {why}")]
 
-    # Groups bind
+    # Merges under light load
 
-    def _bound(self, view: ClusterView, room: Room, round_: FlyingRound) -> list[Action]:
-        """Merge whatever is below the highest degree that is ready, with weights kept."""
+    def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
+        """Merge all instances to the highest degree that is ready, with weights kept."""
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)
         if degree <= view.base_degree:
             return []
-        for devices in view.groups(degree):
-            members = round_.groups.members(devices, degree)
-            if members is None or sum(len(i.running) for i in members) > view.limits[degree].max_requests:
+        for devices, members in round_.groups.mergeable(degree):
+            if sum(len(i.running) for i in members) > view.limits[degree].max_requests:
                 continue
-            for instance in members:
-                room.close(instance)
+            round_.groups.close(members)
             reason = f"{self.load.mean:.1f} requests a device: each is served sooner at TP{degree}"
             actions.append(ScaleUp(devices, degree, reason, release_weights=False))
             self._for_load.add(devices)

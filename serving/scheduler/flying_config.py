@@ -11,35 +11,35 @@ PREEMPTIONS: tuple[str, ...] = get_args(Preemption)
 
 @dataclass(frozen=True)
 class FlyingConfig:
-    """What can be tuned."""
+    """Settings of the policy `flying`."""
 
     preemption: str = "hard"
-    """What becomes of the requests on devices that an urgent request takes (Flying Serving 5.2). "hard": they pause.
-    "soft": they go on, and the urgent request runs beside them until the group is there; then all run on it.
-    "sequential": they are waited for."""
+    """Treatment of running requests on devices that an urgent request takes (Flying Serving 5.2). "hard": they pause.
+    "soft": they continue, and the urgent request runs next to them until the group is merged. "sequential": the merge
+    waits for their end."""
     urgent_degree: int | None = None
-    """Groups for urgent requests have this degree, or the next lower one that there can be. None: the highest. Where
-    that is all devices, all other requests pause."""
+    """Degree of groups for urgent requests, or the next lower possible degree. None: the highest degree. If that
+    includes all devices, all other requests pause."""
     max_pause_s: float = 10.0
-    """Requests pause for this long at most. Then they have the devices for as long as they had paused, before others
-    may take them again; shorter pauses add up."""
+    """Longest pause in seconds. Afterwards the paused requests run for as long as they were paused, before they may be
+    paused again. Shorter pauses add up."""
     calm_requests: float = 1.5
-    """Requests a device, running and waiting, up to which groups serve at the highest degree."""
+    """Requests for each device, running and waiting, up to which all groups merge to the highest degree."""
     burst_requests: float = 4.0
-    """Requests a device from which on groups split to the base degree: at least twice `calm_requests`, so that noise of
-    30% about one of them does not reach the other. Where half of the slots are fewer, both are less in proportion."""
+    """Requests for each device at which groups split to the base degree. It should be at least twice `calm_requests`,
+    so that noise does not cause changes. Both limits are scaled down if half of the slots are fewer."""
     load_window_s: float = 3.0
-    """Time constant of the mean over requests a device."""
+    """Time constant in seconds for averaging the number of requests."""
     dwell_s: float = 10.0
-    """Groups bind for a light load no sooner than this after the last change for load. They split at once."""
+    """Minimum seconds between a change because of load and the next merge because of light load."""
     burst_wait_s: float = 1.0
-    """Groups split once a short request has found no room for this long."""
+    """Seconds after which groups split for a short request without room."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Seconds in which a request should have its first token, unless it names an SLO of its own: groups split earlier
-    than `burst_wait_s`, and a long request has a group of its own, where it would come later. None: no matter."""
+    """Limit in seconds for the time from arrival to first token, for requests without one of their own. If a request
+    would miss it, groups split before `burst_wait_s`, and a long request gets a group of its own. None: no limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
-    """Seconds that each further token should take, likewise: requests keep away from instances with longer steps."""
+    """Limit in seconds for each further token, likewise. Requests avoid instances with longer steps. None: no limit."""
     lookahead: int = 32
-    """A decision goes past at most that many requests that find no place."""
+    """Maximum number of requests without room that one decision skips."""
     reserved_growth: float = 0.0
-    """Share kept free of what running requests may still grow by."""
+    """Share of the possible growth of running requests that stays free."""

@@ -1,187 +1,151 @@
-"""Groups that the policy `flying` makes: which instances may merge, for whom, and what will be there."""
+"""Merges that the policy `flying` requests."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from serving.scheduler import estimates
-from serving.scheduler.actions import Action, ScaleDown, ScaleUp
+from serving.scheduler.actions import Action, ScaleUp
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.instance_facts import fits_split
 from serving.scheduler.pausing import PauseBudget
 from serving.scheduler.room import Room
-from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
+from serving.scheduler.split_rule import split_to_release
+from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, WaitingRequest
 
-
-def is_urgent(request: WaitingRequest | RunningRequest) -> bool:
-    """It has a group of its own, or shares one with other urgent requests."""
-    return request.priority < 0
-
-
-def runs_urgent(instance: InstanceView) -> bool:
-    """Some of its requests are urgent."""
-    return instance.first_priority < 0
+Members = tuple[InstanceView, ...]
 
 
 class FlyingGroups:
-    """The groups of one call of `decide`.
+    """Groups of instances that may merge in one decision.
 
     Attributes:
-        busy: devices that no merge may take.
-        coming: tokens and slots of instances that will be there, above the base degree.
+        coming: (free tokens, free slots) of each instance above the base degree that a merge will make.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
         self.view, self.room, self.config, self._budget = view, room, config, budget
-        self.busy = {device for instance in room.unsteady.values() for device in instance.devices}
         groups = {
             (i.transition_to, i.id // i.transition_to): i
-            for i in room.unsteady.values()
+            for i in room.unsteady
             if i.transition_to is not None and i.transition_to > view.base_degree and not i.draining
         }
-        self.coming = [(view.capacity_to_come(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
-        self._candidates: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
-        """Groups for urgent requests that were not looked at yet, by degree and whether requests are to pause."""
-        self._mergeable: dict[int, list[tuple[tuple[int, ...], tuple[InstanceView, ...]]]] = {}
-        """Groups of a degree that might merge when urgent requests first asked for one: devices and members."""
+        self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
-    def members(self, devices: tuple[int, ...], degree: int) -> tuple[InstanceView, ...] | None:
-        """Instances that may merge into one of `degree`; None where some are not there, or have paused requests."""
-        if not self.busy.isdisjoint(devices) or (devices, degree) in self.view.refused:
+    def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
+        """Return the instances on `devices` if they may merge to `degree` now."""
+        if (devices, degree) in self.view.refused:
             return None
         members = self.room.parts(devices)
-        if members is None or not all(self.room.takes(i) and i.paused_degree is None for i in members):
+        if members is None or not all(self.room.is_open(i) and i.paused_degree is None for i in members):
             return None
         return members
 
-    def claim(self, members: tuple[InstanceView, ...]) -> None:
-        """Keep requests and other merges away from instances that merge."""
+    def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
+        """Return devices and members of all groups that may merge to a degree now."""
+        groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
+        return [(devices, members) for devices, members in groups if members is not None]
+
+    def close(self, members: Members) -> None:
+        """Assign no requests to instances that merge, and do not merge them twice."""
         for instance in members:
             self.room.close(instance)
-            self.busy.update(instance.devices)
 
-    def comes(self, request: WaitingRequest) -> bool:
-        """A group that is being made will hold it."""
+    def reserve_coming(self, request: WaitingRequest) -> bool:
+        """Reserve room for a request on an instance that a merge will make. Return whether there is enough."""
+        need = self.room.need(request)
         for place, (tokens, slots) in enumerate(self.coming):
-            if tokens >= self.room.need(request) and slots > 0:
-                self.coming[place] = tokens - self.room.need(request), slots - 1
+            if tokens >= need and slots > 0:
+                self.coming[place] = tokens - need, slots - 1
                 return True
         return False
 
-    def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], tuple[InstanceView, ...]] | None:
-        """Degree, devices and members of a group for an urgent request: of the highest degree that there can be, where
-        the fewest requests run, none of which is urgent where they are to pause. None where there is no such group."""
+    def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
+        """Return degree, devices and members of the group to merge for an urgent request; None if there is none.
+
+        The group has the highest possible degree, and of these the fewest running requests.
+
+        Args:
+            pause: whether the running requests will pause. Then none of them may be urgent.
+        """
         for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
             if above or limits.degree <= self.view.base_degree or not limits.ready:
                 continue
-            key = limits.degree, pause
-            if key not in self._candidates:
-                self._candidates[key] = self._find_candidates(limits, pause)
-            candidates = self._candidates[key]
-            while candidates:
-                if (members := self.members(devices := candidates.pop(), limits.degree)) is not None:
-                    return limits.degree, devices, members
+            options = []
+            for devices, members in self.mergeable(limits.degree):
+                running = sum(len(i.running) for i in members)
+                if self._budget.used_up(devices) or (pause and not _can_pause(members)):
+                    continue
+                if pause or running < limits.max_requests:
+                    options.append((running, sum(i.used_tokens for i in members), devices, members))
+            if options:
+                _, _, devices, members = min(options, key=lambda option: option[:3])
+                return limits.degree, devices, members
         return None
 
-    def _find_candidates(self, limits: DegreeLimits, pause: bool) -> list[tuple[int, ...]]:
-        """Groups for urgent requests, that with the fewest requests and tokens last."""
-        if limits.degree not in self._mergeable:
-            free = self.view.free_groups(limits.degree)
-            groups = ((devices, self.members(devices, limits.degree)) for devices in free)
-            self._mergeable[limits.degree] = [(devices, members) for devices, members in groups if members is not None]
-        found = []
-        for devices, members in self._mergeable[limits.degree]:
-            if self._budget.used_up(devices) or (pause and not self._may_pause(members)):
-                continue
-            running = sum(len(i.running) for i in members)
-            if pause or running < limits.max_requests:
-                found.append((running, sum(i.used_tokens for i in members), devices))
-        return [devices for _, _, devices in sorted(found, reverse=True)]
-
-    def _may_pause(self, members: tuple[InstanceView, ...]) -> bool:
-        """None of their requests is urgent, and all have one degree."""
-        return len({i.degree for i in members}) == 1 and not any(map(runs_urgent, members))
-
     def merge(
-        self, request: WaitingRequest, claim: bool = False, pays: Callable[[float | None], bool] | None = None
+        self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Merge a group of the least degree that holds a request; nothing where it waits for a group to be empty, None
-        where there is none.
+        """Merge the emptiest group of the lowest degree that holds a long request.
+
+        Return None if there is no such group, and no actions if the group must be emptied first.
 
         Args:
-            claim: keep others from a group that has to be emptied first.
-            pays: whether to merge where the request has its first token that many seconds later; None: not known.
+            close: whether to close a group that must be emptied first.
+            pays: condition for the merge; its argument is the estimated seconds until the first token, or None.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
             capacity = view.kept_tokens(limits.degree) if kept else limits.capacity_tokens
-            groups = sorted(self._groups(limits, with_slot=not claim), key=lambda it: it[0])
-            for _, devices, members in groups:
-                free = capacity - sum(i.capacity_tokens - room.free(i) for i in members)
+            groups = [
+                (sum(i.capacity_tokens - room.free(i) for i in members), devices, members)
+                for devices, members in self.mergeable(limits.degree)
+            ]
+            groups.sort(key=lambda group: group[0])
+            for used, devices, members in groups:
                 running = sum(len(i.running) for i in members)
-                if free >= room.need(request) and running < limits.max_requests:
-                    if pays is not None and not pays(estimates.merge_s(view, members, limits.degree, request)):
-                        continue
-                    self.claim(members)
-                    self.coming.append((capacity, limits.max_requests))
-                    how = "with weights kept" if kept else "with weights released"
-                    reason = f"{request.request_id} may grow to {size} tokens, which TP{limits.degree} holds {how}"
-                    return [ScaleUp(devices, limits.degree, reason, release_weights=not kept)]
-            if groups and claim:  # it has to be emptied first
-                self.claim(groups[0][2])
+                if capacity - used < room.need(request) or running >= limits.max_requests:
+                    continue
+                if pays is not None and not pays(estimates.merge_s(view, members, limits.degree, request)):
+                    continue
+                self.close(members)
+                self.coming.append((capacity, limits.max_requests))
+                how = "with weights kept" if kept else "with weights released"
+                reason = f"{request.request_id} may grow to {size} tokens, which TP{limits.degree} holds {how}"
+                return [ScaleUp(devices, limits.degree, reason, release_weights=not kept)]
+            if groups and close:
+                self.close(groups[0][2])
                 self.coming.append((capacity, limits.max_requests))
                 return []
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Degrees that hold a request, and whether they keep weights for it: first those that do, the least first."""
+        """Yield the degrees that hold a request, lowest first, and whether they keep weights. Degrees that must release
+        weights follow only if no degree holds it with weights kept."""
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
-        yield from ((limits, True) for limits in above if view.kept_tokens(limits.degree) >= size)
-        if not any(view.kept_tokens(limits.degree) >= size for limits in above):
+        keeping = [limits for limits in above if view.kept_tokens(limits.degree) >= size]
+        yield from ((limits, True) for limits in keeping)
+        if not keeping:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
-    def _groups(
-        self, limits: DegreeLimits, with_slot: bool
-    ) -> Iterator[tuple[int, tuple[int, ...], tuple[InstanceView, ...]]]:
-        """Groups that may merge to a degree, with the tokens that they have in use.
-
-        Args:
-            with_slot: leave out those none of whose instances can run one more request, where the instance that they
-                would make could not either.
-        """
-        view, degree = self.view, limits.degree
-        groups: Iterable[tuple[int, ...]] = view.groups(degree)
-        base = view.limits[view.base_degree]
-        if with_slot and limits.max_requests * base.degree <= base.max_requests * degree:
-            starts = {instance.id - instance.id % degree for instance in self.room.by_load()}
-            groups = (tuple(range(start, start + degree)) for start in sorted(starts))
-        for devices in groups:
-            if (members := self.members(devices, degree)) is not None:
-                yield sum(i.capacity_tokens - self.room.free(i) for i in members), devices, members
-
-    def split_kept(self, request: WaitingRequest, given: Container[int]) -> list[Action]:
-        """Split a group that keeps its weights and holds too little for that, so that a merge can release them.
-        Instances of `given` have requests that the snapshot does not show."""
+    def split_to_release(self, request: WaitingRequest) -> list[Action]:
+        """Split a group that keeps its weights, if it could hold a request with weights released."""
         view, room = self.view, self.room
         options = [
             i
-            for i in room.merged.values()
-            if room.takes(i)
-            and i.id not in given
+            for i in room.merged
+            if room.is_open(i)
+            and not room.new_prompt_tokens(i)
             and i.paused_degree is None
             and view.keeps_weights(i)
             and view.limits[i.degree].capacity_tokens >= request.max_total_tokens
         ]
-        for instance in sorted(options, key=lambda i: (i.used_tokens, i.id)):
-            room.close(instance)
-            self.busy.update(instance.devices)
-            if (
-                fits_split(view, instance, view.base_degree)
-                and (instance.devices, view.base_degree) not in view.refused
-            ):
-                reason = (
-                    f"{request.request_id} may grow to {request.max_total_tokens} tokens: weights are to be released"
-                )
-                return [ScaleDown(instance.devices, view.base_degree, reason)]
+        if not options:
             return []
-        return []
+        instance = min(options, key=lambda i: (i.used_tokens, i.id))
+        split = split_to_release(view, room, instance, request)
+        return [] if split is None else [split]
+
+
+def _can_pause(members: Members) -> bool:
+    """Return whether all requests of a group may pause: instances of one degree without urgent requests."""
+    return len({i.degree for i in members}) == 1 and not any(i.runs_urgent for i in members)

@@ -1,4 +1,4 @@
-"""Whether the cluster is lightly loaded, with hysteresis (Flying Serving 2.3, use case 1)."""
+"""Detection of light load, with hysteresis (Flying Serving 2.3, use case 1)."""
 
 import math
 
@@ -7,14 +7,16 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Follows the number of requests a device. Its mean over `load_window_s` must cross from one limit to the other for
-    a change. Groups split at once, and bind when `dwell_s` has passed since the last change. They stay where the
-    highest degree is known to generate as many tokens a second as the base degree does under load.
+    """Number of requests for each device, averaged over `load_window_s`.
+
+    Groups merge when the average falls to `calm_requests`, no sooner than `dwell_s` after the last change. They split
+    at once when it rises to `burst_requests`, unless the highest degree was measured to generate as many tokens a
+    second as the base degree does under load.
 
     Attributes:
-        bound: groups are to serve at the highest degree.
-        busy: there are as many requests as groups split for, or a short one finds no room.
-        mean: requests a device, averaged.
+        bound: whether all groups should be merged to the highest degree.
+        busy: whether the average reaches `burst_requests`, or a short request has waited too long.
+        mean: requests for each device, averaged.
     """
 
     def __init__(self, config: FlyingConfig):
@@ -25,11 +27,15 @@ class LoadWatch:
         self._at_s: float | None = None
         self._changed_s = 0.0
         self._calm_steps_s: dict[int, float] = {}
-        """Seconds of a decode step under a light load, by degree: those of a burst have more requests."""
+        """Seconds of a decode step under light load, by degree. Steps under heavy load have larger batches."""
 
     def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
-        """Take in a snapshot, with how many requests run, pause and wait; `late` tells that a short one has waited for
-        `burst_wait_s` without room."""
+        """Include a snapshot.
+
+        Args:
+            num_requests: running, paused and waiting requests.
+            late: whether a short request has waited for `burst_wait_s` without room.
+        """
         config, now_s = self._config, view.now_s
         if self._at_s is None:
             self._at_s = self._changed_s = now_s
@@ -41,9 +47,9 @@ class LoadWatch:
         if self.bound:
             degrees = max(view.limits), view.base_degree
             splits = self.busy and not view.timing.generates_more(*degrees, num_requests)
-            change = splits or (dwelt and not self._gains(view))
+            change = splits or (dwelt and not self._is_faster_merged(view))
         else:
-            change = dwelt and not late and self.mean <= calm and self._gains(view)
+            change = dwelt and not late and self.mean <= calm and self._is_faster_merged(view)
         if change:
             self.bound, self._changed_s = not self.bound, now_s
         elif self.mean <= calm and dwelt:
@@ -51,12 +57,13 @@ class LoadWatch:
             self._calm_steps_s |= steps
 
     def _limits(self, view: ClusterView) -> tuple[float, float]:
+        """Return `calm_requests` and `burst_requests`, scaled down if devices have few slots."""
         config, base = self._config, view.limits[view.base_degree]
         scale = min(base.max_requests / base.degree / 2 / config.burst_requests, 1.0)
         return config.calm_requests * scale, config.burst_requests * scale
 
-    def _gains(self, view: ClusterView) -> bool:
-        """The highest degree is not known to be as slow as the base degree, by steps that were measured."""
+    def _is_faster_merged(self, view: ClusterView) -> bool:
+        """Return whether steps of the highest degree are shorter than those of the base degree, or unknown."""
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low

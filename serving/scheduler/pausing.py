@@ -1,4 +1,4 @@
-"""Paused requests: for how long, and what must go before they go on."""
+"""Paused requests: a limit of their pauses, and conditions for resuming them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,10 +8,9 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class PauseBudget:
-    """Seconds for which the requests of each device have paused, less those for which they have not since.
+    """Pause debt of each device: it grows while requests are paused there, and shrinks otherwise.
 
-    A device whose budget is used up rests until the difference is nothing: its requests have at least an equal share of
-    the time beyond `max_pause_s`.
+    When the debt of a device reaches `max_pause_s`, nothing may be paused there until it is back to zero.
     """
 
     def __init__(self, max_pause_s: float):
@@ -22,7 +21,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Take in the devices that have paused requests now."""
+        """Advance the time; `paused` are the devices that have paused requests now."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -35,14 +34,16 @@ class PauseBudget:
         self._paused = frozenset(paused)
 
     def used_up(self, devices: Iterable[int]) -> bool:
-        """The requests of some of these devices must not pause now."""
+        """Return whether requests of any of these devices must not pause now."""
         return not self._resting.isdisjoint(devices)
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Requests of an instance that find no room beside those that are paused on its devices, when these go on; dealt as
-    the engine does, longest first to where most is free."""
-    assert instance.paused_degree is not None, "some are paused"
+    """Return the running requests that find no room next to the paused requests after a split.
+
+    Requests are distributed as by the engine: longest first, to the part with the most free tokens.
+    """
+    assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
     capacity = instance.capacity_tokens // len(parts)
     free = [capacity - sum(view.whole_pages(r.num_tokens) for r in part) for part in parts]
@@ -59,13 +60,17 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
     return found
 
 
-def in_the_way(view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-    """Paused requests behind one that needs that many tokens of their instance, which would have room without them: of
-    each device the last ones. None where that would not do."""
+def paused_victims(
+    view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int
+) -> list[RunningRequest]:
+    """Return the paused requests to preempt so that a request finds `need` free tokens on their instance.
+
+    On each device the last requests go first, and all rank behind the request. Empty if that does not free enough.
+    """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
     capacity = instance.capacity_tokens // parts
-    going: list[RunningRequest] = []
+    victims: list[RunningRequest] = []
     for part in instance.paused:
         lacking = -(-(need + used) // parts) - capacity + sum(view.whole_pages(r.num_tokens) for r in part)
         for paused in sorted(part, key=lambda r: (r.rank, r.arrival_s), reverse=True):
@@ -73,17 +78,17 @@ def in_the_way(view: ClusterView, instance: InstanceView, request: WaitingReques
                 break
             if paused.rank <= request.rank:
                 return []
-            going.append(paused)
+            victims.append(paused)
             lacking -= view.whole_pages(paused.num_tokens)
         if lacking > 0:
             return []
-    return going
+    return victims
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """For a policy that has no use for pauses: let requests go on that another one, or an operator, had pause."""
+    """Return the splits that resume paused requests, for policies that do not pause any themselves."""
     return [
-        ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy has none pause")
+        ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
         for i in view.instances
         if i.paused_degree is not None
         and i.transition_to is None
@@ -93,8 +98,8 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """The same, with groups that have paused requests draining."""
-    if not [i for i in view.instances if i.paused_degree is not None]:  # a list is faster than `any`, for a thousand
+    """Return the snapshot with all instances that have paused requests marked as draining."""
+    if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)
     return replace(view, instances=instances)

@@ -1,21 +1,21 @@
-"""Policies by name, as commands and configuration files give them."""
+"""Policies by name."""
 
 from collections.abc import Callable
 
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
 from serving.scheduler.amoeba_config import AmoebaConfig
-from serving.scheduler.amoeba_paper import AmoebaPaperPolicy, PaperConfig
+from serving.scheduler.baselines.amoeba_paper import AmoebaPaperPolicy, PaperConfig
+from serving.scheduler.baselines.least_load_first import LeastLoadFirstPolicy
+from serving.scheduler.baselines.round_robin import RoundRobinPolicy
 from serving.scheduler.flying import FlyingPolicy
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.policy import Policy
-from serving.scheduler.round_robin import RoundRobinPolicy
 from serving.scheduler.static import StaticPolicy
 
 
 class UnknownPolicyError(ValueError):
-    """There is no policy of this name."""
+    """A policy name that does not exist."""
 
 
 _MAKERS: dict[str, Callable[[Admission, AmoebaConfig, FlyingConfig], Policy]] = {
@@ -41,10 +41,12 @@ def make_policy(
     config: AmoebaConfig | None = None,
     flying: FlyingConfig | None = None,
 ) -> Policy:
-    """A policy by its name. Raises `UnknownPolicyError`.
+    """Create a policy by its name. Raises `UnknownPolicyError`.
 
-    Of `config` the baselines use `reserved_growth` and what is about splits, `amoeba_paper` and `static` less; `flying`
-    is for the policy of this name.
+    Args:
+        config: settings of `amoeba`. The baselines use `reserved_growth` and the settings of splits; `amoeba_paper` and
+            `static` use fewer.
+        flying: settings of `flying`.
     """
     if name not in _MAKERS:
         raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")

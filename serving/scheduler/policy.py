@@ -1,4 +1,4 @@
-"""What all policies have in common."""
+"""Interface of all policies."""
 
 from typing import Protocol
 
@@ -7,10 +7,10 @@ from serving.scheduler.view import ClusterView
 
 
 class Policy(Protocol):
-    """Decides from a snapshot what to do next. Deterministic: equal snapshots in equal order give equal decisions."""
+    """Rule for placing requests and changing instances. Equal sequences of snapshots give equal decisions."""
 
     name: str
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Actions in the order in which they are to be carried out."""
+        """Return the next actions, in the order of their execution."""
         ...

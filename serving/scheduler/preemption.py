@@ -1,68 +1,64 @@
-"""Making room for a request of a lower rank: of higher priority, or within its client's share."""
+"""Preemption of running requests for a waiting request of a lower rank: see `WaitingRequest.rank`."""
 
 from bisect import bisect_left
 from functools import cached_property
-from operator import attrgetter
+from itertools import accumulate
 
 from serving.scheduler.actions import Preempt
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
 
-_ENOUGH = 16
-"""Instances that would do, of which the one is taken where the fewest must go."""
-_MOST_TRIED = 4
-"""Requests for which a decision looks for others to preempt: each goes through the instances."""
+_MOST_SEARCHES = 4
+"""Maximum number of waiting requests for which one decision searches all instances."""
 
 
 class Preemptions:
-    """Who makes room for whom, in one decision."""
+    """Search for running requests to preempt, for one decision."""
 
     def __init__(self, view: ClusterView, room: Room, order: QueueOrder):
         self._view, self._room, self._order = view, room, order
-        self._tried = 0
-        self._in_vain: list[tuple[tuple[bool, int], int, int]] = []
-        """Rank, tokens now and at most of requests for which no others could be preempted."""
+        self._num_searches = 0
+        self._failed: list[tuple[tuple[bool, int], int, int]] = []
+        """Rank, tokens needed and maximum length of requests whose search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """The instance where the fewest running requests must go so that `request` fits, and those; None if nowhere.
+        """Return the instance where a request needs the fewest preemptions, and these preemptions; None if there is
+        no such instance.
 
-        They rank behind it, and wait behind it afterwards, so that they don't take back what they gave up.
+        The preempted requests rank behind it and are served after it, so they do not take their pages back.
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
-        if rank >= self._last_rank or self._tried >= _MOST_TRIED:
+        if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
             return None
-        if any(other[0] <= rank and other[1] <= need and other[2] <= most for other in self._in_vain):
-            return None  # one before it, for which less was to be found, found nothing
-        self._tried += 1
-        if (found := self._search(request, need)) is None:
-            self._in_vain.append((rank, need, most))
+        if any(other[0] <= rank and other[1] <= need and other[2] <= most for other in self._failed):
+            return None  # an easier search has failed
+        self._num_searches += 1
+        options = [(i, found) for i in self._room.open if (found := self._victims(i, request, need))]
+        if not options:
+            self._failed.append((rank, need, most))
             return None
-        instance, victims = found
+        instance, victims = min(options, key=lambda option: len(option[1]))
         return instance, [Preempt(victim.request_id, reason=_reason(request, victim)) for victim in victims]
 
     @cached_property
-    def _last_rank(self) -> tuple[bool, int]:
-        """The highest rank of all requests that run, which are preempted first."""
-        return max(map(attrgetter("last_rank"), self._view.instances), default=(False, 0))
+    def _highest_rank(self) -> tuple[bool, int]:
+        """Highest rank of all running requests."""
+        return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
-    def _search(self, request: WaitingRequest, need: int) -> tuple[InstanceView, list[RunningRequest]] | None:
-        room, order, key = self._room, self._order, self._order.key(request, self._view.now_s)
-        found: tuple[InstanceView, list[RunningRequest]] | None = None
-        seen = 0
-        for instance in room.open:
-            if instance.capacity_tokens < request.max_total_tokens or instance.last_rank <= request.rank:
-                continue
-            keys, freed, requests = room.facts.victims(instance, request.rank, order)
-            count = bisect_left(freed, max(need - room.free(instance), 1)) + 1
-            if count > len(keys) or keys[count - 1] <= key:
-                continue
-            seen += 1
-            if found is None or count < len(found[1]):
-                found = instance, requests[:count]
-            if count == 1 or seen == _ENOUGH:
-                break  # there are none with fewer, or looking further takes too long
-        return found
+    def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
+        """Return the fewest requests of an instance that make room, last in the queue order first; none if all of them
+        together do not."""
+        if instance.capacity_tokens < request.max_total_tokens:
+            return []
+        room, order, now_s = self._room, self._order, self._view.now_s
+        lower = [r for r in instance.running if r.rank > request.rank and not order.starves(r, now_s)]
+        lower.sort(key=order.due_key, reverse=True)
+        freed = list(accumulate(room.freed_by(running) for running in lower))
+        count = bisect_left(freed, max(need - room.free(instance), 1)) + 1
+        if count > len(lower) or order.due_key(lower[count - 1]) <= order.key(request, now_s):
+            return []
+        return lower[:count]
 
 
 def _reason(request: WaitingRequest, victim: RunningRequest) -> str:

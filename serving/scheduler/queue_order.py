@@ -1,5 +1,6 @@
-"""Who is served first."""
+"""Order in which waiting requests are served."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serving.scheduler.view import RunningRequest, WaitingRequest
@@ -11,29 +12,30 @@ Key = tuple[int, float, float, str]
 class QueueOrder:
     """Earliest due first.
 
-    A request is due at its deadline, and at the latest `patience_s` after its arrival; each level of priority moves
-    that by `level_s`. The time is fixed on arrival, so waiting is ageing: requests that come later are due later, and
-    at some time no one comes any more who is due before it. A request that has waited `starving_s` goes ahead of all
-    that have not, however far their priorities are apart, and of several the one that has waited longest. Only waiting
-    counts: a request that was served at once and has run for long may be preempted as any other. Requests beyond their
-    client's share go last, in this order too.
+    A request is due at its deadline, but at most `patience_s` after its arrival. Each level of priority moves the due
+    time by `level_s`. The due time is fixed at arrival, so later arrivals eventually go behind a waiting request.
+
+    A request that has waited `starving_s` goes ahead of all others, whatever their priorities; among such requests the
+    longest wait goes first. Only waiting time counts: a request that ran for a long time can still be preempted.
+
+    Requests beyond their client's share go last, in the same order among themselves.
     """
 
     patience_s: float = 30.0
-    """A request without a deadline counts as due this long after its arrival."""
+    """Seconds from arrival to the due time of a request without a deadline."""
     level_s: float = 60.0
-    """Seconds of waiting that make up for one level of priority."""
+    """Seconds of waiting that compensate one level of priority."""
     starving_s: float | None = 300.0
-    """Waiting time, without the time that it ran, after which only that counts. None: priority counts for ever."""
+    """Seconds of waiting after which priority no longer matters. None: priority always matters."""
 
     def starves(self, request: WaitingRequest | RunningRequest, now_s: float) -> bool:
-        """It has waited for `starving_s`, so that only this counts."""
+        """Return whether a request has waited for `starving_s`."""
         if self.starving_s is None or request.beyond_share:
             return False
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Sorts requests that don't starve; the time makes no difference."""
+        """Return the sort key of a request that does not starve. It is independent of the time."""
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)
@@ -45,8 +47,12 @@ class QueueOrder:
         )
 
     def key(self, request: WaitingRequest | RunningRequest, now_s: float) -> Key:
-        """Sorts requests, those to be served first in front."""
+        """Return the sort key of a request; lower keys are served first."""
         if self.starves(request, now_s):
             since_s = request.since_s if isinstance(request, WaitingRequest) else now_s - request.queued_s
             return (0, since_s, request.arrival_s, request.request_id)
         return self.due_key(request)
+
+    def sort(self, requests: Iterable[WaitingRequest], now_s: float) -> list[WaitingRequest]:
+        """Return the requests in the order of service."""
+        return sorted(requests, key=lambda request: self.key(request, now_s))

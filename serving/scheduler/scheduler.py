@@ -1,11 +1,11 @@
-"""The loop between a policy and an executor."""
+"""The scheduler: executes the decisions of a policy."""
 
 import dataclasses
 import logging
 import re
 from dataclasses import dataclass, field
 
-from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, unknown
+from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, invalid
 from serving.scheduler.backoff import Backoff, BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.pausing import resumptions, without_paused
@@ -16,45 +16,45 @@ logger = logging.getLogger("amoeba.scheduler")
 
 @dataclass
 class SchedulerCounters:
-    """What was decided since the start."""
+    """Numbers of actions since the start."""
 
     ticks: int = 0
     dispatched: int = 0
     scale_ups: int = 0
-    """Merges that were begun."""
+    """Merges that were started."""
     scale_downs: int = 0
-    """Splits that were begun."""
+    """Splits that were started."""
     transformations_failed: int = 0
-    """Transformations, of these, that ended without their degree in place."""
+    """Started merges and splits that ended without reaching their degree."""
     preempted: int = 0
     rejected: dict[RejectKind, int] = field(default_factory=lambda: dict.fromkeys(RejectKind, 0))
     refused: int = 0
     """Actions that the executor refused."""
     held_back: int = 0
-    """Actions that were not tried because they had been refused a moment before."""
+    """Actions that were not tried because they were refused a short time ago."""
 
     def by_name(self) -> dict[str, int]:
-        """All of them, with flat names for metrics and reports."""
+        """Return all counters with flat names, for metrics and reports."""
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | {f"rejected_{kind.value}": count for kind, count in self.rejected.items()}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An action, and what the executor said to it."""
+    """An action and the executor's answer."""
 
     action: Action
     outcome: Outcome
 
 
 class Scheduler:
-    """Asks a policy what to do, and has an executor do it. All methods are called from one thread.
+    """Loop between a policy and an executor. All methods are called from one thread.
 
-    Policies that pause requests have `pauses` set. Of all others, which an operator may choose at any time, paused
-    requests go on as soon as they can, and their devices get no others before.
+    A policy that pauses requests has an attribute `pauses = True`. Under any other policy, the scheduler itself resumes
+    paused requests as soon as they fit, and assigns nothing to their devices before.
 
     Attributes:
-        policy: may be replaced between two ticks.
+        policy: present policy. It may be replaced between two ticks.
     """
 
     def __init__(self, policy: Policy, executor: Executor, backoff: BackoffConfig | None = None):
@@ -63,19 +63,20 @@ class Scheduler:
         self._backoff = Backoff(backoff or BackoffConfig())
 
     def tick(self) -> list[Decision]:
-        """Decide from the present state, and carry it out in order. Returns what was tried.
+        """Decide from the present state, execute the actions in order, and return the tried actions.
 
-        To be called whenever something changed (a request came or ended, a transformation ended), and at least once a
-        second, for deadlines, and for instances that wait for their time to split.
+        Call it after every change (a request arrived or ended, a transformation ended) and at least once a second, for
+        deadlines and for instances that linger before they split.
         """
         decisions, again = self._decide()
-        while again:  # an instance in transition takes one request of each decision
+        while again:  # an instance in transformation accepts only one request for each decision
             more, again = self._decide()
             decisions += more
         return decisions
 
     def _decide(self) -> tuple[list[Decision], bool]:
-        """One decision, and whether a request was given to an instance in transition, which may take another."""
+        """Make one decision. Return it, and whether an instance in transformation accepted a request: it may accept
+        another."""
         self.counters.ticks += 1
         view = self.executor.snapshot()
         for action, done in self._backoff.ended(view):
@@ -91,9 +92,9 @@ class Scheduler:
             view = without_paused(view)
         decisions = []
         for action in [*actions, *self.policy.decide(view)]:
-            if (problem := unknown(action)) is not None:
+            if (problem := invalid(action)) is not None:
                 self.counters.refused += 1
-                logger.error("policy=%s asked for what no executor knows: %s", self.policy.name, problem)
+                logger.error("policy=%s returned an invalid action: %s", self.policy.name, problem)
                 continue
             if self._backoff.blocks(action, view.now_s):
                 self.counters.held_back += 1
@@ -128,7 +129,7 @@ class Scheduler:
                 counters.rejected[kind] += 1
 
     def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
-        """One line a decision: `key=value`, and the same as a dict in the record's `decision`."""
+        """Log an action as one line of `key=value` pairs, and as a dict in the record's `decision` attribute."""
         if not logger.isEnabledFor(level):
             return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}
@@ -141,7 +142,7 @@ def _snake_case(name: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    """A value without blanks as it is, devices as `0-3`, anything else in quotes."""
+    """Format a value for the log: simple text unchanged, devices as `0-3`, other text in quotes."""
     if isinstance(value, tuple):
         return f"{value[0]}-{value[-1]}" if value else "none"
     text = str(value)

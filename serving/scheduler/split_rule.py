@@ -1,74 +1,100 @@
-"""When merged instances split: the same rule for all policies that split, so that they differ in nothing else."""
+"""Rule for splitting merged instances. Most policies share it, so that they differ only in their placement."""
 
-from collections.abc import Callable, Iterable
+import heapq
 from dataclasses import dataclass
 
 from serving.scheduler.actions import ScaleDown
-from serving.scheduler.instance_facts import fits_split
 from serving.scheduler.room import Room
-from serving.scheduler.view import ClusterView, InstanceView
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+
+def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
+    """Return whether the running requests fit the instances of `degree` after a split, each with a page for its next
+    tokens.
+
+    Requests are distributed as by the engine: longest first, to the part with the most free tokens.
+    """
+    limits = view.limits[degree]
+    if instance.largest > limits.capacity_tokens:
+        return False
+    num_parts, page_size = instance.degree // degree, view.page_size
+    ordered = sorted(instance.running, key=lambda r: (-r.num_tokens, r.request_id))
+    needs = [view.whole_pages(min(r.num_tokens + page_size, r.max_total_tokens)) for r in ordered]
+    parts = [(-limits.capacity_tokens, part) for part in range(num_parts)]  # a heap: most free tokens first
+    slots = [limits.max_requests] * num_parts
+    for need in needs:
+        minus_free, part = parts[0]
+        heapq.heapreplace(parts, (minus_free + need, part))
+        slots[part] -= 1
+        if minus_free + need > 0 or slots[part] < 0:
+            return False
+    return True
+
+
+def split_to_release(
+    view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
+) -> ScaleDown | None:
+    """Close an instance that kept its weights, and split it so that a merge can release them for a larger request.
+    None if its running requests do not fit the parts yet."""
+    room.close(instance)
+    if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
+        return None
+    reason = (
+        f"it has not released its weights and holds {instance.capacity_tokens} tokens; "
+        f"{request.request_id} may grow to {request.max_total_tokens}"
+    )
+    return ScaleDown(instance.devices, view.base_degree, reason)
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """What can be tuned. AMOEBA 3.3, "scale-down", is `linger_s` 0 and `free_share` 0.5, without partial splits."""
+    """Settings of `SplitRule`. The rule of AMOEBA 3.3, "scale-down", is `linger_s=0, partial=False`."""
 
     free_share: float = 0.5
-    """An instance that takes no new requests splits once this share of its KV cache is free."""
+    """Share of the KV cache that must be free before an instance splits."""
     linger_s: float = 60.0
-    """It takes new requests for this long after its last long request."""
+    """Seconds after its last long request in which an instance still accepts requests and does not split."""
     partial: bool = True
-    """It splits to the least degree that its long requests need, and need not wait for their end."""
+    """Whether it may split to the lowest degree that holds its long requests, instead of waiting for their end."""
 
 
 class SplitRule:
-    """Decides which instances are done with the long requests that they were merged for.
+    """Split of instances whose long requests have ended.
 
-    Its only memory is when each merged instance was last wanted by a request that needs it: one that runs there, or one
-    that waits and that it can hold.
+    It remembers when each merged instance was last needed by a long request that runs there, or that waits and fits.
     """
 
     def __init__(self, config: SplitConfig):
         self.config = config
-        self._wanted_s: dict[tuple[int, ...], dict[int, float]] = {}
-        """By devices, and the degree that would not have been enough."""
+        self._needed_s: dict[tuple[int, ...], dict[int, float]] = {}
+        """For each merged instance (its devices) and each lower degree: the last time that degree was too low."""
 
-    def leaving(
-        self, view: ClusterView, merged: Iterable[InstanceView], largest: Callable[[int], int], pressed: bool
-    ) -> list[tuple[InstanceView, int]]:
-        """Instances that take no new requests, and the degree that each of them splits to.
+    def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
+        """Return the instances that should accept no more requests, with the degree that each will split to.
 
         Args:
-            merged: instances above the base degree; others may be among them.
-            largest: gives the size of the largest request that waits and has at most that many tokens; 0 for none.
-            pressed: a short request found no room when decisions were last made: no instance lingers.
+            pressed: whether a short request found no room in the last decision. Instances then do not linger.
         """
-        before, self._wanted_s = self._wanted_s, {}
-        now_s, leaving = view.now_s, []
-        waiting: dict[int, int] = {}  # the largest by capacity: many instances have the same
-        needs: dict[tuple[int, int], int] = {}  # by degree and size
-        lower = {degree: [d for d in view.limits if view.base_degree <= d < degree] for degree in view.limits}
-        for instance in merged:
-            degree = instance.degree
-            if degree <= view.base_degree or instance.transition_to is not None or instance.draining:
+        before, self._needed_s = self._needed_s, {}
+        leaving = []
+        for instance in room.merged:
+            if not room.is_steady(instance):
                 continue
-            if (capacity := instance.capacity_tokens) not in waiting:
-                waiting[capacity] = largest(capacity)
-            size = max(instance.largest, waiting[capacity])
-            if (needed := needs.get((degree, size))) is None:
-                needed = needs[degree, size] = self._needed(view, degree, size)
-            # As long as a degree is needed, it is wanted to split to none below it.
-            wanted_s = before.get(instance.devices) or dict.fromkeys(lower[degree], now_s)
-            for other in wanted_s:
+            degree = instance.degree
+            size = max(instance.largest, view.largest_waiting(instance.capacity_tokens))
+            needed = self._needed_degree(view, degree, size)
+            lower = [d for d in view.limits if view.base_degree <= d < degree]
+            needed_s = before.get(instance.devices) or dict.fromkeys(lower, view.now_s)
+            for other in needed_s:
                 if other < needed:
-                    wanted_s[other] = now_s
-            self._wanted_s[instance.devices] = wanted_s
-            if needed < degree and self._ends(view, instance, needed, pressed):
+                    needed_s[other] = view.now_s
+            self._needed_s[instance.devices] = needed_s
+            if needed < degree and self._is_due(view, instance, needed, pressed):
                 leaving.append((instance, needed))
         return leaving
 
-    def _needed(self, view: ClusterView, degree: int, size: int) -> int:
-        """The degree that an instance of a degree is still needed at, for a request of that many tokens."""
+    def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
+        """Return the lowest degree that an instance of `degree` may split to while a request of this size needs it."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
@@ -76,25 +102,25 @@ class SplitRule:
         enough = view.degree_for(size)
         return degree if enough is None else min(enough, degree)
 
-    def _ends(self, view: ClusterView, instance: InstanceView, degree: int, pressed: bool) -> bool:
-        """It has lingered long enough, or others need what it splits into."""
+    def _is_due(self, view: ClusterView, instance: InstanceView, degree: int, pressed: bool) -> bool:
         if instance.free_tokens < self.config.free_share * instance.capacity_tokens:
             return degree == view.base_degree
         if degree > view.base_degree and not fits_split(view, instance, degree):
-            return False  # its long requests run on, and it would be closed for as long as they do
-        lingered_s = view.now_s - self._wanted_s[instance.devices][degree]
+            return False  # it would stay closed until its long requests end
+        lingered_s = view.now_s - self._needed_s[instance.devices][degree]
         return pressed or lingered_s >= self.config.linger_s
 
     def split(
-        self, view: ClusterView, room: Room, leaving: Iterable[tuple[InstanceView, int]], pressed: bool = False
+        self, view: ClusterView, room: Room, leaving: list[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
-        """Close the instances that take no new requests, and split those that are empty enough: where `pressed`, all
-        whose requests fit the parts, as a closed instance serves no one. If they do not, and no other is open, it
-        serves on."""
-        actions, leaving = [], list(leaving)
-        numbers = {instance.id for instance, _ in leaving}
+        """Close the leaving instances, and split those with enough free cache.
+
+        If `pressed`, an instance splits as soon as its requests fit the parts. If they do not fit and no other instance
+        is open, it stays open.
+        """
+        actions, numbers = [], {instance.id for instance, _ in leaving}
         for instance, degree in leaving:
-            fits = room.facts.fits_split(instance, degree)
+            fits = fits_split(view, instance, degree)
             if pressed and not fits and all(other.id in numbers for other in room.open):
                 continue
             room.close(instance)

@@ -1,43 +1,41 @@
-"""Fixed degrees."""
+"""Policy without merges and splits."""
 
 from serving.scheduler.actions import Action, Dispatch
 from serving.scheduler.admission import Admission
-from serving.scheduler.room import KeptRoom
+from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView
 
 
 class StaticPolicy:
-    """Gives each request to the least-loaded instance with room, and never changes a degree. A request that no present
-    instance could hold is turned away. No one overtakes: a request that finds no room keeps one instance for itself.
+    """The policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
+
+    A request that no present instance can hold is rejected. If a request finds no room, one instance is reserved for
+    it, so that later requests do not overtake it there.
     """
 
     name = "static"
 
     def __init__(self, admission: Admission | None = None, reserved_growth: float = 0.0):
-        self._admission, self._room = admission or Admission(), KeptRoom(reserved_growth)
-        self._index = self._admission.index()
+        self._admission, self._growth = admission or Admission(), reserved_growth
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
         if not view.instances:
             return []
         largest = max(view.instances, key=lambda i: i.capacity_tokens)
-        holder = f"the largest instance, TP{largest.degree},"
-        self._index.update(view.queue)
-        rejects = self._admission.turn_away(view, self._index, largest.capacity_tokens, holder)
-        gone = {reject.request_id for reject in rejects}
+        rejects, queue = self._admission.screen(
+            view, largest.capacity_tokens, f"the largest instance, TP{largest.degree},"
+        )
         actions: list[Action] = [*rejects]
-        room = self._room.of(view)
-        for request in self._index.ordered(view.now_s):
-            if request.request_id in gone:
-                continue
-            if not room.any_open:
+        room = Room(view, self._growth)
+        for request in queue:
+            if not any(room.has_slot(instance) for instance in room.open):
                 break
             if options := room.with_room(request):
                 instance = min(options, key=lambda i: (room.load(i), i.id))
                 reason = f"least loaded of {len(options)} with room: load {room.load(instance):.2f}"
-                room.give(instance, request)
+                room.assign(instance, request)
                 actions.append(Dispatch(request.request_id, instance.id, reason))
             else:
-                room.keep_for(request)
+                room.reserve_for(request)
         return actions

@@ -1,12 +1,12 @@
-"""What a policy sees: an immutable snapshot of instances, the queue, and the degrees that instances may have.
+"""Immutable snapshot of the cluster, which policies decide from: instances, queue, and possible degrees.
 
-Plain data. Token counts are of KV cache; times are seconds of one monotonic clock, which may be a virtual one.
+Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from serving.scheduler.timing import Timing
 
@@ -17,38 +17,38 @@ class WaitingRequest:
 
     request_id: str
     prompt_tokens: int
-    """Tokens to compute before the next one is sampled. Of a preempted request its output so far is among them."""
+    """Tokens to compute before the next token is sampled. For a preempted request they include its output so far."""
     max_total_tokens: int
-    """Most tokens that it may grow to: prompt and `max_tokens`."""
+    """Upper limit of its length: prompt plus `max_tokens`."""
     priority: int = 0
-    """Lower goes first, as `SamplingParams.priority`."""
+    """Priority as in `SamplingParams.priority`: lower goes first."""
     arrival_s: float = 0.0
     deadline_s: float | None = None
-    """When it is of no use to the client any more; None: never."""
+    """Time after which the client has no use for it. None: no deadline."""
     started: bool = False
-    """It ran before and was preempted. It is never turned away for a full queue."""
+    """Whether it ran before and was preempted. Such a request is never rejected because the queue is full."""
     waiting_since_s: float | None = None
-    """Now less the seconds that it has waited in all, the time that it ran left out; None: since its arrival."""
+    """Now minus the total time it has waited; time spent running does not count. None: waiting since its arrival."""
     ttft_slo_s: float | None = None
-    """Seconds after its arrival by which its first token should come; None: the policy's."""
+    """Its own limit for the time from arrival to first token. None: the policy's limit."""
     tpot_slo_s: float | None = None
-    """Seconds that each further token should take at most; None: the policy's."""
+    """Its own limit for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
-    """The client has its share of slots or KV cache without it, and other clients have requests: it goes behind all
-    that are within theirs."""
+    """Whether its client already has its share of slots or KV cache while other clients have requests. It then goes
+    behind all requests within their clients' shares."""
 
     @property
     def since_s(self) -> float:
-        """Now less the seconds that it has waited in all."""
+        """Now minus the total time it has waited."""
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
-        """Seconds that it has waited in all."""
+        """Return the total seconds it has waited."""
         return now_s - self.since_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        """Class for preemption. A request may preempt requests of a higher rank: lower priority, or beyond share."""
         return self.beyond_share, self.priority
 
 
@@ -58,26 +58,26 @@ class RunningRequest:
 
     request_id: str
     num_tokens: int
-    """Tokens so far, prompt included: what it has pages for."""
+    """Tokens so far, including the prompt. They have pages."""
     max_total_tokens: int
-    """Most tokens that it may grow to."""
+    """Upper limit of its length: prompt plus `max_tokens`."""
     uncomputed_tokens: int = 0
-    """Tokens that are still to be computed before it decodes: of its prompt, and of its output after a preemption."""
+    """Tokens to compute before it decodes: the rest of its prompt, and of its output if it was preempted."""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     beyond_share: bool = False
-    """As of a `WaitingRequest`: it may be preempted for one that is within its client's share."""
+    """As in `WaitingRequest`. It may be preempted for a request within its client's share."""
     queued_s: float = 0.0
-    """Seconds that it waited in all before it ran. It would wait again with these behind it."""
+    """Total seconds it waited before it ran. If it is preempted, its waiting time continues from this value."""
 
     def waited_s(self, now_s: float) -> float:
-        """Seconds that it has waited in all; `now_s` makes no difference while it runs."""
+        """Return the total seconds it has waited. The value does not grow while the request runs."""
         return self.queued_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Requests may be preempted for those of a lower rank: of higher priority, or within their client's share."""
+        """Class for preemption: see `WaitingRequest.rank`."""
         return self.beyond_share, self.priority
 
 
@@ -86,36 +86,36 @@ class InstanceView:
     """A serving replica."""
 
     id: int
-    """The first device. A merged instance and the one over its first device alone share the id, at different times."""
+    """First device. A merged instance has the id of its first member."""
     devices: tuple[int, ...]
     capacity_tokens: int
-    """Tokens that it holds when empty."""
+    """Tokens that the empty instance can hold."""
     free_tokens: int
-    """Tokens, of these, that are free, or held only by prefixes that no one uses."""
+    """Free tokens. Cached prefixes that no request uses count as free."""
     free_slots: int
-    """Requests that it could run besides those that it runs."""
+    """Number of requests that it could run in addition."""
     running: tuple[RunningRequest, ...] = ()
     transition_to: int | None = None
-    """Degree that its devices change to; None when they are not being transformed. It takes no requests then but such
-    as `joinable_tokens` have room for."""
+    """Degree that its devices are changing to. None: no transformation. During one, the instance accepts only requests
+    that fit `joinable_tokens`."""
     coming_tokens: int | None = None
-    """Tokens that the instance of that degree will hold; None: those of an instance that has released its weights."""
+    """Capacity after the transformation. None: the capacity of that degree with weights released."""
     joinable_tokens: int = 0
-    """Tokens that a request may begin with there while layers change, as one that runs on an instance of the lower
-    degree; 0 where none can."""
+    """Tokens available to a new request while layers change. The request must fit an instance of the lower degree."""
     draining: bool = False
-    """An operator keeps new requests away from it."""
+    """Whether an operator has stopped new requests to this instance."""
     step_s: float | None = None
-    """Seconds that its recent decode steps took; None before the first."""
+    """Median seconds of its recent decode steps. None: no step yet."""
     paused: tuple[tuple[RunningRequest, ...], ...] = ()
-    """Requests that keep their pages on its devices and do not run, of each of the instances that it took the place of,
-    in the order of devices. Empty where there are none. `free_tokens` and `free_slots` are what they leave."""
+    """Paused requests of each instance that this one replaced, in device order. Their pages stay on the devices;
+    `free_tokens` and `free_slots` do not include them. Empty: no request is paused."""
     paused_degree: int | None = None
-    """Degree of the instances of `paused`: a split to it lets them go on. None where no request is paused."""
+    """Degree of the replaced instances. A split to this degree resumes the paused requests. None: no request is
+    paused."""
 
     @cached_property
     def degree(self) -> int:
-        """The TP degree."""
+        """TP degree."""
         return len(self.devices)
 
     @property
@@ -124,93 +124,67 @@ class InstanceView:
 
     @cached_property
     def largest(self) -> int:
-        """Most tokens that any of its requests may grow to; 0 if it runs none."""
+        """Highest `max_total_tokens` of its running requests; 0 if there is no request."""
         return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
-    def first_priority(self) -> int:
-        """The lowest priority of its requests, which are served first; the highest there is if it runs none."""
-        return min([request.priority for request in self.running], default=2**31 - 1)
-
-    @cached_property
-    def last_rank(self) -> tuple[bool, int]:
-        """The highest rank of its requests, which are preempted first: see `RunningRequest.rank`."""
-        return max([(request.beyond_share, request.priority) for request in self.running], default=(False, -(2**31)))
+    def runs_urgent(self) -> bool:
+        """Whether it runs a request with a priority below 0."""
+        return any(request.priority < 0 for request in self.running)
 
     @cached_property
     def uncomputed_tokens(self) -> int:
-        """Tokens of its requests that are still to be computed before these decode."""
+        """Sum of `uncomputed_tokens` of its running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
 
     @cached_property
     def load(self) -> float:
-        """Share of the KV cache in use, with prompt tokens that are still to be computed counted twice."""
+        """Share of the KV cache in use. Prompt tokens that are not computed yet count twice."""
         return (self.used_tokens + self.uncomputed_tokens) / self.capacity_tokens
 
 
 @dataclass(frozen=True)
 class DegreeLimits:
-    """What an instance of one degree would hold, if it were made."""
+    """Size of an instance of one degree."""
 
     degree: int
     capacity_tokens: int
     max_requests: int
-    """Requests that it would run at once."""
+    """Slots: requests that run at once."""
     kept_tokens: int | None = None
-    """Tokens that it would hold if it were merged from instances of the base degree with their weights kept. None: as
-    many as those hold together."""
+    """Capacity if it is merged without releasing weights. None: the sum of its members' capacities."""
     ready: bool = True
-    """Whether the programs are there. An instance is not made of a degree that is not ready: `ClusterView.refused` has
-    all of its groups."""
-
-
-@lru_cache(maxsize=64)
-def _aligned_groups(num_devices: int, degree: int) -> tuple[tuple[int, ...], ...]:
-    starts = range(0, num_devices - degree + 1, degree)
-    return tuple(tuple(range(start, start + degree)) for start in starts)
-
-
-@lru_cache(maxsize=64)
-def _free_groups(
-    num_devices: int, degree: int, refused: frozenset[tuple[tuple[int, ...], int]]
-) -> tuple[tuple[int, ...], ...]:
-    return tuple(devices for devices in _aligned_groups(num_devices, degree) if (devices, degree) not in refused)
+    """Whether its programs are compiled. If not, all groups of this degree are in `ClusterView.refused`."""
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """A snapshot of everything that a policy decides about."""
+    """Snapshot of the cluster: the only input of a policy."""
 
     now_s: float
     instances: tuple[InstanceView, ...]
-    queue: Collection[WaitingRequest]
-    """In any order. A `QueueSnapshot` where the executor keeps a `WaitingQueue`, else a tuple."""
+    """Instances in device order."""
+    queue: tuple[WaitingRequest, ...]
+    """Waiting requests, in any order."""
     degrees: tuple[DegreeLimits, ...]
-    """Limits of all degrees that instances may have here, lowest first; the last is the cluster's max_tp."""
+    """Limits of all possible degrees, lowest degree first."""
     num_devices: int
     base_degree: int = 1
-    """Degree that instances start with, and split to."""
+    """Degree that instances start with and split to."""
     page_size: int = 16
     """Tokens in a KV page."""
     max_model_len: int | None = None
-    """Longest prompt plus output of the model, in tokens; None: as long as an instance can hold."""
+    """Longest prompt plus output of the model, in tokens. None: no limit other than KV capacity."""
     merge_to: int = 1
-    """Merges go to this degree at least, or to the highest that there is. A policy's setting, not the executor's."""
+    """Lowest degree that merges go to, if it exists. Set by the policy, not by the executor."""
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
-    """Transformations (devices, degree) that were refused or failed a moment ago, or whose programs are being compiled:
-    not to be asked for now."""
+    """Transformations (devices, degree) that a policy must not request now: they were refused or failed recently, or
+    their programs are being compiled."""
     timing: Timing = field(default_factory=Timing)
-    """What steps and transformations take here."""
+    """Measured durations of steps and transformations."""
     hidden_tokens: tuple[int, ...] = ()
-    """Most tokens of each request that waits and is not in `queue`, as nothing can be done for it for a moment: it was
-    preempted and its last token is in flight, say. Instances that hold it are not to split."""
-
-    def with_hidden(self, largest: Callable[[int], int]) -> Callable[[int], int]:
-        """Add `hidden_tokens` to what gives the largest request of the queue that has at most that many tokens."""
-        hidden = sorted(self.hidden_tokens)
-        if not hidden:
-            return largest
-        return lambda most: max(largest(most), hidden[place - 1] if (place := bisect_right(hidden, most)) else 0)
+    """`max_total_tokens` of each waiting request that cannot start yet and is not in `queue`: it was preempted while
+    its last token was in flight, or waits for a program. An instance that can hold it should not split."""
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:
@@ -219,84 +193,71 @@ class ClusterView:
 
     @property
     def longest(self) -> DegreeLimits:
-        """Limits of the degree that holds most."""
+        """Limits of the degree with the largest capacity."""
         return max(self.degrees, key=lambda limits: limits.capacity_tokens)
 
     def is_long(self, max_total_tokens: int) -> bool:
-        """A request that an instance of the base degree could not hold, were it empty."""
+        """Return whether a request exceeds the capacity of an empty instance of the base degree."""
         return max_total_tokens > self.limits[self.base_degree].capacity_tokens
 
+    def has_long(self, instance: InstanceView) -> bool:
+        """Return whether an instance runs a long request."""
+        return self.is_long(instance.largest)
+
+    @cached_property
+    def _waiting_sizes(self) -> list[int]:
+        return sorted([*(request.max_total_tokens for request in self.queue), *self.hidden_tokens])
+
+    def largest_waiting(self, limit_tokens: int) -> int:
+        """Return the highest `max_total_tokens` up to `limit_tokens` of all waiting requests; 0 if there is none."""
+        place = bisect_right(self._waiting_sizes, limit_tokens)
+        return self._waiting_sizes[place - 1] if place else 0
+
     def kept_tokens(self, degree: int) -> int:
-        """Tokens that an instance of a degree holds that keeps the weights of the base degree."""
+        """Return the capacity of an instance of a degree that was merged without releasing weights."""
         known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """It holds less than its degree can: it was merged without releasing weights. Split and merged again, it would
-        hold more."""
+        """Return whether an instance was merged without releasing weights: splitting and merging it adds capacity."""
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
-    def has_long(self, instance: InstanceView) -> bool:
-        """It runs a long request."""
-        return self.is_long(instance.largest)
-
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """The least degree, from the base degree on, whose instances hold a request when empty; None if none does.
+        """Return the lowest degree whose empty instances hold a request; None if it fits nowhere.
 
-        Where it is above the base degree, `merge_to` counts too.
+        The result is at least the base degree. If it is higher, it is also at least `merge_to`, if possible.
         """
-        if max_total_tokens in self._degrees_for:
-            return self._degrees_for[max_total_tokens]
         holding = [
             limits.degree
             for limits in self.degrees
             if limits.degree >= self.base_degree and limits.capacity_tokens >= max_total_tokens
         ]
         if not holding or holding[0] == self.base_degree:
-            degree = min(holding, default=None)
-        else:
-            degree = next((degree for degree in holding if degree >= self.merge_to), holding[-1])
-        self._degrees_for[max_total_tokens] = degree
-        return degree
+            return min(holding, default=None)
+        return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """The least degree, from the base degree on, whose instances hold a request when empty and weights are kept;
-        None if none does."""
-        if max_total_tokens not in self._kept_degrees_for:
-            holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
-            self._kept_degrees_for[max_total_tokens] = min(holding, default=None)
-        return self._kept_degrees_for[max_total_tokens]
+        """Return the lowest degree that holds a request with weights kept; None if it fits nowhere."""
+        holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
+        return min(holding, default=None)
 
-    @cached_property
-    def _degrees_for(self) -> dict[int, int | None]:
-        """What `degree_for` has found."""
-        return {}
-
-    @cached_property
-    def _kept_degrees_for(self) -> dict[int, int | None]:
-        """What `kept_degree_for` has found."""
-        return {}
-
-    def capacity_to_come(self, instance: InstanceView) -> int:
-        """Tokens that an instance will hold when its transition has ended; its own where it is in none."""
+    def final_capacity(self, instance: InstanceView) -> int:
+        """Return the tokens that an instance can hold after its transformation, or now if it has none."""
         to = instance.transition_to
         if instance.coming_tokens is not None:
             return instance.coming_tokens
         return instance.capacity_tokens if to in (None, instance.degree) else self.limits[to].capacity_tokens
 
-    def groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
-        """Devices that may make up an instance of a degree: aligned and contiguous."""
-        return _aligned_groups(self.num_devices, degree)
-
-    def free_groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
-        """Those of `groups` that `refused` does not have, for that degree."""
-        return _free_groups(self.num_devices, degree, self.refused)
+    def groups(self, degree: int) -> list[tuple[int, ...]]:
+        """Return the groups of devices that can form an instance of a degree: contiguous and aligned."""
+        starts = range(0, self.num_devices - degree + 1, degree)
+        return [tuple(range(start, start + degree)) for start in starts]
 
     def instances_on(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
-        """Instances that have any of these devices."""
+        """Return the instances that use any of these devices."""
         wanted = set(devices)
         return tuple(instance for instance in self.instances if not wanted.isdisjoint(instance.devices))
 
     def whole_pages(self, num_tokens: int) -> int:
-        """Tokens of the pages that that many tokens take."""
+        """Round a number of tokens up to whole pages."""
         return -(-num_tokens // self.page_size) * self.page_size

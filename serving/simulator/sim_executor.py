@@ -16,7 +16,7 @@ from serving.scheduler import (
     ScaleUp,
     Timing,
     WaitingRequest,
-    unknown,
+    invalid,
 )
 from serving.simulator.group_changes import GroupChanges
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
@@ -102,7 +102,7 @@ class SimExecutor:
 
     def apply(self, action: Action) -> Outcome:
         """Take on an action, or refuse it with nothing changed."""
-        if (problem := unknown(action)) is not None:
+        if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
             match action:

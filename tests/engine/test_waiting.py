@@ -1,7 +1,5 @@
-"""The engine's queue: order, membership, and the changes that others follow."""
+"""The engine's queue: order and membership."""
 
-import gc
-import weakref
 from typing import cast
 
 import pytest
@@ -35,46 +33,15 @@ def test_marked_sequences_move_to_their_places(count: int):
     waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(2 * count)]
     for one in made:
         waiting.add(one)
-    version, marked = waiting.version, made[:count]
+    marked = made[:count]
     waiting.mark(marked, True)
     assert [*waiting] == made[count:] + marked
-    assert waiting.changes_since(version) == {id(one): one for one in marked}
     assert [*waiting.of_client("a")] == made[::2]
     assert {*waiting.within_share("a").values()} == {*made[::2]} - {*marked}
     waiting.remove(marked[1])
     assert marked[1] not in waiting
     waiting.mark([made[0]], False)
     assert [*waiting] == [made[0], *made[count:], *marked[2:]]
-
-
-def test_changes_can_be_followed():
-    waiting, made = Waiting(), [sequence(n) for n in range(3)]
-    waiting.add(made[0])
-    version = waiting.version
-    waiting.add(made[1])
-    waiting.remove(made[0])
-    changes = waiting.changes_since(version)
-    assert changes == {id(made[1]): made[1], id(made[0]): None}
-    assert [*(changes or ())] == [id(made[1]), id(made[0])]
-    assert waiting.changes_since(version + 1) == {id(made[0]): None}
-    assert waiting.changes_since(waiting.version) == {}
-    waiting.add(made[0])
-    assert waiting.changes_since(version + 1) == {id(made[0]): made[0]}, "the latest is what counts"
-    version = waiting.version
-    waiting.clear()
-    assert waiting.changes_since(version) is None
-    assert len(waiting) == 0
-
-
-def test_a_sequence_that_has_gone_is_not_kept():
-    waiting, made = Waiting(), sequence(0)
-    gone, number, version = weakref.ref(made), id(made), waiting.version
-    waiting.add(made)
-    waiting.remove(made)
-    del made
-    gc.collect()
-    assert gone() is None
-    assert waiting.changes_since(version) == {number: None}
 
 
 def test_sequences_are_known_by_client():

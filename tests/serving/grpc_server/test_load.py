@@ -104,7 +104,7 @@ def llm(request: pytest.FixtureRequest, tmp_path: Path, compile_cache: str) -> I
 @pytest.mark.timeout(3600)
 def test_streams_are_right_while_the_scheduler_changes_instances(llm: LLM, start: Callable[..., Live]):
     """Short requests with bursts of long ones among them, which no device can hold."""
-    live = start(llm, scheduling=SchedulingConfig(linger_s=0.5, layers_per_step=2, merge_for_cache_s=None))
+    live = start(llm, scheduling=SchedulingConfig(linger_s=0.5, layers_per_step=2))
     choose = random.Random(11)
     count = 300
     lengths = [choose.choice((1, 20, 80, 300)) if index % 100 < 90 else 2 * CACHE for index in range(count)]

@@ -114,7 +114,7 @@ def test_a_long_request_has_instances_merged_and_split_again(llm: LLM, schedule:
     # At the degree that it will have, which compiles programs: steps beside that are long, and would be a reason for
     # another merge in time for the first token.
     expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), 2)
-    scheduling = schedule(merge_for_cache_s=None, ttft_slo_s=1000.0)
+    scheduling = schedule(ttft_slo_s=1000.0)
     background = Background(llm, short, greedy(40))
     wait_for(lambda: any(view.running for view in llm.instances))
     assert tokens(llm.generate(long, greedy(24))) == expected[1]
@@ -298,7 +298,6 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"linger_s": -1}, "linger_s=-1"),
         ({"linger_s": float("nan")}, "linger_s=nan"),
         ({"merge_again_after_s": "soon"}, "merge_again_after_s='soon'"),
-        ({"merge_for_cache_s": -1}, "merge_for_cache_s=-1"),
         ({"split_free_share": 1.5}, "split_free_share=1.5"),
         ({"reserved_growth": True}, "reserved_growth=True"),
         ({"layers_per_step": 0}, "layers_per_step=0"),

@@ -390,3 +390,13 @@ def test_no_degree_is_high_enough_for_merge_to():
     two = dataclasses.replace(two, degrees=two.degrees[:2])
     assert decide(two, merge_to=4) == decide(two, merge_to=2)
     assert dispatched(decide(cluster(queue=[waiting("a", SHORT)]), merge_to=4)) == {"a": 0}
+
+
+def test_a_decision_looks_past_a_limited_number_of_requests_that_find_no_place():
+    """Seven that are too large for what is free come before one that is not."""
+    busy = [instance(d, 1, running(f"b{d}", 6_000)) for d in range(8)]
+    large = [waiting(f"large{n:02}", 11_000, arrival_s=n / 100) for n in range(7)]
+    view = cluster(*busy, queue=[*large, waiting("small", arrival_s=1)], now_s=2)
+    assert AmoebaPolicy(AmoebaConfig(lookahead=7)).decide(view) == []
+    (action,) = AmoebaPolicy(AmoebaConfig(lookahead=8)).decide(view)
+    assert isinstance(action, Dispatch)

@@ -18,12 +18,10 @@ def test_a_refusal_that_none_followed_for_long_counts_no_more():
     assert backoff.refuse(MERGE, 37.0) == 1.0, "2 + 20 s after the one at 15 s"
 
 
-def test_the_set_of_refusals_is_one_object_until_it_changes():
-    """Policies keep what follows from it."""
+def test_refused_transformations_end_with_their_time_or_a_success():
     backoff, split = Backoff(BackoffConfig(first_s=1.0, factor=2.0, longest_s=10.0)), ScaleDown((0, 1), 1, "")
     backoff.refuse(MERGE, 0.0)
-    first = backoff.refused_transformations(0.1)
-    assert backoff.refused_transformations(0.9) is first
+    assert backoff.refused_transformations(0.9) == {((0, 1), 2)}
     backoff.refuse(split, 0.9)
     assert backoff.refused_transformations(0.9) == {((0, 1), 2), ((0, 1), 1)}
     assert backoff.refused_transformations(1.0) == {((0, 1), 1)}

@@ -77,7 +77,7 @@ def test_requests_that_have_gone_are_forgotten(policy):
     baseline = policy()
     baseline.decide(cluster(queue=[waiting("cancelled", TP4_LONG)]))
     baseline.decide(cluster())
-    assert baseline.bound.device_of == {}
+    assert baseline.device_of == {}
 
 
 def test_static_never_transforms_and_names_the_limit():

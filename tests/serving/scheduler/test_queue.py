@@ -13,11 +13,7 @@ def order(*requests: WaitingRequest, now_s: float = 0.0, **fields) -> list[str]:
 def screen(*requests: WaitingRequest, now_s: float = 0.0, max_model_len: int | None = None, **fields):
     view = cluster(queue=requests, now_s=now_s, max_model_len=max_model_len)
     admission = Admission(**fields)
-    index = admission.index()
-    index.update(view.queue)
-    rejects = admission.turn_away(view, index, view.longest.capacity_tokens, "a TP4 instance")
-    gone = {reject.request_id for reject in rejects}
-    queue = [request for request in index.ordered(now_s) if request.request_id not in gone]
+    rejects, queue = admission.screen(view, view.longest.capacity_tokens, "a TP4 instance")
     return {r.request_id: r for r in rejects}, [r.request_id for r in queue]
 
 

@@ -8,7 +8,7 @@ from cluster_views import TP4_LONG, cluster, instance, running, waiting
 
 from serving.scheduler import (
     Action,
-    AmoebaConfig,
+    Admission,
     AmoebaPolicy,
     ClusterView,
     Dispatch,
@@ -22,7 +22,7 @@ from serving.scheduler import (
     ScaleDown,
     ScaleUp,
     Scheduler,
-    unknown,
+    invalid,
 )
 
 KEPT = 48_000
@@ -140,9 +140,9 @@ def test_a_refused_action_is_left_alone_whatever_its_reason_says(make):
 @pytest.mark.parametrize(
     ("action", "problem"),
     [
-        (object(), "object is no kind of action"),
-        ("merge", "str is no kind of action"),
-        (Reject("a", "later", "no room"), "kind='later' is no RejectKind"),  # type: ignore[arg-type]
+        (object(), "object is not an action"),
+        ("merge", "str is not an action"),
+        (Reject("a", "later", "no room"), "kind='later' is not a RejectKind"),  # type: ignore[arg-type]
         (ScaleUp((0, 1), 2, running="sleep"), "running='sleep' must be one of"),  # type: ignore[arg-type]
         (ScaleUp([0, 1], 2), r"devices=\[0, 1\] must be a tuple"),  # type: ignore[arg-type]
     ],
@@ -153,7 +153,7 @@ def test_an_action_of_an_unknown_kind_ends_nothing(action, problem: str, caplog:
     scheduler.tick()
     assert executor.tried == [ScaleUp((0, 1), 2)]
     assert scheduler.counters.refused == 2
-    assert unknown(action) is not None
+    assert invalid(action) is not None
     assert any(problem.replace("\\", "") in record.getMessage() for record in caplog.records)
 
 
@@ -166,7 +166,7 @@ def test_a_request_that_has_run_for_long_may_be_preempted():
     full = [instance(d, 1, running(f"same{d}", 11_900)) for d in range(1, 8)]
     view = cluster(instance(0, 1, old), *full, queue=[waiting("urgent", 6_000, arrival_s=600)], now_s=600)
     assert AmoebaPolicy().decide(view) == []  # 600 s make up for five levels of priority, which is the rule of ageing
-    policy = AmoebaPolicy(AmoebaConfig(), order=QueueOrder(level_s=600))
+    policy = AmoebaPolicy(admission=Admission(QueueOrder(level_s=600)))
     (action,) = policy.decide(view)
     assert isinstance(action, Preempt)
     assert action.request_id == "old"
@@ -177,8 +177,8 @@ def test_a_request_that_starved_before_it_ran_is_not_preempted():
     starved = running("starved", 11_000, priority=5, arrival_s=0, queued_s=400)
     full = [instance(d, 1, running(f"same{d}", 11_900)) for d in range(1, 8)]
     view = cluster(instance(0, 1, starved), *full, queue=[waiting("urgent", 6_000, arrival_s=600)], now_s=600)
-    assert AmoebaPolicy(order=QueueOrder(level_s=600)).decide(view) == []
-    (action,) = AmoebaPolicy(order=QueueOrder(level_s=600, starving_s=None)).decide(view)
+    assert AmoebaPolicy(admission=Admission(QueueOrder(level_s=600))).decide(view) == []
+    (action,) = AmoebaPolicy(admission=Admission(QueueOrder(level_s=600, starving_s=None))).decide(view)
     assert isinstance(action, Preempt)
 
 

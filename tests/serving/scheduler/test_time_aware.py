@@ -4,7 +4,6 @@ import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 from cluster_views import DEGREES, TP4_LONG, cluster, filled, instance, running, waiting
@@ -97,23 +96,6 @@ def test_requests_behind_each_other_wait_for_each_other():
     actions = decide(both, ttft_slo_s=28.0)
     assert len(actions) == 1
     assert actions[0].reason.startswith("third")
-
-
-def test_many_late_requests_look_for_a_group_once(monkeypatch):
-    """No group has room, and no request that needs as much looks through them again, or estimates when it would begin:
-    with hundreds of groups a decision took 7 ms."""
-    estimate, room_of = Mock(wraps=estimates.first_token_s), Mock(wraps=Room.merged_free)
-    monkeypatch.setattr(estimates, "first_token_s", estimate)
-    monkeypatch.setattr(Room, "merged_free", lambda *arguments: room_of(*arguments))
-    view = behind_a_long_one()
-    queue = [waiting(f"late-{n}", TP4_LONG, arrival_s=1.0) for n in range(20)]
-    full = [filled(device, 0.99) for device in range(4, 8)]  # merged they have 32,000 more, and need 50,000
-    assert decide(cluster(*view.instances[:1], *full, queue=queue, now_s=12.0, timing=TIMING)) == []
-    assert estimate.call_count == 0
-    assert room_of.call_count <= 8
-    merges = decide(cluster(*view.instances[:1], queue=queue, now_s=12.0, timing=TIMING))
-    assert [type(action) for action in merges] == [ScaleUp]
-    assert estimate.call_count == 1
 
 
 def test_wait_is_until_enough_has_ended():
@@ -217,22 +199,3 @@ def test_throughputs_compare_where_they_were_measured_alike(
     known = {degree: found for degree, found in ((4, high), (1, low)) if found is not None}
     assert Timing(throughput=known).generates_more(4, 1, 16) == more
     assert not Timing(throughput=known).generates_more(4, 1, 40), "it was not seen with as many"
-
-
-def test_short_requests_run_where_a_long_one_waits_for_room_if_they_end_before_it_begins():
-    """Nothing else is free. The long one's room is there in at most 38 s, and the short one ends within 2.2 s."""
-    left = [dataclasses.replace(running(f"r{n}", 3_000), num_tokens=1_100) for n in range(40)]
-    queue = [waiting("long", TP4_LONG), waiting("short", arrival_s=0.5)]
-    view = cluster(instance(0, 4, *left), queue=queue, num_devices=4, now_s=1.0, timing=TIMING)
-    (action,) = decide(view, linger_s=60)
-    assert isinstance(action, Dispatch)
-    assert action.request_id == "short"
-    assert "a long request waits there for 38.0 s more, and it ends in 2.1 s" in action.reason
-    growing = waiting("short", 11_000, arrival_s=0.5)
-    growing = dataclasses.replace(growing, prompt_tokens=1_000)
-    assert decide(dataclasses.replace(view, queue=(queue[0], growing)), linger_s=60) == [], "it ends in 200 s"
-    assert decide(dataclasses.replace(view, timing=Timing()), linger_s=60) == [], "nothing is known"
-    many = [waiting(f"s{n}", arrival_s=0.5 + n / 100) for n in range(40)]
-    given = decide(dataclasses.replace(view, queue=(queue[0], *many)), linger_s=60)
-    free = view.instances[0].free_tokens - 40 * 16
-    assert 0 < len(given) == free // 1_120, "what is free in fact"

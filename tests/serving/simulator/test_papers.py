@@ -1,6 +1,5 @@
 """What `benchmarks/papers.py` prints beside the papers' numbers."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import flapping
 import flying_paper
 import papers
 import published_mechanisms
@@ -69,15 +67,3 @@ def test_flying_serving_in_bursts_and_with_priorities():
     tensor, own = (flying_paper.table_1(papers.LLAMA_70B, policy, 1) for policy in ("static-tp8", "flying"))
     assert own[0] <= 1.09 * tensor[0]
     assert own[3] < tensor[3] / 5, "best-effort requests do not wait behind each other"
-
-
-def test_merges_for_room_in_the_cache_serve_more():
-    """Weights leave a TP1 instance of Qwen2.5-32B on an H20 little cache: `benchmarks/flapping.py`."""
-
-    def tokens_per_s(merge_for_cache_s: float | None) -> float:
-        options = argparse.Namespace(
-            duration=200.0, short_per_minute=900.0, long_input_len=50_000, merge_for_cache_s=merge_for_cache_s
-        )
-        return flapping.run(flapping.config_of(options, gap_s=30.0, tokens=512, seed=0), "amoeba", 1.0, 0.0).all_tokens
-
-    assert tokens_per_s(2.0) > 1.1 * tokens_per_s(None)  # 1.15, with 50 s of seeing whether it pays

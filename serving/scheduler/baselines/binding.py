@@ -1,0 +1,126 @@
+"""Common part of the baselines of AMOEBA and Gyges: each request is bound to an instance on arrival."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+
+from serving.scheduler.actions import Action, Dispatch, ScaleUp
+from serving.scheduler.admission import Admission
+from serving.scheduler.room import Room
+from serving.scheduler.split_rule import SplitConfig, SplitRule, split_to_release
+from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
+
+_MOST_SKIPPED = 32
+"""Maximum number of waiting requests of one instance that a decision skips to serve those behind them."""
+
+
+class BindingPolicy(ABC):
+    """Policy that binds a request to an instance before it considers its size.
+
+    The instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`. The papers do
+    not say when it splits. A request is bound to the first device of its instance; if that instance splits or
+    disappears, the request is bound again.
+    """
+
+    def __init__(
+        self, admission: Admission | None = None, reserved_growth: float = 0.0, splits: SplitConfig | None = None
+    ):
+        self._admission, self._growth = admission or Admission(), reserved_growth
+        self._splits = SplitRule(splits or SplitConfig())
+        self.device_of: dict[str, int] = {}
+        """Device of each bound request, by request id."""
+        self._pressed = False
+        """Whether a short request was not dispatched in the last decision."""
+
+    @abstractmethod
+    def choose(self, instances: list[InstanceView], waiting_tokens: Mapping[int, int]) -> InstanceView:
+        """Return the instance for the next request.
+
+        Args:
+            instances: possible instances in device order, at least one.
+            waiting_tokens: prompt tokens that wait for each instance, by id.
+        """
+
+    def decide(self, view: ClusterView) -> list[Action]:
+        """See `Policy.decide`."""
+        longest = view.longest
+        rejects, queue = self._admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
+        room = Room(view, self._growth)
+        leaving = self._splits.leaving(view, room, self._pressed)
+        self._bind(room, queue, view, {instance.id for instance, _ in leaving})
+        splits = self._splits.split(view, room, leaving, self._pressed)
+        served = self._serve(view, room, queue)
+        dispatched = {action.request_id for action in served if isinstance(action, Dispatch)}
+        self._pressed = any(
+            request.request_id not in self.device_of
+            or (request.request_id not in dispatched and not view.is_long(request.max_total_tokens))
+            for request in queue
+        )
+        return [*rejects, *splits, *served]
+
+    def _bind(self, room: Room, queue: list[WaitingRequest], view: ClusterView, leaving: set[int]) -> None:
+        """Bind the requests that have no instance, or whose instance will split."""
+        present = {request.request_id for request in queue}
+        staying = {device for device, instance in room.by_device.items() if instance.id not in leaving}
+        self.device_of = {n: device for n, device in self.device_of.items() if n in present and device in staying}
+        instances = [i for i in view.instances if room.is_steady(i) and i.id not in leaving]
+        if not instances:
+            return
+        waiting_tokens: Counter[int] = Counter()
+        for request in queue:
+            if (device := self.device_of.get(request.request_id)) is not None:
+                waiting_tokens[room.by_device[device].id] += request.prompt_tokens
+        for request in queue:
+            if request.request_id not in self.device_of:
+                instance = self.choose(instances, waiting_tokens)
+                self.device_of[request.request_id] = instance.devices[0]
+                waiting_tokens[instance.id] += request.prompt_tokens
+
+    def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
+        """Serve the queue in order, until each instance is closed or has skipped too many requests."""
+        actions: list[Action] = []
+        skipped: Counter[int] = Counter()
+        done: set[int] = set()
+        for request in queue:
+            if (device := self.device_of.get(request.request_id)) is None:
+                continue
+            instance = room.by_device[device]
+            if instance.id in done:
+                continue
+            placed = self._place(view, room, instance, request)
+            actions += placed
+            skipped[instance.id] += not placed
+            if not room.is_open(instance) or skipped[instance.id] >= _MOST_SKIPPED:
+                done.add(instance.id)
+        return actions
+
+    def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
+        """Dispatch a request to its instance, or change the instance if it is too small, or reserve the instance."""
+        if room.has_room(instance, request):
+            reason = f"its turn, load {room.load(instance):.2f}"
+            room.assign(instance, request)
+            return [Dispatch(request.request_id, instance.id, reason)]
+        if not view.is_long(request.max_total_tokens) and room.can_join(instance, request):
+            return [Dispatch(request.request_id, instance.id, room.join(instance, request))]
+        if instance.capacity_tokens >= request.max_total_tokens or not room.is_open(instance):
+            room.close(instance)
+            return []
+        return self._grow(view, room, instance, request)
+
+    def _grow(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
+        degree = view.degree_for(request.max_total_tokens)
+        assert degree is not None, "requests that fit at no degree are rejected"
+        if instance.degree >= degree:  # it kept its weights: after a split, it can merge and release them
+            split = split_to_release(view, room, instance, request)
+            return [] if split is None else [split]
+        first = instance.devices[0] - instance.devices[0] % degree
+        devices = tuple(range(first, first + degree))
+        if devices[-1] >= view.num_devices or (devices, degree) in view.refused:
+            return []
+        members = room.members(devices)
+        if not all(room.is_open(member) for member in members):
+            return []
+        for member in members:
+            room.close(member)
+        reason = f"{request.request_id} may grow to {request.max_total_tokens} tokens and its instance holds fewer"
+        return [ScaleUp(devices, degree, reason)]

@@ -1,0 +1,17 @@
+"""Baseline: the least-loaded instance is next."""
+
+from collections.abc import Mapping
+
+from serving.scheduler.baselines.binding import BindingPolicy
+from serving.scheduler.view import InstanceView
+
+
+class LeastLoadFirstPolicy(BindingPolicy):
+    """The policy `least_load_first`: each request goes to the instance with the smallest load, including the requests
+    that already wait for it. It does not matter whether the instance can hold the request."""
+
+    name = "least_load_first"
+
+    def choose(self, instances: list[InstanceView], waiting_tokens: Mapping[int, int]) -> InstanceView:
+        """See `BindingPolicy.choose`."""
+        return min(instances, key=lambda i: i.load + 2 * waiting_tokens.get(i.id, 0) / i.capacity_tokens)
