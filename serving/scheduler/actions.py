@@ -30,7 +30,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class ScaleUp:
-    """Merge all instances on `devices`, an aligned group, into one of `degree`."""
+    """Merge all instances on `devices`, an aligned group, into one instance of degree `degree`."""
 
     devices: tuple[int, ...]
     degree: int

@@ -23,7 +23,7 @@ class Admission:
 
         Args:
             capacity_tokens: tokens that the largest possible instance can hold.
-            holder: name of that instance, for error messages.
+            holder: name of the largest possible instance, for error messages.
         """
         limit = min(capacity_tokens, view.max_model_len or capacity_tokens)
         rejects, kept = [], []

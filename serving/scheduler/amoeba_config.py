@@ -19,7 +19,7 @@ class AmoebaConfig:
     """Whether an instance splits to the lowest degree that holds its long requests, instead of waiting for their
     end."""
     ttft_slo_s: float | None = 10.0
-    """Limit in seconds for the time from arrival to first token (AMOEBA 4.3), for requests without one of their own. A
+    """Limit in seconds for the time from arrival to first token (AMOEBA 4.3), for requests without their own limit. A
     long request that would miss it causes a second merge if that is measured to be faster and no short request lacks
     room. None: it waits."""
     tpot_slo_s: float | None = 0.1

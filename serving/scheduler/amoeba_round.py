@@ -152,8 +152,8 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Reserve room for a long request on the merged instance that will have the most when its long requests have
-        ended. Short requests may use the rest of that instance meanwhile."""
+        """Reserve room for a long request on the merged instance with the most room after the end of its long requests.
+        Short requests may use the rest of the instance meanwhile."""
         room = self.room
         options = [
             i

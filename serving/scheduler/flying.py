@@ -116,7 +116,7 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Split a group to resume its paused requests, if no urgent request is left or they have paused for too long.
+        """Split a group to resume its paused requests, if no urgent request is left or the pause is too long.
         Running requests that do not fit next to them are preempted first."""
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:

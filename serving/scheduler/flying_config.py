@@ -35,7 +35,7 @@ class FlyingConfig:
     burst_wait_s: float = 1.0
     """Seconds after which groups split for a short request without room."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Limit in seconds for the time from arrival to first token, for requests without one of their own. If a request
+    """Limit in seconds for the time from arrival to first token, for requests without their own limit. If a request
     would miss it, groups split before `burst_wait_s`, and a long request gets a group of its own. None: no limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
     """Limit in seconds for each further token, likewise. Requests avoid instances with longer steps. None: no limit."""

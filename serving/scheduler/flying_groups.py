@@ -60,10 +60,10 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
         """Return degree, devices and members of the group to merge for an urgent request; None if there is none.
 
-        The group has the highest possible degree, and of these the fewest running requests.
+        The group has the highest possible degree, then the fewest running requests.
 
         Args:
-            pause: whether the running requests will pause. Then none of them may be urgent.
+            pause: whether the running requests will pause. If so, no running request may be urgent.
         """
         for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree

@@ -19,7 +19,7 @@ class FlyingRound:
 
     Attributes:
         groups: groups that may merge.
-        settled: ids of urgent requests that have a place, or wait for a group that is being made.
+        settled: ids of urgent requests that were dispatched, or wait for a group that is being merged.
         moved: devices of groups for urgent requests that other requests move to as well.
         num_unplaced: number of requests that found no room.
         split_at_s: time at which groups should split for short requests without room. None: all found room.

@@ -63,7 +63,7 @@ class LoadWatch:
         return config.calm_requests * scale, config.burst_requests * scale
 
     def _is_faster_merged(self, view: ClusterView) -> bool:
-        """Return whether steps of the highest degree are shorter than those of the base degree, or unknown."""
+        """Return whether the highest degree has shorter steps than the base degree, or its steps are unknown."""
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low

@@ -21,7 +21,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Advance the time; `paused` are the devices that have paused requests now."""
+        """Advance the time. `paused`: devices with paused requests now."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -98,7 +98,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return the snapshot with all instances that have paused requests marked as draining."""
+    """Mark all instances with paused requests as draining, and return the new snapshot."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

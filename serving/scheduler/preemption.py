@@ -47,8 +47,8 @@ class Preemptions:
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-        """Return the fewest requests of an instance that make room, last in the queue order first; none if all of them
-        together do not."""
+        """Return the fewest requests of an instance that make room, last in the queue order first; empty if there are
+        not enough."""
         if instance.capacity_tokens < request.max_total_tokens:
             return []
         room, order, now_s = self._room, self._order, self._view.now_s

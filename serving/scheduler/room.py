@@ -169,7 +169,7 @@ class Room:
             self.close(max(options, key=lambda i: (self._free[i.id], -i.id)))
 
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
-        """Reserve what a request needs beyond `freed_tokens`, which other requests will free before it starts."""
+        """Reserve the tokens of a request beyond `freed_tokens`, which other requests will free before it starts."""
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:

@@ -34,8 +34,8 @@ class WaitingRequest:
     tpot_slo_s: float | None = None
     """Its own limit for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
-    """Whether its client already has its share of slots or KV cache while other clients have requests. It then goes
-    behind all requests within their clients' shares."""
+    """Whether its client already uses its share of slots or KV cache while other clients need theirs. Such a request
+    goes behind all requests within their clients' shares."""
 
     @property
     def since_s(self) -> float:
@@ -99,7 +99,7 @@ class InstanceView:
     """Degree that its devices are changing to. None: no transformation. During one, the instance accepts only requests
     that fit `joinable_tokens`."""
     coming_tokens: int | None = None
-    """Capacity after the transformation. None: the capacity of that degree with weights released."""
+    """Capacity after the transformation. None: capacity of the new degree with weights released."""
     joinable_tokens: int = 0
     """Tokens available to a new request while layers change. The request must fit an instance of the lower degree."""
     draining: bool = False
