@@ -26,7 +26,6 @@ NOT_REWRITTEN_YET = frozenset(
         "docs/extending.md",
         "docs/notation.md",
         "docs/performance.md",
-        "docs/scheduling.md",
         "docs/serving.md",
         "docs/simulation.md",
         "docs/transformation.md",
@@ -35,7 +34,6 @@ NOT_REWRITTEN_YET = frozenset(
         "serving/commands",
         "serving/grpc_server",
         "serving/runtime",
-        "serving/scheduler",
         "serving/simulator",
     }
 )
