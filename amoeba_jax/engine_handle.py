@@ -142,8 +142,8 @@ class EngineHandle:
             variant: how; see `TransformVariant`.
             release_weights: whether merging instances give FFN weights that their ranks do not need to the KV cache.
                 Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
-                Splitting restores what the lower degree needs. Instances that have the degree already release or
-                restore theirs, all layers in one go between two steps.
+                Splitting restores what the lower degree needs. An instance that has the degree already stays as it is,
+                with the weights that it has: split and merge it to release or restore them.
             layers_per_step: layers that change between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`); `"auto"`: one segment. If no request runs, all layers change at once.
             wait_for_programs: whether to wait for a degree that `warmup(background=True)` has not come to yet. Requests

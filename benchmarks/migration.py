@@ -16,12 +16,12 @@ from time import perf_counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+from baselines.copying import compile_defragment, compile_migrate
 from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax.platform import serving_devices
 from kvcache.allocator import BuddyAllocator
-from kvcache.copying import compile_defragment, compile_migrate
 from kvcache.exchange import compile_exchange, exchange_kinds, join_phases
 from kvcache.geometry import PageGeometry
 from kvcache.migration import plan_phases

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-from transformation import Running, Step, watched
+from transformation import Running, Step, transform, watched
 
 from amoeba_jax import LLM
 from amoeba_jax.views import MemoryReport
@@ -34,16 +34,14 @@ def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, An
         maps = [("four TP1 instances", llm.memory())]
         marks = [time.perf_counter()]
         with sampled(llm) as between:
-            llm.transform(4, **way)
+            transform(llm, 4, **way)
         marks.append(time.perf_counter())
         maps += [("half of the layers have changed", report) for _, report in half_way(between)]
         time.sleep(1.5)
         maps.append(("one TP4 instance", llm.memory()))
         marks.append(time.perf_counter())
-        llm.transform(1, **way)
+        transform(llm, 1, **way)
         marks.append(time.perf_counter())
-        while not running.all_decode(llm):
-            time.sleep(0.002)
         time.sleep(1.5)
         maps.append(("four TP1 instances again", llm.memory()))
         running.end(llm)
@@ -116,9 +114,8 @@ def main() -> None:
     ) as llm:
         prompts = random.integers(0, llm.dims.config.vocab_size, (8, PROMPT)).tolist()
         ways = {
-            "in_place_overlapped, 2 layers a step": {"layers_per_step": 2},
+            "in_place_overlapped, 2 layers a step": {"variant": "in_place_overlapped", "layers_per_step": 2},
             "host_memory, all layers at once": {"variant": "host_memory", "layers_per_step": 1000},
-            "restart": {"variant": "restart"},
         }
         runs = {}
         for name, way in ways.items():

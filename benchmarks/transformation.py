@@ -2,10 +2,11 @@
 
     python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
 
-For every variant and number of layers a step: time and memory of moving the KV cache and the weights, steps and tokens
-meanwhile, and how long requests waited. Requests decode greedily on all instances with the KV cache about as full as
-asked for. Then: what a layer's switch costs a step, against steps of the same hybrid work without one; weights released
-and restored, and views switched, with nothing running; and what padding costs the FFN.
+For every variant, the baselines of `baselines/movers.py`, and each number of layers a step: time and memory of moving
+the KV cache and the weights, steps and tokens meanwhile, and how long requests waited. `restart` closes the engine and
+opens one of the other degree. Requests decode greedily on all instances with the KV cache about as full as asked for.
+Then: what a layer's switch costs a step, against steps of the same hybrid work without one; weights released and
+restored, and weights kept, with nothing running; and what padding costs the FFN.
 
 A step's time is from result to result: programs run in the order in which they were launched, so it is the step's own
 and that of all that was launched between it and the one before. SmolLM2 has its real weights.
@@ -18,14 +19,16 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from baselines.movers import MOVERS, baseline
 from decode import MODELS
 from layer_costs import DEVICES, ffn_times, idle_times, local_copy
 from rich.console import Console
@@ -52,7 +55,6 @@ DEEP = MODELS["Llama-125M"] | {
 RANDOM_MODELS = MODELS | {"Deep-48": DEEP}
 REAL_MODEL = {"SmolLM2-135M": "smollm2-135m"}
 IN_PLACE = ("in_place_overlapped", "in_place")
-BASELINES = ("basic", "host_memory")
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,8 @@ def merge_and_split(
     result: dict[str, Any] = {"kv_use": kv_use(llm)}
     for name, degree, way in (("up", 4, up), ("down", 1, down)):
         marks.append(time.perf_counter())
-        report = llm.transform(degree, **way)
+        report = transform(llm, degree, **way)
         marks.append(time.perf_counter())
-        # A restart computes its requests again: until all of them decode, they wait.
-        while not running.all_decode(llm):
-            time.sleep(0.002)
         wait_for_steps(llm, found, steps)
         result[name] = figures(report) | {"gap_s": longest_gap(found, marks[-2])}
     result["tp1_step_s"] = steady_step_s(found, marks[0], marks[1])
@@ -188,9 +187,46 @@ def merge_and_split(
     return result
 
 
+def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Literal["auto"] = "auto") -> TransformReport:
+    """Transform all devices in place, or by a baseline."""
+    if variant not in MOVERS:
+        return llm.transform(degree, variant=variant, layers_per_step=layers_per_step)
+    with baseline(variant):
+        return llm.transform(degree, variant="in_place", layers_per_step=layers_per_step)
+
+
+def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
+    """Close an engine while requests decode, and open one of the other degree that computes them again: both ways."""
+    result: dict[str, Any] = {}
+    llm = open_llm(tensor_parallel_size=1)
+    for name, degree in (("up", 4), ("down", 1)):
+        with watched() as found:
+            running = Running(llm, prompts)
+            wait_for_steps(llm, found, STEADY_STEPS)
+            start = time.perf_counter()
+            result[f"tp{5 - degree}_step_s"] = steady_step_s(found, running.start, start)
+            result.setdefault("kv_use", kv_use(llm))
+            running.end(llm)
+            llm.close()
+            llm = open_llm(tensor_parallel_size=degree)
+            seconds = time.perf_counter() - start
+            running = Running(llm, prompts)
+            gap_s = time.perf_counter() - start
+            running.end(llm)
+        result[name] = dict.fromkeys(FIGURES, 0) | {"seconds": seconds, "gap_s": gap_s, "recomputed": len(prompts)}
+    llm.close()
+    return result
+
+
 def kv_use(llm: LLM) -> float:
     views = llm.instances
     return sum(view.kv_used_pages for view in views) / sum(view.kv_total_pages for view in views)
+
+
+FIGURES = (
+    "seconds", "prepare_s", "steps", "tokens", "kv_s", "weights_s", "plan_s", "phases", "moved_bytes", "extra_bytes",
+    "recomputed",
+)  # fmt: skip
 
 
 def figures(report: TransformReport) -> dict[str, Any]:
@@ -246,7 +282,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             (Path(scratch) / "config.json").write_text(json.dumps(RANDOM_MODELS[name]))
         rows = options.requests // DEVICES
         tokens = rows * -(-(options.prompt + NEW_TOKENS) // 16) * 16
-        llm = LLM(
+        open_llm = partial(
+            LLM,
             model,
             num_devices=DEVICES,
             device_memory="3GiB",
@@ -258,7 +295,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             progress=False,
             **settings,
         )
-        with llm:
+        with open_llm() as llm:
             idle = idle_times(llm, 4 + 4 * options.repeats)
             local_s = [local_copy(llm)]
             random = np.random.default_rng(0)
@@ -267,11 +304,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             layers = llm.dims.config.num_layers
             ways = [
                 {"variant": variant, "layers_per_step": n}
-                for variant in (*IN_PLACE, *BASELINES)
+                for variant in (*IN_PLACE, *MOVERS)
                 for n in (options.layers_per_step if variant in IN_PLACE else [1])
                 if n < layers
             ]
-            ways.append({"variant": "restart"})
             if options.brief:
                 ways = [{"variant": "in_place_overlapped", "layers_per_step": 1}]
             results = []
@@ -280,7 +316,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 trips = [round_trip(llm, prompts, way) for _ in range(options.repeats)]
                 results.append(way | {"trips": trips})
                 log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
-            ways = [{"variant": variant, "layers_per_step": layers} for variant in (*IN_PLACE, *BASELINES)]
+            ways = [{"variant": variant, "layers_per_step": layers} for variant in (*IN_PLACE, *MOVERS)]
             for way, trips in zip(ways, in_turn(llm, prompts, ways, TURNS), strict=True):
                 results.append(way | {"trips": trips})
             log(f"{name}: all layers at once, {TURNS} times by each way in turn")
@@ -295,7 +331,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             local_s.append(local_copy(llm))
             cluster = llm._engine.cluster
             kv_bytes = cluster.memory_plan.num_pages * cluster.memory_plan.page_bytes * layers
-            return {
+            result = {
                 "model": name,
                 "layers": layers,
                 "kv_bytes": kv_bytes,
@@ -306,6 +342,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 "local_copy_s": min(local_s),  # a floor: the machine is not as fast at all times
                 "ffn": {n: ffn_times(llm, n, 9) for n in (1, 8)},
             }
+        if not options.brief:
+            trips = [
+                restart_trip(
+                    lambda degree: open_llm(tensor_parallel_size=degree, max_tensor_parallel_size=DEVICES), prompts
+                )
+                for _ in range(1 + options.repeats)
+            ]
+            results.append({"variant": "restart", "trips": trips[1:]})  # the first compiles
+            log(f"{name}: restarted")
+        return result
 
 
 def log(message: str) -> None:

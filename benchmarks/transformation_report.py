@@ -104,8 +104,8 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     )
     idle = {name: value * 1e3 for name, value in result["idle"].items()}
     yield (
-        f"nothing running: release of all weights {idle['release']:.2f} ms, restore {idle['restore_1']:.1f} ms; switch "
-        f"of views {idle['switch_4']:.2f} ms up, {idle['switch_1']:.2f} ms down ({idle['after_4']:.2f} and "
+        f"nothing running: release of all weights {idle['release']:.2f} ms, restore {idle['restore_1']:.1f} ms; "
+        f"weights kept {idle['switch_4']:.2f} ms up, {idle['switch_1']:.2f} ms down ({idle['after_4']:.2f} and "
         f"{idle['after_1']:.2f} right after programs), where JAX takes {idle['join']:.2f} ms to make an array a layer "
         f"and {idle['part']:.2f} ms to take it apart"
     )

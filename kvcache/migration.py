@@ -106,26 +106,6 @@ def plan_phases(
     return _phases(np.concatenate([moves, swaps, turns]), num_ranks, num_ids, phase_pieces, table.distances)
 
 
-def single_phase(
-    source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
-) -> Phase:
-    """Return one phase with all moves, for pieces that are written to other buffers than they are read from.
-
-    The arguments are those of `plan_phases`. Raises `ValueError` if more than `phase_pieces` pieces go from one rank to
-    another.
-    """
-    _check(source, target, num_ranks, phase_pieces)
-    counts = np.bincount(source[:, 0] * num_ranks + target[:, 0], minlength=1)
-    if counts.max() > phase_pieces:
-        raise ValueError(f"{counts.max()} pieces go from one rank to another; a phase has room for {phase_pieces}")
-    num_ids = int(max(source[:, 1].max(initial=0), target[:, 1].max(initial=0))) + 1
-    slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
-    moves = np.stack([*slots, np.zeros(len(source), np.int64)], axis=1).astype(np.int64)
-    phases = _phases(moves, num_ranks, num_ids, phase_pieces, [None] * (int(moves[:, 2].max(initial=-1)) + 1))
-    nothing = np.full((num_ranks, *phase_shape(num_ranks, phase_pieces, None)), PADDING, np.int32)
-    return phases[0] if phases else Phase(nothing, nothing.copy())
-
-
 def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> None:
     if phase_pieces < 2:
         raise ValueError(f"phase_pieces is {phase_pieces}; it must be at least 2")

@@ -136,45 +136,9 @@ def place_down(
     return new_tables
 
 
-def place_within(
-    table: Int32[np.ndarray, "tp _"],
-    references: Int[np.ndarray, " _"],
-    geometry: PageGeometry,
-    allocators: Sequence[BuddyAllocator],
-) -> Int32[np.ndarray, "tp _"]:
-    """Allocate the distinct pages of an instance again at the same degree. Return their new table.
-
-    Pages in blocks that are free in the new layout stay in place.
-
-    Args:
-        table: `[tp, P]` local page ids.
-        references: `[P]` references that each page gets.
-        geometry: geometry of the pages.
-        allocators: allocators of the new layout, one for each rank. Their extents are the first extents of the old
-            layout.
-
-    Raises `OutOfPagesError` if the pages do not fit. Nothing is changed then.
-    """
-    tp, num_pages = table.shape
-    room = [allocator.num_free(geometry.order(tp)) for allocator in allocators]
-    if num_pages > min(room):
-        raise OutOfPagesError(f"{num_pages} pages at TP{tp} do not fit: the ranks have room for {room} pages")
-    placed = table.copy()
-    for ids, allocator in zip(placed, allocators, strict=True):
-        free = _free_blocks(allocator, geometry.units_per_page(tp))
-        stays = ids < len(free)
-        stays[stays] = free[ids[stays]]
-        free[ids[stays]] = False
-        ids[~stays] = np.flatnonzero(free)[: np.count_nonzero(~stays)]
-        _claim(allocator, ids, references, geometry, tp)
-    return placed
-
-
 def moves(
     old_tables: Sequence[Int32[np.ndarray, "_ _"]],
     new_tables: Sequence[Int32[np.ndarray, "_ _"]],
-    *,
-    staying: bool = False,
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
     """Return (rank, piece id) of the source and of the target of each piece that moves, for `plan_phases`.
 
@@ -184,7 +148,6 @@ def moves(
         old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
         new_tables: the same pages in the new layout, column by column (from `place_up` or `place_down`, updated with
             pages that sequences reserved or released since).
-        staying: True also returns pieces that stay in place.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -201,7 +164,7 @@ def moves(
         np.concatenate([empty, *(_pieces(table, i, degree) for i, table in enumerate(tables))])
         for tables in (old_tables, new_tables)
     )
-    changed = (source != target).any(axis=1) | staying
+    changed = (source != target).any(axis=1)
     return source[changed], target[changed]
 
 

@@ -216,7 +216,7 @@ def transform(
         list[int] | None, typer.Option("--device", help="Device of an instance that changes.", show_default="all")
     ] = None,
     variant: Annotated[
-        str, typer.Option(help="How pages and weights move: see docs/transformation.md.")
+        str, typer.Option(help="'in_place_overlapped', or 'in_place', which waits after each layer, to time its parts.")
     ] = "in_place_overlapped",
     keep_weights: Annotated[
         bool, typer.Option("--keep-weights", help="Do not give weights to the KV cache that a rank does not need.")

@@ -57,7 +57,7 @@ class Sequence:
         leader: the continuation whose prompt this one shares.
         num_computed: leading tokens whose keys and values are in the cache, by steps that have been launched.
         num_prompt_logprobs: leading tokens of the prompt whose log-probabilities were reported; the first has none.
-        num_failures: steps of its own that have failed since one succeeded; see `Engine.recover`.
+        num_failures: steps of its own that have failed since one succeeded; see `Recovery.recover`.
         slot: its place in the instance's device-side arrays while it runs.
         page_keys: of its known tokens, once it is queued.
         deadline: by `time.monotonic()`; it is not started after that.

@@ -59,10 +59,6 @@ class StepLauncher:
             self._runner.specs(plan.shape, plan.logits_of, plan.lane)
         )
 
-    def extents_changed(self) -> None:
-        """Take note that the cache has other extents: steps need other programs."""
-        self._known_at = None
-
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Dispatch a step of an instance's lanes and what samples its tokens, and have the results read in the
         background.

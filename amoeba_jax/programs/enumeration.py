@@ -16,7 +16,7 @@ def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tupl
     """Return the programs of all instances of the degrees and of all transitions between these degrees, each once.
 
     Programs of special calls are not included: `LLM.logits`, and transformations that keep weights (see
-    `kept_weights`) or are not in place.
+    `kept_weights`).
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]

@@ -27,7 +27,6 @@ from amoeba_jax.programs.step_program import (
     step_program,
 )
 from amoeba_jax.sampling import sampler
-from kvcache.copying import compile_defragment, compile_migrate
 from kvcache.exchange import ExchangeKind, compile_exchange
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedShard
@@ -301,24 +300,6 @@ class ProgramSpecs:
             return compile_exchange(pages, self._dtype, group, old_extents, new_extents, phase_pieces, kind)
 
         return ProgramSpec(key, compile, donated)
-
-    @_of_any_group
-    def migrate(self, group: SubMesh, extents: tuple[int, ...], num_pieces: int) -> ProgramSpec:
-        """`compile_migrate`."""
-        key = ProgramKey("migrate", group.device_indices, (extents, num_pieces))
-        return ProgramSpec(key, lambda: compile_migrate(self.dims.pages, self._dtype, group, extents, num_pieces))
-
-    @_of_any_group
-    def defragment(
-        self, group: SubMesh, old_extents: tuple[int, ...], new_extents: tuple[int, ...], num_pieces: int
-    ) -> ProgramSpec:
-        """`compile_defragment`."""
-        key = ProgramKey("defragment", group.device_indices, (old_extents, new_extents, num_pieces))
-
-        def compile() -> jax.stages.Compiled:
-            return compile_defragment(self.dims.pages, self._dtype, group, old_extents, new_extents, num_pieces)
-
-        return ProgramSpec(key, compile)
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:

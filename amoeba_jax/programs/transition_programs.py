@@ -173,15 +173,6 @@ class TransitionPrograms:
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
 
-    def migrate(self, num_pieces: int) -> jax.stages.Compiled:
-        """See `kvcache.copying`."""
-        return self._executables.get(self._executables.specs.migrate(self.group, self.old_extents, num_pieces))
-
-    def defragment(self, num_pieces: int) -> jax.stages.Compiled:
-        """See `kvcache.copying`."""
-        specs = self._executables.specs
-        return self._executables.get(specs.defragment(self.group, self.old_extents, self.new_extents, num_pieces))
-
     @cached_property
     def restore(self) -> jax.stages.Compiled:
         """Program that restores all `restored` weights of a layer. There must be some."""

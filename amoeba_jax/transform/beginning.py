@@ -14,10 +14,9 @@ from amoeba_jax.sampling.rows import SamplerKind
 from amoeba_jax.transform.call import GroupTransition, TransformCall
 from amoeba_jax.transform.ending import hand_over
 from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
-from amoeba_jax.transform.movers import Mover, make_mover
+from amoeba_jax.transform.movers import InPlaceMover
 from amoeba_jax.transform.needs import GroupChange, samplers, transition_programs
 from amoeba_jax.transform.pausing import KeptPages, drop_prefixes
-from amoeba_jax.transform.restart import check_growth
 from amoeba_jax.transform.staging import reserve_staging
 from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import OutOfPagesError
@@ -147,7 +146,7 @@ class Beginning:
         rows: int,
         kinds: set[SamplerKind],
         pages: list[LanePages],
-    ) -> tuple[TransitionPrograms, Mover, int]:
+    ) -> tuple[TransitionPrograms, InPlaceMover, int]:
         """Compile what the transition needs, before anything changes. Also returns the bytes that it takes besides.
 
         Raises `RequestError` where these are over the budget, and `NotCompiledError` for a program that is missing.
@@ -166,13 +165,25 @@ class Beginning:
             new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
             max_pieces = max(part.num_pages for part in pages) + new_pages
         devices = change.group.device_indices
-        mover = make_mover(
-            call.options.variant, programs, cluster.weights, lambda more: reserve_staging(cluster, devices, more)
-        )
+        mover = InPlaceMover(programs, cluster.weights)
         extra = mover.prepare(max_pieces)
         try:
             reserve_staging(cluster, devices, extra)
         except MemoryBudgetError as error:
-            raise RequestError(f"variant {call.options.variant}: {error}, or kv_cache_tokens") from error
+            raise RequestError(f"{error}, or kv_cache_tokens") from error
         call.prepare_s += time.perf_counter() - start
         return programs, mover, extra
+
+
+def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
+    """Raise `RequestError` if an instance of degree `tp` could not hold what a request may grow to.
+
+    `released` is the degree for which its weights are released.
+    """
+    limit = cluster.capacity_tokens(tp, released)
+    for sequence in instance.running:
+        if sequence.max_total_tokens > limit:
+            raise RequestError(
+                f"request {sequence.request_id!r} may grow to {sequence.max_total_tokens} tokens, and a TP{tp} "
+                f"instance holds {limit}"
+            )

@@ -1,7 +1,7 @@
 """What a call of `LLM.transform` asks for, and how far it has come."""
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -34,8 +34,6 @@ class TransformCall:
     """It begins when the steps of these have run. They launch no others but to get in step."""
     in_step: InStep | None = None
     """Which those are; None where no steps are awaited."""
-    residencies: set[int] = field(default_factory=set)
-    """Instances that have the degree already, and release or restore weights."""
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""
@@ -153,12 +151,11 @@ def check_options(options: TransformOptions, cluster: Cluster, calls: Iterable[T
             )
 
 
-def next_groups(options: TransformOptions, cluster: Cluster, residencies: Collection[int] = ()) -> list[list[Instance]]:
-    """Instances that change next: one that splits, several of one degree that merge, or one, of `residencies`, that
-    keeps its degree."""
+def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
+    """Return the instances that change next: one that splits, or several of one degree that merge."""
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
-    groups = [[instance] for instance in mine if instance.tp > tp or (instance.tp == tp and instance.id in residencies)]
+    groups = [[instance] for instance in mine if instance.tp > tp]
     size = tp
     while size > 1:
         for start in range(0, len(cluster.sub_meshes.devices), size):

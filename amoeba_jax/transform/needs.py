@@ -1,6 +1,5 @@
 """Which programs a transformation needs, so that no request waits for one of them while it is under way."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from amoeba_jax.instances.cluster import Cluster
@@ -10,8 +9,6 @@ from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.report import IN_PLACE, TransformVariant
-from amoeba_jax.transform.residency import move_specs, released_for
 from sharding.mesh import SubMesh
 
 
@@ -52,34 +49,19 @@ class GroupChange:
         return self.group.tp if self.up else self.lower
 
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Whether nothing moves: requests pause, those that have paused go on in the place of an idle instance, or
-        there are no pages, and no weights come back."""
+        """Whether nothing moves: requests pause, or paused ones go on in the place of an idle instance."""
         pauses = self.up and options.running == "pause"
         resumes = not self.up and bool(old[0].paused) and not old[0].running
-        return pauses or resumes or self.is_idle(options, old)
-
-    def is_idle(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Whether instances have no pages, paused ones neither, and no weights come back."""
-        before, after = self.released
-        return (
-            options.variant in IN_PLACE
-            and before <= after
-            and all(i.released == before and not (i.running or i.paused or i.lane.cache.num_cached_pages) for i in old)
-        )
+        return pauses or resumes
 
 
 def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramSpec]:
     """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
     pages and weights, and the least that the new instances need.
 
-    Without running sequences none of steps meanwhile. What only `basic` and `host_memory` move pages with depends on
-    how many there are, and is left out.
+    If no sequence runs, programs of steps are left out.
     """
     kinds = samplers(old)
-    if old[0].tp == options.tensor_parallel_size:
-        degree = released_for(options)
-        least = least_specs(cluster.plan, cluster.executables, old[0].group, degree, kinds)
-        return [*move_specs(cluster, old[0], degree), *least]
     change = GroupChange.of(cluster, options, old)
     group, buckets = change.group, cluster.buckets(change.lower)
     most = max(len(instance.running) for instance in old)
@@ -90,9 +72,8 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     if moves and programs is None:
         # The longest steps do for any number of sequences, also when more have come until they are there.
         programs = _programs(cluster, change, buckets.max_num_seqs)
-        if options.variant is not TransformVariant.RESTART:
-            needed += _step_specs(cluster, programs, kinds)
-    if programs is not None and options.variant in IN_PLACE:
+        needed += _step_specs(cluster, programs, kinds)
+    if programs is not None:
         needed += programs.restore_specs()
         if most or any(instance.lane.cache.num_cached_pages for instance in old):
             needed += programs.exchange_specs()
@@ -102,37 +83,9 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     return needed
 
 
-class NeededPrograms:
-    """Asks for the programs of changes. What was there is not looked up again as long as no program comes or goes: an
-    idle merge that moves nothing takes no longer than that."""
-
-    _MOST_KEPT = 256
-
-    def __init__(self, cluster: Cluster):
-        self._cluster = cluster
-        self._known_at: tuple[int, int] | None = None
-        self._there: set[Hashable] = set()
-
-    def request(self, options: TransformOptions, groups: list[list[Instance]]) -> bool:
-        """Whether the programs for the change of each of some groups are there. What is not is compiled meanwhile."""
-        executables = self._cluster.executables
-        now = executables.version, len(executables)
-        if now != self._known_at or len(self._there) >= self._MOST_KEPT:
-            self._known_at, self._there = now, set()
-        changes = options, tuple(self._state(instance) for old in groups for instance in old)
-        if changes in self._there:
-            return True
-        there = executables.request(spec for old in groups for spec in needed_programs(self._cluster, options, old))
-        if there:
-            self._there.add(changes)
-        return there
-
-    @staticmethod
-    def _state(instance: Instance) -> Hashable:
-        """All of an instance that counts for `needed_programs`."""
-        cached = bool(instance.lane.cache.num_cached_pages)
-        counts = len(instance.running), bool(instance.paused), cached
-        return instance.id, instance.tp, instance.released, *counts, frozenset(samplers([instance]))
+def request_programs(cluster: Cluster, options: TransformOptions, groups: list[list[Instance]]) -> bool:
+    """Whether the programs for the change of each group are there. Missing ones are compiled meanwhile."""
+    return cluster.executables.request(spec for old in groups for spec in needed_programs(cluster, options, old))
 
 
 def transition_programs(

@@ -20,7 +20,6 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.report import IN_PLACE
 from amoeba_jax.transform.views import divided, joined
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
@@ -28,15 +27,12 @@ from sharding.mesh import disassemble
 
 
 def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
-    """Raise `RequestError` where instances have paused requests that would be lost: they go on at their own degree,
-    and only changes in place leave their pages where they are."""
+    """Raise `RequestError` if instances have paused requests of another degree: they go on only at their own."""
     for instance in [instance for instance in instances if instance.paused_sequences]:
         count, degree = len(instance.paused_sequences), instance.paused[0].tp
         what = f"{count} requests are paused on devices {list(instance.group.device_indices)}"
         if degree != options.tensor_parallel_size:
             raise RequestError(f"{what}: transform them to TP{degree} first, which lets them go on")
-        if instance.running and options.variant not in IN_PLACE:
-            raise RequestError(f"{what}, and variant {options.variant} would lose their pages: use in_place")
 
 
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:

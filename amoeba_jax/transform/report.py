@@ -17,17 +17,6 @@ class TransformVariant(StrEnum):
     """Layer by layer between steps, in the memory there is; steps are launched behind it without waiting."""
     IN_PLACE = "in_place"
     """The same, but each layer's switch is waited for, so that its parts can be timed."""
-    BASIC = "basic"
-    """By copying: a layer's pages move into fresh extents, which are packed afterwards, and its FFN weights into fresh
-    buffers. Needs memory for a layer's cache twice (`EngineConfig.kv_cache_tokens`). A baseline, as those below."""
-    HOST_MEMORY = "host_memory"
-    """Through host memory: pages and FFN weights."""
-    RESTART = "restart"
-    """Weights are read again, the cache is recreated, and requests are computed again from their tokens. All instances
-    wait while the weights are read."""
-
-
-IN_PLACE = (TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED)
 
 
 @dataclass(frozen=True)
@@ -61,13 +50,13 @@ class GroupTransform:
         tokens: that these steps computed, one of each sequence that was running when the step was launched.
         staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
         restored_bytes: of weights that came back from peers, on all ranks together.
-        recomputed: how often a sequence lost its pages, to be computed again: at a restart, or where pages ran out.
+        recomputed: how often a sequence lost its pages, to be computed again, as pages ran out.
         paused: sequences that pause since.
         resumed: sequences that had paused, and go on.
         prefix_pages_kept: cached pages that can still be found.
         prefix_pages_dropped: cached pages for which there was no room.
         step_s: duration of a decode step before it, of the slowest instance: the median of the latest 16. None if
-            nothing had been decoded, or the variant is `restart`.
+            nothing had been decoded.
     """
 
     devices: tuple[int, ...]

@@ -10,15 +10,13 @@ from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.active import ActiveTransitions
-from amoeba_jax.transform.at_once import AtOnce
 from amoeba_jax.transform.beginning import Beginning
 from amoeba_jax.transform.call import TransformCall, check_options, next_groups
 from amoeba_jax.transform.in_step import InStep
-from amoeba_jax.transform.needs import GroupChange, NeededPrograms
+from amoeba_jax.transform.needs import GroupChange, request_programs
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.pausing import check_paused, forget
-from amoeba_jax.transform.report import TransformReport, TransformVariant
-from amoeba_jax.transform.residency import released_for
+from amoeba_jax.transform.pausing import check_paused, forget, pause, resume
+from amoeba_jax.transform.report import GroupTransform, TransformReport
 from amoeba_jax.transform.staging import reserve_staging
 from kvcache.allocator import OutOfPagesError
 
@@ -40,10 +38,9 @@ class Transformations:
         drain: Callable[[Instance], None],
         requeue: Callable[[Instance, Sequence], None],
     ):
-        self._cluster, self._requeue = cluster, requeue
+        self._cluster, self._drain = cluster, drain
         self.active = ActiveTransitions(cluster, requeue, self._proceed)
-        self._beginning, self._at_once = Beginning(cluster, requeue), AtOnce(cluster, drain, requeue)
-        self._needed = NeededPrograms(cluster)
+        self._beginning = Beginning(cluster, requeue)
         self._calls: list[TransformCall] = []
 
     @property
@@ -72,7 +69,7 @@ class Transformations:
 
     def request_programs(self, options: TransformOptions) -> bool:
         """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
-        return self._needed.request(options, next_groups(options, self._cluster))
+        return request_programs(self._cluster, options, next_groups(options, self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
@@ -82,12 +79,8 @@ class Transformations:
         """
         call = next((call for call in list(self._calls) if instance.id in call.options.devices), None)
         options = call.options if call is not None else further
-        if options is None or instance.id not in options.devices:
+        if options is None or instance.id not in options.devices or instance.tp == options.tensor_parallel_size:
             return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
-        if options.tensor_parallel_size == instance.tp:
-            if call is not None and instance.id not in call.residencies:
-                return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
-            return self._cluster.capacity_tokens(instance.tp, released_for(options)), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:
             released = min(released, tp)
@@ -99,11 +92,8 @@ class Transformations:
         """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
         check_options(options, self._cluster, self._calls)
         self._cluster.check_in_service(options.devices)
-        named = [i for i in self._cluster.instances if i.id in options.devices]
-        check_paused(named, options)
+        check_paused([i for i in self._cluster.instances if i.id in options.devices], options)
         call = TransformCall(options)
-        degree = options.tensor_parallel_size
-        call.residencies = {i.id for i in named if i.tp == degree and i.released != released_for(options)}
         self._calls.append(call)
         self._proceed(call)
         return call.future
@@ -114,19 +104,17 @@ class Transformations:
         """Start whatever transitions of a call can start now; report if there are none left."""
         if call.error is None:
             try:
-                while not call.active and call.error is None and (groups := self._next_groups(call)):
+                while not call.active and call.error is None and (groups := next_groups(call.options, self._cluster)):
                     call.awaited = []
                     if self._await_requests(call, groups):
                         return  # until `collect` finds that they have ended
-                    call.awaits_programs = not self._needed.request(call.options, groups)
+                    call.awaits_programs = not request_programs(self._cluster, call.options, groups)
                     if call.awaits_programs:
                         return  # until `retry`
                     if self._await_steps(call, groups):
                         return  # until `collect` finds that they have run
                     for old in groups:
                         self._begin(call, old)
-                        if call.error is not None:
-                            break  # a restart failed
             except Exception as error:
                 self.active.take_back(call)
                 if not call.groups and not call.active:
@@ -157,9 +145,6 @@ class Transformations:
                 error, sorted(lost), "their requests are computed again elsewhere; the others of their groups go on"
             )
         call.end()
-
-    def _next_groups(self, call: TransformCall) -> list[list[Instance]]:
-        return next_groups(call.options, self._cluster, call.residencies)
 
     def is_about_to_change(self, instance: Instance) -> bool:
         """Whether an instance changes when steps that were launched have run."""
@@ -192,20 +177,10 @@ class Transformations:
             if instance.paused and instance.paused[0].tp != degree:
                 forget(self._cluster, instance)  # they have no requests: see `check_paused`
         if _keeps_steps(call, old):
-            self._at_once.pause(call, old)
-            return
-        if old[0].tp == degree:
-            self._at_once.change_residency(call, old[0])
+            self._pause(call, old)
             return
         if old[0].paused and not old[0].running:
-            self._at_once.resume(call, old[0])
-            return
-        if call.options.variant is TransformVariant.RESTART:
-            self._at_once.restart(call, old)
-            return
-        change = GroupChange.of(self._cluster, call.options, old)
-        if change.is_idle(call.options, old):
-            self._at_once.view(call, change, old)
+            self._resume(call, old[0])
             return
         try:
             active = self._beginning.merge(call, old) if len(old) > 1 else self._beginning.split(call, old[0])
@@ -214,6 +189,36 @@ class Transformations:
                 reserve_staging(self._cluster, instance.group.device_indices, 0)
             raise
         self.active.add(active)
+
+    def _pause(self, call: TransformCall, old: list[Instance]) -> None:
+        """Pause the requests of instances, and let one instance over their devices serve."""
+        start = time.perf_counter()
+        change, cluster = GroupChange.of(self._cluster, call.options, old), self._cluster
+        cluster.check_compiled(change.group, change.group.tp, change.released[1])
+        for instance in old:
+            if instance.released < change.released[0]:
+                self._drain(instance)
+                if instance not in cluster.instances:
+                    raise RequestError(f"a step of instance {instance.id} has failed")
+                cluster.release_more(instance, change.released[0])
+        count = len(pause(cluster, old).paused_sequences)
+        degrees = old[0].tp, change.group.tp
+        call.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
+
+    def _resume(self, call: TransformCall, instance: Instance) -> None:
+        """Resume paused requests in the place of an instance without requests."""
+        start = time.perf_counter()
+        dropped = instance.lane.cache.num_cached_pages
+        members = resume(self._cluster, instance)
+        call.groups.append(
+            GroupTransform.without_moves(
+                instance.group.device_indices,
+                (instance.tp, members[0].tp),
+                start,
+                resumed=sum(len(member.running) for member in members),
+                prefix_pages_dropped=dropped,
+            )
+        )
 
     def _await_requests(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
         """Whether requests run that are waited for. No others start beside them."""

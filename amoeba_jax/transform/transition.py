@@ -20,7 +20,7 @@ from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.deferred_switch import DeferredSwitch, deferred_switch
-from amoeba_jax.transform.movers import InPlaceMover, Mover, PlacedExchange, Plan
+from amoeba_jax.transform.movers import InPlaceMover, PlacedExchange, Plan
 from amoeba_jax.transform.options import LayersPerStep
 from amoeba_jax.transform.report import LayerSwitch
 from amoeba_jax.weights.store import WeightStore
@@ -51,7 +51,7 @@ class Transition:
         high: Site,
         members: list[Site],
         programs: TransitionPrograms,
-        mover: Mover,
+        mover: InPlaceMover,
         weights: WeightStore,
         layers_per_step: LayersPerStep,
         *,
@@ -83,7 +83,7 @@ class Transition:
     @property
     def overlaps(self) -> bool:
         """Whether layers may switch within a step."""
-        return self._overlapped and self.programs.plan.overlaps_exchanges and isinstance(self._mover, InPlaceMover)
+        return self._overlapped and self.programs.plan.overlaps_exchanges
 
     # Layers
 
@@ -111,7 +111,7 @@ class Transition:
 
     def _defer(self, segment: SegmentPlan, step: StepPlan | None) -> bool:
         """Leave the switch of a segment to the next step, where that has programs for it."""
-        if step is None or not self.overlaps or not isinstance(self._mover, InPlaceMover):
+        if step is None or not self.overlaps:
             return False
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]
@@ -149,7 +149,6 @@ class Transition:
 
     def _begin_switch(self, segment: SegmentPlan, exchanges: list[PlacedExchange]) -> None:
         """Take the extents of a segment that was deferred, and launch some exchanges of pages."""
-        assert isinstance(self._mover, InPlaceMover), "others defer nothing"
         self._deferred = None
         for layer in reversed(segment.layers):
             self.high.kv[layer] = self._mover.run(exchanges, self.take_extents(layer))
@@ -185,7 +184,7 @@ class Transition:
         kv = self._mover.move(kv)
         self._wait(kv)
         moved = time.perf_counter()
-        self._wait([*self.hand_over(layer, kv), *self._mover.renew(layer)])
+        self._wait(self.hand_over(layer, kv))
         if not self._overlapped:
             self.drop_spent()  # where extents were not written in place, these are all that holds the old ones
         weights_s = gathered - start + time.perf_counter() - moved

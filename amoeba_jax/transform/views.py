@@ -45,25 +45,3 @@ def divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
 
     layers = [[parts(extent) for extent in layer] for layer in site.kv]
     return [[[extent[index] for extent in layer] for layer in layers] for index in range(len(groups))]
-
-
-def merge_idle(cluster: Cluster, members: list[Instance]) -> Instance:
-    """Put one instance in the place of several that have no pages, and have released the same weights."""
-    group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
-    scratch = Scratch.joined([cluster.factory.scratch_of(member) for member in members])
-    merged = joined(cluster, group, members, scratch)
-    cluster.replace(members, [merged])
-    return merged
-
-
-def split_idle(cluster: Cluster, instance: Instance, tp: int) -> None:
-    """Put several instances in the place of one that has no pages. They have released the same weights."""
-    factory, start = cluster.factory, instance.group.start
-    groups = [cluster.sub_meshes.group(first, tp) for first in range(start, start + instance.tp, tp)]
-    parts = zip(groups, divided(instance.site, groups), factory.scratch_of(instance).split(tp), strict=True)
-    new = [
-        factory.new_instance(group, factory.allocators_of(group), kv, instance.released, scratch)
-        for group, kv, scratch in parts
-    ]
-    instance.site.kv.clear()
-    cluster.replace([instance], new)

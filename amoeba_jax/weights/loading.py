@@ -1,6 +1,5 @@
 """Load weights from files to devices: read by several threads, ahead of the devices by a bounded amount."""
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -132,18 +131,3 @@ def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -
     return jax.block_until_ready(
         [[jax.device_put(shard, device) for device in its] for shard, its in zip(shards, devices, strict=True)]
     )
-
-
-def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """A buffer of its own on each device, holding `array`; waits until all are written."""
-    misaligned = empty_misaligned(array.shape, array.dtype)
-    misaligned[...] = array
-    return put([misaligned], [devices])[0]
-
-
-def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that `device_put` copies from and never adopts; see `staging_shards`."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
-    start = _misaligned(memory, dtype)
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)

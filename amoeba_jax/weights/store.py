@@ -269,20 +269,6 @@ class WeightStore(WeightLayout):
         """`shard` of the first device that has it."""
         return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
-    def replace(self, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-        """Put copies in the place of all shards of a layer that are of the kind that is released at some degree.
-
-        Returns the copies. Views of them are forgotten.
-        """
-        copies = []
-        for name in {released.spec.name: None for released in self.released(layer, self.dims.max_tp)}:
-            self._forget_parameter(group, layer, name)
-            for device in group.device_indices:
-                for key in [key for key in self._shards[device] if key[0] == name]:
-                    self._shards[device][key] = copy(self._shards[device][key])
-                    copies.append(self._shards[device][key])
-        return copies
-
     def release_all(self) -> None:
         """Drop all buffers and views."""
         self._views.clear()

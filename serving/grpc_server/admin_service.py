@@ -27,9 +27,6 @@ _VARIANTS = {
     pb.TRANSFORM_VARIANT_UNSPECIFIED: TransformVariant.IN_PLACE_OVERLAPPED,
     pb.TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED: TransformVariant.IN_PLACE_OVERLAPPED,
     pb.TRANSFORM_VARIANT_IN_PLACE: TransformVariant.IN_PLACE,
-    pb.TRANSFORM_VARIANT_BASIC: TransformVariant.BASIC,
-    pb.TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant.HOST_MEMORY,
-    pb.TRANSFORM_VARIANT_RESTART: TransformVariant.RESTART,
 }
 _RUNNING: dict[int, RunningRequests] = {
     pb.RUNNING_REQUESTS_MIGRATE: "migrate",
@@ -70,7 +67,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """Merge or split instances."""
         variant = _VARIANTS.get(request.variant)
         if variant is None:
-            raise RequestError(f"variant={request.variant} is not known")
+            known = ", ".join(f"{number} ({name})" for number, name in sorted(_VARIANTS.items()) if number)
+            raise RequestError(f"variant={request.variant} is not known: it must be one of {known}")
         if (running := _RUNNING.get(request.running)) is None:
             raise RequestError(f"running={request.running} is not known")
         if len(request.devices) > (most := self._handler.backend.num_devices):

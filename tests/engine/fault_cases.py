@@ -33,7 +33,6 @@ from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.report import TransformVariant
 
 MAX_ROUNDS = 600
 """Steps after which a load that has not ended never will."""
@@ -86,17 +85,15 @@ class Load:
     """Requests of every kind on 2 x TP1, a merge while they decode, another request at TP2, and a split.
 
     Args:
-        variant: of the transformations.
         wrap_sink: changes what a sequence's updates go to.
     """
 
     def __init__(
         self,
         llm: LLM,
-        variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED,
         wrap_sink: Callable[[str, Sequence], None] = lambda name, sequence: None,
     ):
-        self._llm, self._variant, self._wrap_sink = llm, variant, wrap_sink
+        self._llm, self._wrap_sink = llm, wrap_sink
         self._asked: dict[str, tuple[Request, queue.SimpleQueue[Delivery]]] = {}
         self._outcome = Outcome()
 
@@ -139,7 +136,7 @@ class Load:
     def _transform(self, engine: Engine, degree: int, **options: Any) -> None:
         error: BaseException | None = None
         try:
-            report = engine.transform(TransformOptions(degree, (0, 1), self._variant, layers_per_step=1, **options))
+            report = engine.transform(TransformOptions(degree, (0, 1), layers_per_step=1, **options))
             self._until(engine, lambda: not engine.transformations.busy)
             error = report.exception(timeout=0)
         except (RequestError, TransformError) as refused:
@@ -167,7 +164,7 @@ class LoadDuringMerge(Load):
     def _drive(self, engine: Engine) -> None:
         self._submit(engine, EARLY)
         self._until(engine, lambda: self._have(EARLY, 3))
-        report = engine.transform(TransformOptions(2, (0, 1), self._variant, layers_per_step=1))
+        report = engine.transform(TransformOptions(2, (0, 1), layers_per_step=1))
         self._until(engine, lambda: any(i.transition is not None for i in engine.instances))
         self._submit(engine, LATE)
         self._until(engine, lambda: not engine.transformations.busy)

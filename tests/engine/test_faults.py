@@ -32,7 +32,6 @@ from amoeba_jax.request import Request
 from amoeba_jax.transform import transition
 from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.call import GroupTransition
-from amoeba_jax.transform.report import TransformVariant
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -48,8 +47,6 @@ SETTINGS: dict[str, Any] = {
     "phase_pages": 16,
     "progress": False,
 }
-MOVERS = {"migrate": TransformVariant.BASIC, "defragment": TransformVariant.BASIC}
-"""Variants that need programs which the default one does not."""
 CALLS = {
     "step": 126,
     "head": 39,
@@ -58,8 +55,6 @@ CALLS = {
     "set_state": 7,
     "page_copy": 6,
     "restore": 3,
-    "migrate": 6,
-    "defragment": 6,
     "sample": 6,
     "join": 5,
     "split": 2,
@@ -151,18 +146,15 @@ def test_programs_that_fail_once(llm: LLM, expected: dict[str, Any], kind: str, 
     before = ledgers(llm)
     fault = Faults(kind, how, number)
     with fault.injected(llm):
-        outcome = Load(llm, MOVERS.get(kind, TransformVariant.IN_PLACE_OVERLAPPED)).run()
+        outcome = Load(llm).run()
     assert fault.happened or number > 1
     check(llm, outcome, expected, before)
 
 
 def test_the_load_needs_every_program(llm: LLM, expected: dict[str, Any]):
     calls = Faults()
-    for variant in (TransformVariant.IN_PLACE_OVERLAPPED, TransformVariant.BASIC):
-        faults = Faults()
-        with faults.injected(llm):
-            Load(llm, variant).run()
-        calls.calls |= faults.calls
+    with calls.injected(llm):
+        Load(llm).run()
     assert calls.calls == CALLS
 
 

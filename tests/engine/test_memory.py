@@ -19,8 +19,10 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.reports import memory_report
 from amoeba_jax.models.decoder import Segment
 from amoeba_jax.programs.step_program import is_sharded, leaf_variables
-from amoeba_jax.weights.loading import put_copies
-from sharding.params import ParamSpec
+from amoeba_jax.weights.loading import put, staging_bytes, staging_shards
+from benchmarks.baselines.movers import baseline
+from sharding.owners import Owner
+from sharding.params import ParamSpec, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -71,7 +73,8 @@ def test_report_has_what_a_transformation_takes_on_its_devices_alone(
         after_each_switch(monkeypatch, lambda transition: reports.append(memory_report(engine_of(llm))))
         running = Background(llm, *requests(8, max_tokens=64))
         wait_until_decoding(llm, 8)
-        extra = llm.transform(2, devices=[2, 3], variant="basic").extra_bytes
+        with baseline("basic"):
+            extra = llm.transform(2, devices=[2, 3], variant="in_place").extra_bytes
         running.result()
         assert extra > staging, "or there is nothing to see"
         assert reports
@@ -148,10 +151,10 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
     """A buffer that aliases host memory could not be donated in place; an aligned array is what JAX would adopt."""
     overwrite = jax.jit(lambda buffer: buffer.at[0, 0].set(1), donate_argnums=0)
     for rows in range(1, 40, 4):
-        memory = np.zeros(rows * 1024 * 4 + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        shard = memory[start : start + rows * 1024 * 4].view(jnp.dtype(dtype)).reshape(rows, -1)
-        for buffer in put_copies(shard, tuple(jax.devices()[:2])):
+        spec = ParamSpec("p", (Source("t", (rows, 1024)),), (rows, 1024), num_shards=1, owner=Owner.FFN)
+        memory = np.zeros(staging_bytes(spec, jnp.dtype(dtype)), np.uint8)
+        (shard,) = staging_shards(spec, jnp.dtype(dtype), memory)
+        for buffer in put([shard], [jax.devices()[:2]])[0]:
             pointer = buffer.unsafe_buffer_pointer()
             assert pointer != shard.ctypes.data
             assert overwrite(buffer).unsafe_buffer_pointer() == pointer

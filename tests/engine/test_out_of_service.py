@@ -1,4 +1,4 @@
-"""Devices whose instances cannot be made again after a restart failed: the engine goes on, and they come back."""
+"""Devices whose instances cannot be made again after a step failed: the engine goes on, and they come back."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from device_memory import live_bytes, settled_live_bytes
+from device_memory import settled_live_bytes
 from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_model
@@ -24,8 +24,6 @@ from amoeba_jax.weights import store
 from sharding.mesh import SubMesh
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
-
-MANY, LAST = 10**9, -1
 
 
 @pytest.fixture(scope="module")
@@ -88,90 +86,44 @@ def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
     return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
 
 
-def lose(llm: LLM, degree: int, devices: list[int] | None = None) -> None:
-    """Have a restart fail on all allocations, and so leave devices out of service."""
-    with pytest.MonkeyPatch.context() as patch:
-        NoMemory(patch, lambda number: True)
-        with pytest.raises(TransformError, match="out of service"):
-            llm.transform(degree, devices, "restart")
+def lose(llm: LLM, devices: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    """Fail a step of each instance on these devices while nothing can be allocated: they go out of service."""
+
+    def no_memory(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    def fail() -> None:
+        engine = engine_of(llm)
+        with pytest.MonkeyPatch.context() as patch:
+            NoMemory(patch, lambda number: True)
+            patch.setattr(Cluster, "rebuild", no_memory)
+            for instance in engine.instances:
+                if instance.id in devices:
+                    engine.launching.failed(instance, RuntimeError("injected"))
+
+    in_dispatcher(llm, fail)
 
 
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-@pytest.mark.parametrize(
-    ("start", "count"),
-    [
-        (3, 2),
-        (LAST, 1),
-        (LAST, MANY),
-        (1, MANY),
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(LAST, 2, marks=pytest.mark.slow),
-        pytest.param(2, MANY, marks=pytest.mark.slow),
-        pytest.param(3, MANY, marks=pytest.mark.slow),
-        pytest.param(30, MANY, marks=pytest.mark.slow),
-    ],
-)
-def test_restart_without_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, start: int, count: int):
-    """Some or all allocations fail from one on: its instances are as they were, or out of service until there is memory
-    again. The engine and the other instances go on, and then every byte has its owner again.
-    """
-    devices, degree, other = [0, 1], 1 if up else 2, 2 if up else 1
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_group_is_out_of_service_until_there_is_memory(idle: LLM, degree: int):
+    """The engine and the other instances go on, and then every byte has its owner again."""
+    devices, other = [0, 1], 3 - degree
     asked = requests(8, max_tokens=32)
     expected = tokens(idle.generate(*asked))
-    idle.transform(degree, devices)
-    with monkeypatch.context() as patch:
-        memory = NoMemory(patch)
-        idle.transform(other, devices, "restart")
-    first = memory.count if start == LAST else start
     idle.transform(degree, devices)
     before, ids = booked(idle), [view.id for view in idle.instances]
     running = Background(idle, *asked)
     wait_until_decoding(idle, 4)
-    with monkeypatch.context() as patch:
-        NoMemory(patch, lambda number: first <= number < first + count)
-        how = "out of service until they can" if count == MANY else "its instances are as they were"
-        with pytest.raises(TransformError, match=rf"RESOURCE_EXHAUSTED.*{how}.*computed again\)"):
-            idle.transform(other, devices, "restart")
-        if count == MANY:
-            assert [view.id for view in idle.instances] == [2, 3]
-            with pytest.raises(RequestError, match="out of service"):
-                idle.transform(other, devices)
-            assert tokens(running.result()) == expected
-    revive(idle)
+    lose(idle, (0, 1))
+    assert [view.id for view in idle.instances] == [2, 3]
+    with pytest.raises(RequestError, match="out of service"):
+        idle.transform(other, devices)
     assert tokens(running.result()) == expected
+    revive(idle)
     assert [view.id for view in idle.instances] == ids
     assert booked(idle) == before
     idle.transform(other, devices)
     assert tokens(idle.generate(*asked)) == expected
-
-
-def test_what_was_read_is_freed_before_instances_are_taken_back(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Though the error, whose frames hold it, lives on as the cause of the one that the caller gets."""
-    idle.transform(2, [0, 1])
-    take_back, make_instance, reads, live = Cluster.take_back, InstanceFactory.empty_instance, [], []
-    ledgers, (_, unbooked) = engine_of(idle).cluster.ledgers[:2], booked(idle)
-
-    def counted(*arguments: Any) -> Any:
-        reads.append(memory.count)
-        return make_instance(*arguments)
-
-    def watched(*arguments: Any) -> Any:
-        booked_weights = [sum(size for (_, what), size in d.entries.items() if what != "kv cache") for d in ledgers]
-        now = live_bytes()
-        live.append([now[device] - unbooked[device] - booked_weights[device] for device in (0, 1)])
-        return take_back(*arguments)
-
-    with monkeypatch.context() as patch:
-        memory = NoMemory(patch)
-        patch.setattr(InstanceFactory, "empty_instance", counted)
-        idle.transform(1, [0, 1], "restart")
-        idle.transform(2, [0, 1])
-        memory.fails, memory.count = lambda number: number == reads[0], 0
-        patch.setattr(Cluster, "take_back", watched)
-        with pytest.raises(TransformError, match=r"weights cannot be read again.*as they were"):
-            idle.transform(1, [0, 1], "restart")
-    assert live == [[0, 0]], "the weights that its degree has, and no cache"
 
 
 def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +135,7 @@ def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pyte
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
         return instance
 
-    lose(idle, 2, [0, 1])
+    lose(idle, (0, 1))
     with monkeypatch.context() as patch:
         patch.setattr(InstanceFactory, "empty_instance", fails_on_1)
         for _ in range(2):
@@ -214,7 +166,7 @@ def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatc
         assert tried == []
     with monkeypatch.context() as patch:
         patch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        lose(idle, 2, [0, 1])
+        lose(idle, (0, 1))
         patch.setattr(InstanceFactory, "empty_instance", fails)
         in_dispatcher(idle, time_passes)
         assert tried == pytest.approx([101.1, 103.1, 141.6, 143.6]), "two groups each time"
@@ -225,7 +177,7 @@ def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatc
 def test_requests_wait_while_no_instance_is_left(idle: LLM):
     """For those that come back; new ones too."""
     running, expected = decoding(idle, 4, requests(8, max_tokens=32))
-    lose(idle, 4)
+    lose(idle)
     assert idle.instances == ()
     late = Background(idle, *running.asked)
     revive(idle)

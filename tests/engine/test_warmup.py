@@ -106,11 +106,10 @@ def test_random_load_with_transformations_compiles_nothing(llm: LLM):
     assert llm.stats.late_programs == 0
 
 
-@pytest.mark.parametrize("variant", ["in_place", "restart"])
-def test_transformation_without_programs_is_refused(llm: LLM, variant: str):
+def test_transformation_without_programs_is_refused(llm: LLM):
     """And nothing else: without requests too, which would all be refused afterwards."""
     with pytest.raises(NotCompiledError, match="strict_compile"):
-        llm.transform(2, release_weights=False, variant=variant)
+        llm.transform(2, release_weights=False)
     assert [view.tensor_parallel_size for view in llm.instances] == [1, 1]
     assert llm.generate([5, 6, 7], LONG)[0].error is None
 

@@ -236,6 +236,7 @@ def views_of_weights(llm: LLM) -> list[jax.Array]:
         ({"tensor_parallel_size": 2, "devices": [0, 9]}, LayoutError, r"\[0, 9\].*4 devices"),
         ({"tensor_parallel_size": 2, "devices": []}, LayoutError, r"devices=\[\]"),
         ({"tensor_parallel_size": 2, "variant": "magic"}, RequestError, "magic.*in_place"),
+        ({"tensor_parallel_size": 2, "variant": "restart"}, RequestError, "one of in_place_overlapped, in_place$"),
         ({"tensor_parallel_size": 2, "layers_per_step": 0}, RequestError, "layers_per_step=0"),
     ],
 )

@@ -27,9 +27,6 @@ class TransformVariant(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFORM_VARIANT_UNSPECIFIED: _ClassVar[TransformVariant]
     TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED: _ClassVar[TransformVariant]
     TRANSFORM_VARIANT_IN_PLACE: _ClassVar[TransformVariant]
-    TRANSFORM_VARIANT_BASIC: _ClassVar[TransformVariant]
-    TRANSFORM_VARIANT_HOST_MEMORY: _ClassVar[TransformVariant]
-    TRANSFORM_VARIANT_RESTART: _ClassVar[TransformVariant]
 
 class RunningRequests(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,9 +45,6 @@ SERVER_STATE_DEAD: ServerState
 TRANSFORM_VARIANT_UNSPECIFIED: TransformVariant
 TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED: TransformVariant
 TRANSFORM_VARIANT_IN_PLACE: TransformVariant
-TRANSFORM_VARIANT_BASIC: TransformVariant
-TRANSFORM_VARIANT_HOST_MEMORY: TransformVariant
-TRANSFORM_VARIANT_RESTART: TransformVariant
 RUNNING_REQUESTS_MIGRATE: RunningRequests
 RUNNING_REQUESTS_PAUSE: RunningRequests
 RUNNING_REQUESTS_WAIT: RunningRequests
