@@ -1,11 +1,10 @@
-"""The longest context under one memory budget: fixed degrees, and instances that merge when they need to.
+"""Longest context in a memory budget: fixed degrees, and instances that merge on demand.
 
     python benchmarks/context.py [--device-memory 640MiB] [--json context.json]
 
-Tokens that the largest instance holds, and the longest prompt that it has answered, with random weights of SmolLM2's
-shape on four virtual CPU devices. "TP4 alone" is what a server could hold that loads only a quarter of all matrices on
-each device: computed, since no engine here loads so. The changing one starts as 4 x TP1, with short requests that run
-throughout.
+Measures the tokens that the largest instance holds, and the longest prompt that it answers, with random weights of
+SmolLM2's shape on four virtual CPU devices. "TP4 alone" is computed: a server that loads a quarter of all matrices on
+each device. The merging case starts as 4 x TP1 and runs short requests throughout.
 """
 
 import argparse
@@ -32,7 +31,7 @@ def longest(llm: LLM) -> int:
 
 
 def answered(llm: LLM, num_tokens: int) -> int:
-    """Generates from a prompt that, with its answer, has that many tokens, and returns the prompt's."""
+    """Answer a request of `tokens` tokens, prompt and answer together, and return the length of its prompt."""
     prompt = np.random.default_rng(0).integers(0, llm.dims.config.vocab_size, num_tokens - NEW_TOKENS).tolist()
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == NEW_TOKENS
@@ -65,7 +64,7 @@ def measure(directory: str, memory: str, tp: int, changes: bool) -> dict[str, An
         while not any(view.running for view in llm.instances):
             time.sleep(0.01)
         llm.transform(4)
-        # What the short requests take meanwhile is theirs.
+        # The short requests use some tokens meanwhile.
         held, room = longest(llm), 4 * (4 + 32 + llm.config.page_size)
         before = finished[0]
         result = {"holds": held, "answered": answered(llm, held - room), "budget": budget(llm)}

@@ -1,11 +1,11 @@
-"""What one decision of the scheduler takes of the thread that launches steps: `Scheduler.tick`, by requests that wait.
+"""Time of a scheduler's decision (`Scheduler.tick`) in the dispatcher thread, by number of waiting requests.
 
     python benchmarks/decisions.py [--waiting 16 128 1024] [--running 32] [--repeats 101] [--json decisions.json]
 
-Four TP1 instances run as many requests as they can, so that nothing is dispatched: a tick takes a snapshot of the
-engine, and its policy goes through all of the queue. "snapshot" and "decide" are these two parts by themselves. The
-last column is "decide" where one in 20 of the requests that wait is too long for one device; such are only in a copy of
-the snapshot, and what is decided about them is not carried out.
+Four TP1 instances run the maximum number of requests, so that nothing is dispatched: a tick takes a snapshot of the
+engine, and the policy reads the whole queue. "snapshot" and "decide" are the times of these two parts. In the last
+column, one in 20 waiting requests is too long for one device; these requests exist only in a copy of the snapshot, and
+decisions about them are not applied.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NUM_INSTANCES, PROMPT, NEW_TOKENS, LONG_EVERY = 4, 128, 128, 20
 
 @dataclass(frozen=True)
 class Decision:
-    """Median seconds of one decision, and of its parts."""
+    """Median seconds of a decision and its parts."""
 
     policy: str
     waiting: int
@@ -56,14 +56,14 @@ class Decision:
 
 
 def sequences(llm: LLM, count: int) -> list[Sequence]:
-    """Requests that no one has submitted."""
+    """Return waiting requests that were not submitted to the engine."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     made = [llm._registry.make([1 + i % 200] * PROMPT, params, lambda delivery: None, None, None) for i in range(count)]
     return [request.sequences[0] for request in made]
 
 
 def with_long(view: ClusterView) -> ClusterView:
-    """A snapshot in which some of those that wait may grow beyond what one device holds."""
+    """Return a snapshot in which some waiting requests are too long for one device."""
     size = view.limits[2].capacity_tokens
     queue = tuple(
         replace(request, max_total_tokens=size) if index % LONG_EVERY == 0 else request
@@ -73,7 +73,7 @@ def with_long(view: ClusterView) -> ClusterView:
 
 
 def measure(engine: Engine, name: str, running: list[Sequence], waiting: list[Sequence], repeats: int) -> Decision:
-    """Time the decisions of a policy. To be called in the dispatcher thread, which launches nothing meanwhile."""
+    """Time the decisions of a policy. Call it in the dispatcher thread, which launches no step meanwhile."""
     executor = JaxExecutor(engine, 1, lambda action, future: None)
     scheduler = Scheduler(make_policy(name), executor)
     engine.submit(running)
@@ -99,11 +99,11 @@ def measure(engine: Engine, name: str, running: list[Sequence], waiting: list[Se
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waiting", type=int, nargs="+", default=[16, 128, 1024])
-    parser.add_argument("--running", type=int, default=32, help="requests of each instance")
-    nothing_changes = [name for name in POLICY_NAMES if name != "amoeba_paper"]  # which merges for these loads
+    parser.add_argument("--running", type=int, default=32, help="running requests of each instance")
+    nothing_changes = [name for name in POLICY_NAMES if name != "amoeba_paper"]  # It merges for these loads.
     parser.add_argument("--policies", nargs="+", default=nothing_changes)
-    parser.add_argument("--rounds", type=int, default=3, help="in which all cases take turns")
-    parser.add_argument("--repeats", type=int, default=101, help="of each measurement in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which all cases run in turn")
+    parser.add_argument("--repeats", type=int, default=101, help="repeats of each measurement in a round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases = [(waiting, name) for waiting in options.waiting for name in options.policies]

@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py [--batch 1 8 32] [--context 128] [--json decode.json]
 
-Random weights of real shapes; a step reads every weight once, and the KV of its sequences. The bandwidth that it is
-compared with is measured in the same run.
+Weights are random. A step reads every weight and the KV cache of its sequences once; the bandwidth for comparison is
+measured in the same run.
 """
 
 import argparse
@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a decode step of `batch` sequences with `context` tokens each, and what it has to read."""
+    """Return the median seconds of a decode step, and the bytes that it must read."""
     engine = llm._engine
     instance = engine.instances[0]
     shape = instance.buckets.step(batch)
@@ -72,7 +72,7 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
         instance.lane.pages.free(table)
     itemsize = np.dtype(engine.dims.dtype).itemsize
     config = engine.dims.config
-    # The model's own elements: what is read for padding is no use. An untied embedding is looked up, not read through.
+    # Elements of the model without padding. An untied embedding is a lookup and not read as a whole.
     table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
     matrices = num_parameters(engine.dims) - table
     kv_elements = 2 * batch * context * config.num_kv_heads * config.head_dim * config.num_layers
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--max-tp", type=int, default=1, help="lay weights out for degrees up to this (more chunks)")
+    parser.add_argument("--max-tp", type=int, default=1, help="maximum degree that the layout of weights supports")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []

@@ -1,10 +1,10 @@
-"""The same work through amoeba-jax, transformers and other engines: f32, greedy, on all cores, one after the other.
+"""Decode and prefill of amoeba-jax, transformers and other engines: f32, greedy, on all cores, one after the other.
 
     python benchmarks/engine.py [--engines amoeba transformers vllm llama.cpp openvino] [--json engine.json]
 
-Every engine runs in a process of its own and loads the same checkpoint. What is timed, and how, is in
-`peers/timing.py`. Engines other than amoeba and transformers are installed into the cache directory, each into a
-virtual environment of its own, when they are first asked for. One that cannot be installed is left out.
+Every engine runs in its own process and loads the same checkpoint. `peers/timing.py` defines the measurements. Engines
+other than amoeba and transformers are installed into virtual environments in the cache directory on first use; an
+engine that cannot be installed is left out.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from amoeba_jax.models.dims import ModelDims
 
 SEED = 0
 ITEM = 4
-"""Bytes of an f32."""
+"""Bytes of an f32 element."""
 BASELINE = "transformers"
 CHECKED = 8
-"""Tokens that should be the same for all engines: this early, hardly any request is at a tie of two tokens."""
+"""Number of first tokens that all engines should agree on: ties of two tokens are rare this early."""
 MODELS: dict[str, dict[str, Any] | None] = {"Llama-125M": RANDOM_MODELS["Llama-125M"], "SmolLM2-135M": None}
-"""Config of a model with random weights; None for the built-in one."""
+"""Config of a model with random weights; None for the default model."""
 QUIET = 0.2
-"""Cores that other processes may keep busy before a run is called disturbed."""
+"""Cores that other processes may use before a run counts as disturbed."""
 BANDWIDTH = "from machine import read_bandwidth; print(read_bandwidth())"
 
 Say = Callable[[str], None]
@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens generated for each request")
-    parser.add_argument("--long-prompt", type=int, default=1024, help="tokens of the prompt that prefill is timed with")
+    parser.add_argument(
+        "--long-prompt", type=int, default=1024, help="tokens of the prompt for the prefill measurement"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def benchmark(options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Run every engine on every model; what was measured, in the form of the JSON file."""
+    """Run every engine on every model, and return the measurements for the JSON file."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     report: dict[str, Any] = {
         "machine": {"cpu": cpu_name(), "threads": cores, "memory_bytes": memory_bytes()},
@@ -118,7 +120,7 @@ def leave_out(report: dict[str, Any], engine: str, reason: str, say: Say) -> Non
 
 
 def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dict[str, Any]:
-    """What an engine is told to do with a model; writes the checkpoint if it has random weights."""
+    """Return the job of an engine with a model. Writes the checkpoint if the weights are random."""
     directory = scratch / model
     if config := MODELS[model]:
         write_random_llama(config, directory, SEED)
@@ -128,7 +130,7 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
     elements = num_parameters(ModelDims(shape, 1, 16, "float32"))
     tokens = max(max(work["batch"]) * (work["prompt"] + work["new_tokens"]), work["long_prompt"] + 1)
     kv_token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * ITEM
-    # An untied embedding is looked up, not read through.
+    # An untied embedding is a lookup and not read as a whole.
     table = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
     return {
         "model": model,
@@ -148,7 +150,7 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
 
 
 def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, Any], say: Say) -> list[dict[str, Any]]:
-    """Every cell of one engine and model. Raises `PeerError` with the reason if the engine fails."""
+    """Measure all cells of an engine and a model. Raises `PeerError` if the engine fails."""
     bandwidth, others = read_bandwidth(), busy_cores()
     say(f"{job['model']}, {engine}: loading ({bandwidth / 1e9:.1f} GB/s read bandwidth)")
     if others > QUIET:
@@ -176,10 +178,10 @@ def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, 
 
 
 def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """Medians of a cell, and its samples."""
+    """Return medians and samples of a cell."""
     batch, steps = cell["batch"], job["new_tokens"] - 1
     decode_s = median(cell["total_s"]) - median(cell["first_s"])
-    # A step reads the weights once, and what its sequences have cached, on average half of their output.
+    # A step reads the weights once, and the cache of its sequences, on average with half of their output.
     cached = batch * (job["prompt"] + job["new_tokens"] / 2) * job["kv_token_bytes"]
     return {
         "batch": batch,
@@ -197,9 +199,9 @@ def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict
 
 @contextmanager
 def results_of(python: Path, runner: Path, job: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    """The lines of JSON that a runner writes, as they come.
+    """Yield the lines of JSON that a runner writes, and end the process and its children.
 
-    The process and its children are gone afterwards. Raises `PeerError` with the end of its log if it failed.
+    Raises `PeerError` with the end of its log if it fails.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -230,21 +232,21 @@ def results_of(python: Path, runner: Path, job: dict[str, Any]) -> Iterator[Iter
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that this machine reads from memory now, measured in a process of its own."""
+    """Return the bytes per second that this machine reads from memory, measured in another process."""
     command = [sys.executable, "-c", BANDWIDTH]
     output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
     return float(output)
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Cores that other processes keep busy, while this one waits for `seconds`; 0 where the system does not say."""
+    """Return the number of cores that other processes use during `seconds`; 0 if the system does not report it."""
 
     def busy_s() -> float:
         try:
             times = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         except OSError:
             return 0.0
-        return (sum(times[:8]) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+        return (sum(times[:8]) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")  # All but idle and I/O wait.
 
     before = busy_s()
     time.sleep(seconds)
@@ -252,7 +254,7 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def add_agreement(report: dict[str, Any], say: Say) -> None:
-    """Share of each request's tokens that are transformers' own; drops the tokens themselves."""
+    """Replace the tokens of each cell by the share that equals transformers' tokens."""
     tokens = {(r["engine"], r["model"], r["batch"]): r.pop("tokens") for r in report["results"]}
     for result in report["results"]:
         reference = tokens.get((BASELINE, result["model"], result["batch"]))
@@ -271,7 +273,7 @@ def add_agreement(report: dict[str, Any], say: Say) -> None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """One table, engines side by side, and below it what it cannot hold."""
+    """Print a table with a column for each engine, and notes."""
     work, machine = report["work"], report["machine"]
     cells = {(r["engine"], r["model"], r["batch"]): r for r in report["results"]}
     engines = [name for name, about in report["engines"].items() if any(key[0] == name for key in cells)]
@@ -286,7 +288,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             row = {engine: cells[engine, model, batch] for engine in engines if (engine, model, batch) in cells}
             base = row.get(BASELINE, {})
             for index, (label, field, form) in enumerate(ROWS):
-                # Prefill of one long prompt has nothing to do with the batch.
+                # Prefill of one long prompt does not depend on the batch.
                 if field == "prefill_tokens_per_s" and batch != work["batch"][0]:
                     continue
                 texts = [form(row[engine], base) if field in row.get(engine, {}) else "" for engine in engines]
@@ -306,7 +308,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def against(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any], dict[str, Any]], str]:
-    """Prints a figure, and how many times the baseline's it is."""
+    """Return a value as text, with its ratio to the baseline."""
 
     def text(result: dict[str, Any], base: dict[str, Any]) -> str:
         plain = format(result[field] * scale, form)
@@ -331,7 +333,7 @@ ROWS: tuple[tuple[str, str, Callable[[dict[str, Any], dict[str, Any]], str]], ..
     ("  above the weights", "above_weights_bytes", lambda r, base: f"{r['above_weights_bytes'] / 2**20:.0f}"),
     ("equal tokens", "equal_tokens", equal),
 )
-"""Label, field, and how it is printed."""
+"""Label, field and format of each row."""
 
 
 def cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""Runs of Flying Serving's section 6 on the simulator: Llama-3-70B on 8 H200, for `papers.py`."""
+"""Simulations of Flying Serving's section 6 for `papers.py`: Llama-3-70B on 8 H200."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,49 +18,50 @@ from serving.simulator.slo import Slo
 
 POLICIES = ("static-tp8", "static-tp2", "flying", "shift")
 MAX_NUM_SEQS, PHASE_S = 64, 30.0
-"""Requests that an engine runs at once, whatever its degree, as a setting of vLLM. Static TP's peak of 2,530 tokens/s
-at 22 ms a token is 56 requests (Table 1)."""
+"""Maximum running requests of an engine at any degree, as in vLLM. Static TP's peak of 2,530 tokens/s at 22 ms for each
+token is 56 requests (Table 1)."""
 BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
-"""Mean prompt and output tokens, drawn from half to one and a half times these: the text has lost the ranges (6.1.3).
-Of a few that were tried, those with which static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static
-TP and DP the peaks of Table 1. The third is the longest context of the model (6.5)."""
+"""Mean prompt and output tokens, drawn from 0.5 to 1.5 times these; the paper does not state the ranges (6.1.3).
+
+With these means, static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static TP and DP have the peaks
+of Table 1. The third one is the longest context of the model (6.5)."""
 FITTED = ("peak tokens/s",)
-"""The static rows of Table 1 that the lengths were chosen by."""
+"""Static rows of Table 1, by which the lengths were chosen."""
 TEXT = {
     "static-tp8": (22.0, 22.0, 63.0, 2130.0, 2530.0),
     "static-tp2": (32.0, 32.0, 166.0, 166.0, 3164.0),
     "flying": (24.0, 28.0, 74.0, 142.0, 3040.0),
 }
-"""Table 1: mean TPOT of priority requests and of all, mean TTFT of both, in ms; peak tokens/s."""
+"""Table 1: mean TPOT of priority requests and of all requests, mean TTFT of both, in ms; peak tokens/s."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One policy's run."""
+    """Run of one policy."""
 
     result: PolicyResult
 
     def ttft_ms(self, rows: np.ndarray | None = None) -> float:
-        """Mean milliseconds to the first token."""
+        """Return the mean TTFT in ms."""
         return float(np.nanmean(self.result.ttft_s if rows is None else self.result.ttft_s[rows])) * 1e3
 
     def tpot_ms(self, rows: np.ndarray | None = None) -> float:
-        """Mean milliseconds of each further token."""
+        """Return the mean TPOT in ms."""
         return float(np.nanmean(self.result.tpot_s if rows is None else self.result.tpot_s[rows])) * 1e3
 
     def urgent(self) -> np.ndarray:
-        """Requests of higher priority."""
+        """Whether each request has a higher priority."""
         priority = self.result.requests.priority
         assert priority is not None, "some are"
         return priority < 0
 
     def in_phase(self, kind: str) -> np.ndarray:
-        """Requests that came in low or high phases."""
+        """Return whether each request arrived in low or in high phases."""
         number = self.result.requests.arrival_s // PHASE_S % 2
         return number == ("low", "high").index(kind)
 
     def peak(self, window_s: float = 5.0) -> float:
-        """Most generated tokens per second in a window."""
+        """Return the maximum generated tokens per second in a window."""
         tally = self.result.tally
         width = max(round(window_s / tally.bin_s), 1)
         sums = np.convolve(tally.tokens_per_bin, np.ones(width), "valid")
@@ -78,7 +79,7 @@ def serve(
     duration_s: float = 300.0,
     flying: FlyingConfig | None = None,
 ) -> Served:
-    """Serve a load of phases of 30 s with one policy."""
+    """Simulate one policy with phases of 30 s."""
     load = WorkloadConfig(
         dataset_name="burst", duration_s=duration_s, low_rate=low, high_rate=high, phase_s=PHASE_S, seed=seed,
         random_input_len=lengths[0], random_output_len=lengths[1], random_range_ratio=0.5,
@@ -97,7 +98,7 @@ def serve(
 
 
 def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
-    """The figures of `TEXT` of one policy: means over seeds. Urgent requests get half of the devices."""
+    """Return the values of Table 1 for one policy: means over seeds. Urgent requests get half of the devices."""
     flying, found = FlyingConfig(urgent_degree=4), []
     for seed in range(seeds):
         served = serve(model, policy, "3:5", "3:5", PRIORITIES, 0.2, seed, flying=flying)
@@ -108,14 +109,14 @@ def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
 
 
 def figure_8(model: ModelShape, policy: str, seeds: int) -> tuple[float, float]:
-    """Mean TTFT in bursts, in seconds, and peak tokens/s."""
+    """Return the mean TTFT in bursts in seconds, and the peak tokens/s."""
     runs = [serve(model, policy, "2:5", "10:30", BURSTS, seed=seed) for seed in range(seeds)]
     bursts = [run.ttft_ms(run.in_phase("high")) / 1e3 for run in runs]
     return float(np.mean(bursts)), float(np.mean([run.peak() for run in runs]))
 
 
 def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Mean TTFT and TPOT in ms, of a light load alone, after the first 15 s."""
+    """Return the mean TTFT and TPOT in ms of a light load, after the first 15 s."""
     found = []
     for seed in range(seeds):
         run = serve(model, policy, rate, rate, lengths, seed=seed)
@@ -126,7 +127,7 @@ def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[
 
 
 def figures(model: ModelShape, seeds: int) -> Iterator[tuple[str, str, float | None, float, bool]]:
-    """Where in the paper, what, its number, the simulated one, and whether the load was chosen by it."""
+    """Return rows with the place in the paper, its number, the simulated number, and its origin."""
     names = (
         "mean TPOT, priority (ms)",
         "mean TPOT (ms)",

@@ -1,12 +1,13 @@
-"""Damaged messages to every RPC of a server, which must refuse them, stay as it is, and go on.
+"""Test of a server with damaged messages to every RPC, which it must refuse without harm.
 
     python benchmarks/fuzz.py [--count 100000] [--seed 0] [--json fuzz.json]
 
-Valid messages whose fields go to their limits and beyond, have the wrong type, come twice, or are no UTF-8, and
-messages that are cut or have other bytes, are sent to all RPCs but `AdminService.Drain`, a few dozen at a time. After
-every thousand a greedy request must have its first answer. The exit code is 1 if it had another, if the server ended,
-if a status was INTERNAL (unless logits were not numbers) or UNKNOWN, or if the server has grown by more than 5% since
-the first tenth.
+Fields of valid messages exceed their limits, have the wrong type, are repeated, or are not UTF-8; other messages are
+cut or have wrong bytes. All RPCs except `AdminService.Drain` get some dozens of messages at a time. After every
+thousand messages, a greedy request must have the same answer as at the start.
+
+The exit code is 1 if its answer differs, if the server ends, if a status is INTERNAL (unless logits are not numbers) or
+UNKNOWN, or if the memory of the server grows by more than 5% after the first tenth.
 """
 
 import argparse
@@ -38,7 +39,7 @@ _AT_ONCE = 48
 _CONNECTIONS = 4
 _KNOWN_PROMPT = "Once upon a time there was"
 _KNOWN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-# Text of the one INTERNAL that a request may cause: its settings have made the logits infinite.
+# Text of the only INTERNAL that a request may cause: its settings make logits infinite.
 _NOT_NUMBERS = "not numbers"
 _BUGS = ("INTERNAL", "UNKNOWN")
 _FINDINGS = 50
@@ -46,7 +47,7 @@ _FINDINGS = 50
 
 @dataclass(frozen=True)
 class Finding:
-    """A status that no message should have, and the message."""
+    """Message with a status that no message should cause."""
 
     rpc: str
     status: str
@@ -56,13 +57,14 @@ class Finding:
 
 @dataclass
 class FuzzReport:
-    """What became of the messages.
+    """Results of all messages.
 
     Attributes:
-        statuses: how often which status came, by RPC.
-        findings: the first message for each INTERNAL and UNKNOWN of another text.
-        wrong_answers: what the known request got instead of its first answer.
-        rss_mib: memory of the server after each batch, if its process is known; `warm` is the first that counts.
+        statuses: number of each status by RPC.
+        findings: first message for each text of INTERNAL and UNKNOWN.
+        wrong_answers: answers of the known request that differ from its first answer.
+        rss_mib: memory of the server after each batch, if its process is known; `warm` is the index of the first one
+            after warm-up.
     """
 
     sent: int = 0
@@ -75,12 +77,12 @@ class FuzzReport:
 
     @property
     def growth(self) -> float:
-        """By what share the server has grown since it was warm; NaN if its memory is not known."""
+        """Growth of the server's memory since warm-up, as a share; NaN if unknown."""
         return self.rss_mib[-1] / self.rss_mib[self.warm] - 1 if len(self.rss_mib) > self.warm else math.nan
 
     @property
     def problems(self) -> list[str]:
-        """Criteria that do not hold; the rate is no criterion."""
+        """Return the failed criteria. The rate is no criterion."""
         problems = [f"{it.rpc}: {it.status} {it.text!r} for {it.message}" for it in self.findings.values()]
         problems += [f"the known request: {answer}" for answer in self.wrong_answers]
         if self.growth > MAX_GROWTH:
@@ -96,7 +98,7 @@ class FuzzReport:
 
 
 def run_fuzz(target: str, count: int, seed: int, rss_mib: Callable[[], float] | None = None) -> FuzzReport:
-    """Send `count` messages to a server and return what became of them; see `fuzz`."""
+    """Send `count` messages to a server and return their results; see `fuzz`."""
     return asyncio.run(fuzz(target, count, seed, rss_mib))
 
 
@@ -109,8 +111,8 @@ async def fuzz(
 ) -> FuzzReport:
     """Send messages in batches; `rss_mib` measures the server after each.
 
-    Messages depend on the seed and the model's name alone. Ends early where the known request has no answer. Instances
-    and policy are set back at the end. Raises `grpc.RpcError` if the server does not answer at the beginning.
+    The messages depend only on the seed and the name of the model. Ends early if the known request has no answer.
+    Restores instances and policy at the end. Raises `grpc.RpcError` if the server does not answer at the start.
     """
     report, began = FuzzReport(), time.monotonic()
     async with AsyncClient(target) as client:
@@ -164,7 +166,7 @@ async def _send_batch(
 
 
 async def _set_back(client: AsyncClient) -> None:
-    """Split what `Transform` has merged, and let the default policy go on, where one runs."""
+    """Split merged instances, and restore the default policy if the server has one."""
     for policy in ("static", "amoeba"):
         try:
             await client.set_policy(policy, timeout_s=60)
@@ -177,7 +179,7 @@ async def _set_back(client: AsyncClient) -> None:
 
 
 def show(report: FuzzReport, console: Console) -> None:
-    """A table of statuses by RPC, and the criteria."""
+    """Print a table of statuses by RPC, and the criteria."""
     names = sorted({status for counts in report.statuses.values() for status in counts})
     table = Table("RPC", title=f"{report.sent} messages, {report.sent / report.seconds:.0f}/s")
     for name in names:
@@ -195,7 +197,7 @@ def show(report: FuzzReport, console: Console) -> None:
 
 
 def plain(report: FuzzReport) -> dict[str, Any]:
-    """The report for JSON."""
+    """Return the results for JSON."""
     return {
         "sent": report.sent,
         "seconds": report.seconds,
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     server.add_options(parser)
-    parser.set_defaults(max_refusals_per_second=1_000_000)  # nearly every message is refused
+    parser.set_defaults(max_refusals_per_second=1_000_000)  # The server refuses nearly every message.
     options = parser.parse_args()
     console = Console(width=200, highlight=False)
 

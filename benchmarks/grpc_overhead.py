@@ -1,10 +1,9 @@
-"""What the server costs: tokens a second through gRPC, many streams at once, against `LLM.generate`, same prompts.
+"""Overhead of the server: tokens per second over gRPC with many streams, beside `LLM.generate`.
 
     python benchmarks/grpc_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json F]
 
-Two processes, each with the whole model: one that calls `LLM.generate`, and `amoeba serve`, whose streams a third one
-(this) reads, `--streams` at a time. Both run as many requests at once, of lengths from a half to one and a half times
-`--new-tokens`. They take turns, so that only one works at a time.
+Two processes have the model: one calls `LLM.generate`, the other is `amoeba serve`, whose streams this process reads,
+`--streams` at a time. Both run equal requests with 0.5 to 1.5 times `--new-tokens` output tokens. They run in turn.
 """
 
 import argparse
@@ -29,7 +28,7 @@ Prompts = list[list[int]]
 
 
 def params(options: argparse.Namespace) -> list[SamplingParams]:
-    """Settings of each request, the same in both processes."""
+    """Return the parameters of each request, equal in both processes."""
     lengths = np.random.default_rng(1).integers(options.new_tokens // 2, options.new_tokens * 3 // 2, options.requests)
     return [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in lengths]
 
@@ -46,7 +45,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate_in_process(options: argparse.Namespace, prompts: Prompts, parent: Connection) -> None:
-    """The process that calls `LLM.generate` each time that it is told to, and says how long it took, and the tokens."""
+    """Call `LLM.generate` for each message of the parent process, and return seconds and tokens."""
     from amoeba_jax import LLM
 
     with LLM(**settings(options), prefix_caching=False, progress=False) as llm:
@@ -91,7 +90,7 @@ def main() -> None:
     ours.recv()
     times: dict[str, list[float]] = {"LLM.generate": [], "gRPC": []}
     with server(settings(options), prefix_caching=False) as target:
-        for repeat in range(options.repeats + 1):  # the first compiles
+        for repeat in range(options.repeats + 1):  # The first repeat compiles.
             ours.send(True)
             alone_s, expected = ours.recv()
             grpc_s, answers = asyncio.run(streams_s(target, prompts, options))

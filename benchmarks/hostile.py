@@ -1,11 +1,12 @@
-"""What innocent clients see of a server while others attack it.
+"""Latency and failures of innocent requests while other clients attack a server.
 
     python benchmarks/hostile.py [--attacks errors,lists,...] [--seconds 10] [--json hostile.json]
 
-`amoeba serve` over a tiny model, warmed up, on virtual CPU devices. Innocent requests come at a steady rate from a
-process and an address of their own: alone first, then beside each attack, whose process leaves the cores to the server,
-then alone again. The exit code is 1 if an innocent request failed, or the slowest took more than ten times the median
-alone and also a second or more; if the server was not idle within `--recover` seconds of an attack; or if it ended.
+`amoeba serve` runs a tiny model on virtual CPU devices after a warm-up. Innocent requests arrive at a steady rate from
+another process and address: first alone, then beside each attack (at low priority for the processor), then alone again.
+
+The exit code is 1 if an innocent request fails; if the slowest takes at least a second and more than ten times the
+median without attacks; if the server is not idle `--recover` seconds after an attack; or if the server ends.
 """
 
 import argparse
@@ -25,16 +26,16 @@ from attacks.processes import ChildError
 from rich.console import Console
 from rich.table import Table
 
-# The slowest innocent request may take this many times the median alone, or this long.
+# Limits of the slowest innocent request: a multiple of the median without attacks, or seconds, whichever is more.
 WORST_RATIO, WORST_S = 10.0, 1.0
-# Requests whose deadlines are over are gone by then, and their pages free.
+# By then, requests with missed deadlines have ended and their pages are free.
 _AFTER_DEADLINES_S = 1.0
 _AGAIN = "alone again"
 
 
 @dataclass
 class Phase:
-    """An attack, or a time without one, and what became of it."""
+    """Phase with or without an attack, and its results."""
 
     name: str
     seen: Figures
@@ -47,7 +48,7 @@ class Phase:
 
 
 def judge(phase: Phase, alone: Figures) -> None:
-    """Add to the problems of a phase what its innocent requests suffered."""
+    """Add problems of innocent requests to a phase."""
     seen = phase.seen
     if seen.failures:
         phase.problems.append(f"innocent requests failed: {seen.failures}")
@@ -62,7 +63,7 @@ def judge(phase: Phase, alone: Figures) -> None:
 
 
 def run_phase(name: str, running: server.Running, innocents: Innocents, seconds: float, recover_s: float) -> Phase:
-    """Send innocent requests beside an attack, or alone where `name` is not one."""
+    """Send innocent requests beside an attack, or alone if `name` is no attack."""
     before, tally, problems = running.rss_mib(), None, []
     try:
         siege = Siege(running.target, name, seconds) if name in ATTACKS else None
@@ -85,7 +86,7 @@ def run_phase(name: str, running: server.Running, innocents: Innocents, seconds:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[Phase]:
-    """All phases, alone first; ends early where the server has ended or is not idle after an attack."""
+    """Run all phases. Ends early if the server ends or is not idle after an attack."""
     names = chosen(options.attacks)
     with (
         server.running_server(options) as running,
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace, console: Console) -> list[Phase]:
 
 
 def show_phase(phase: Phase, alone: Figures, console: Console) -> None:
-    """Lines about one phase, as it ends."""
+    """Print the results of one phase."""
     seen = phase.seen
     ratio = seen.worst_s / alone.median_s
     console.print(
@@ -127,12 +128,12 @@ def show_phase(phase: Phase, alone: Figures, console: Console) -> None:
 
 
 def yes(held: bool) -> str:
-    """A criterion in words."""
+    """Return a criterion as text."""
     return "yes" if held else "NO"
 
 
 def show_table(phases: list[Phase], console: Console) -> None:
-    """All phases, a row each."""
+    """Print a table with a row for each phase."""
     table = Table(title="innocent requests beside attacks; times in ms")
     for column in ("attack", "requests", "TTFT p50", "p99", "worst", "p50", "p99", "worst", "of alone"):
         table.add_column(column, justify="right" if table.columns else "left")
@@ -157,7 +158,7 @@ def show_table(phases: list[Phase], console: Console) -> None:
 
 
 def plain(phase: Phase) -> dict[str, Any]:
-    """A phase for JSON."""
+    """Return a phase for JSON."""
     tally = phase.tally.report() if phase.tally else None
     phase.tally = None
     return asdict(phase) | {"tally": tally}
@@ -165,9 +166,9 @@ def plain(phase: Phase) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attacks", default="", help=f"of {', '.join(ATTACKS)}; default: all")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each phase")
-    parser.add_argument("--recover", type=float, default=60.0, help="seconds until the server must be idle again")
+    parser.add_argument("--attacks", default="", help=f"attacks, from {', '.join(ATTACKS)}; default: all")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each phase")
+    parser.add_argument("--recover", type=float, default=60.0, help="maximum seconds until the server is idle again")
     parser.add_argument("--json", type=Path)
     innocent.add_options(parser)
     server.add_options(parser)

@@ -1,4 +1,4 @@
-"""What `transformation.py` measures with no request running: weights released and restored, copies, padded FFNs."""
+"""Measurements of `transformation.py` without requests: release and restoration of weights, copies, padded FFNs."""
 
 import time
 from collections import defaultdict
@@ -19,7 +19,7 @@ DEVICES = 4
 
 
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
-    """Host seconds of a merge and a split with nothing running: weights released and restored, or views switched."""
+    """Return the host seconds of an idle merge and split, with weights released and restored or with views only."""
 
     release, spent = WeightStore.release, [0.0]
 
@@ -42,7 +42,7 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
                 if not weights:
                     continue
                 times["release"].append(spent[0])
-                # Right after programs on the same cores, whose caches then hold nothing of this.
+                # Right after programs on the same cores, with cold processor caches.
                 for degree in (4, 1):
                     report = llm.transform(degree, layers_per_step=1000, release_weights=False)
                     times[f"after_{degree}"].append(report.seconds)
@@ -56,14 +56,14 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
 
 
 def local_copy(llm: LLM) -> float:
-    """Seconds for a byte of the model's pages: see `local_copy_seconds`."""
+    """Return the seconds for each byte of the model's pages: see `local_copy_seconds`."""
     plan, group = llm._engine.cluster.memory_plan, SubMesh(0, tuple(jax.devices()[:DEVICES]))
     dtype = jnp.dtype(llm.dims.dtype)
     return local_copy_seconds(group, llm.dims.pages, dtype, plan.num_pages, plan.phase_pages)
 
 
 def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds of all layers' FFN on one device: as padded shards, and as whole matrices without padding."""
+    """Return the seconds of all FFNs on one device, as padded shards and as whole matrices without padding."""
     dims, store = llm.dims, llm._engine.cluster.weights
     hidden, ffn = dims.config.hidden_size, dims.config.ffn_size
     device = jax.devices()[0]

@@ -1,11 +1,11 @@
-"""Loading weights onto the devices: by one thread and by several, in turn, from each form of the files.
+"""Time and memory of loading weights, with one thread and with several, by file format.
 
     python benchmarks/loading.py [--models smollm2 random] [--devices 1 4] [--cold] [--json loading.json]
 
-Each row is a process of its own. Its first load gives the peak of host memory, the mapped files included, against the
-weights kept on all devices. In the others threads take turns with copying as many bytes (at most 512 MiB) into fresh
-memory by all cores, which is what loading can come to at best on CPU. `--cold` drops the files from the page cache
-before each load, and reads them once without loading.
+Each row is a process. Its first load measures the peak of host memory, including mapped files, relative to the weights
+on all devices. The other loads alternate between one thread and several, and with a copy of as many bytes (at most 512
+MiB) into new memory by all cores, a lower bound for the time on CPU. `--cold` drops the files from the page cache
+before each load, and times a read without loading.
 """
 
 import argparse
@@ -61,7 +61,7 @@ TINY = RANDOM | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size":
 
 
 def load(model: Path, devices: int, threads: int) -> tuple[WeightStore, float]:
-    """Weights in f32 on CPU devices, and the seconds from finding the model to its last byte in place."""
+    """Load weights in f32 onto CPU devices, and return them with the seconds."""
     start = time.perf_counter()
     config = EngineConfig(model=str(model), num_devices=devices, load_threads=threads)
     source = ModelSource(config)
@@ -80,7 +80,7 @@ def load_once(model: Path, devices: int, threads: int) -> float:
 
 
 def copy_rate(num_bytes: int) -> float:
-    """Bytes per second that all cores together copy into memory that is new to the process."""
+    """Return the bytes per second that all cores copy into new memory of the process."""
     threads = os.cpu_count() or 1
     parts = np.array_split(np.ones(num_bytes, np.uint8), threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -101,7 +101,7 @@ def drop_from_page_cache(model: Path) -> None:
 
 
 def read_rate(model: Path) -> float:
-    """Bytes per second of reading the files into memory that is used again."""
+    """Return the bytes per second of reading the files into reused memory."""
     buffer, num_bytes, start = bytearray(8 << 20), 0, time.perf_counter()
     for path in files_of(model):
         with path.open("rb", buffering=0) as file:
@@ -111,16 +111,16 @@ def read_rate(model: Path) -> float:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process. `ru_maxrss` would count its parent's before it began."""
+    """Return the peak resident memory of this process. `ru_maxrss` would include its parent's."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found, "the kernel does not report VmHWM"
     return 1024 * int(found[1])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """One row, in this process."""
+    """Measure one row in this process."""
     model, devices, threads = Path(job["path"]), job["devices"], job["threads"]
-    load_once(Path(job["tiny"]), devices, threads)  # imports and JAX's own threads are not the load
+    load_once(Path(job["tiny"]), devices, threads)  # Warm-up: imports and JAX's threads are not part of a load.
     before = peak_bytes()
     store, _ = load(model, devices, threads)
     kept = store.num_bytes * devices
@@ -141,7 +141,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_shards(model: Path, devices: int, directory: Path) -> Path:
-    """`LLM.save` for an engine of that many devices, with the shards of one of them."""
+    """Save a model with `LLM.save`, and return the directory."""
     config = EngineConfig(model=str(model), num_devices=devices)
     source = ModelSource(config)
     dims = ModelDims(ModelConfig.from_hf(source.hf_config), config.max_tp, config.page_size, "float32")
@@ -154,7 +154,7 @@ def save_shards(model: Path, devices: int, directory: Path) -> Path:
 
 
 def forms(models: list[str], devices: int, scratch: Path) -> dict[str, Path]:
-    """What is loaded, by its name in the table."""
+    """Return the models to load by their name in the table."""
     found: dict[str, Path] = {}
     if "smollm2" in models:
         found["SmolLM2-135M, safetensors bf16"] = smollm2 = ensure_default_model(progress=False)
@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["smollm2", "random"], choices=["smollm2", "random"])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--threads", type=int, default=max(2, default_threads()), help="of the parallel loads")
+    parser.add_argument("--threads", type=int, default=max(2, default_threads()), help="threads of the parallel loads")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each load")
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""What this machine can do at best: the ceilings that benchmarks compare with."""
+"""Limits of this machine (bandwidth, FLOP rate, copies) for comparison with benchmarks."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _BYTES = 512 << 20
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median wall time of a call, after one call to warm up."""
+    """Return the median seconds of a call, after one warm-up call."""
     run()
     times = []
     for _ in range(repeats):
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def read_bandwidth(repeats: int = 7) -> float:
-    """Bytes per second that all cores together read from memory: the better of NumPy threads and XLA."""
+    """Return the bytes per second that all cores read from memory, with NumPy threads or XLA, whichever is faster."""
     threads = cpu_count() or 1
     data = np.ones(_BYTES // 4, np.float32)
     parts = np.array_split(data, threads)
@@ -42,7 +42,7 @@ def read_bandwidth(repeats: int = 7) -> float:
 
 
 def flop_rate(repeats: int = 5, size: int = 2048) -> float:
-    """f32 floating-point operations per second of a large square matrix product."""
+    """Return the f32 operations per second of a large square matrix product."""
     matrix = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)
     return 2 * size**3 / seconds(lambda: product(matrix, matrix).block_until_ready(), repeats)
@@ -51,16 +51,16 @@ def flop_rate(repeats: int = 5, size: int = 2048) -> float:
 def local_copy_seconds(
     group: SubMesh, geometry: PageGeometry, dtype: jnp.dtype, num_pages: int, phase_pages: int, repeats: int = 5
 ) -> float:
-    """Seconds for a byte of pages to be gathered and scattered where it is, by phases like those of an exchange.
+    """Return the seconds for each byte of a local gather and scatter of pages, in phases like an exchange.
 
-    Nothing is sent and nothing planned, so moving pages between devices takes at least that long.
+    This is a lower bound for an exchange, which also sends the bytes.
 
     Args:
-        group: devices that do it at the same time.
-        geometry: of the pages.
-        dtype: of the pages.
-        num_pages: of each of eight layers, on each device; at least two.
-        phase_pages: pieces from one rank to another in a phase.
+        group: devices that copy at the same time.
+        geometry: geometry of the pages.
+        dtype: element type of the pages.
+        num_pages: pages of each of eight layers on each device; at least two.
+        phase_pages: pieces between two ranks in a phase.
     """
     phase_pages = min(phase_pages, num_pages // 2)
     pages, count, num_layers = (num_pages,), group.tp * phase_pages, 8
@@ -85,12 +85,12 @@ def local_copy_seconds(
 
 
 def array_seconds(group: SubMesh, count: int) -> dict[str, float]:
-    """Host seconds in which JAX makes `count` arrays of the devices' buffers ("join"), and takes them apart ("part").
+    """Return the host seconds in which JAX assembles `count` arrays from buffers ("join") and splits them ("part").
 
-    No change of views can do with less.
+    These are lower bounds for a change of views.
     """
     buffers = [[jnp.zeros((1, 1), device=device) for device in group.devices] for _ in range(count)]
-    assemble(group, buffers[0])  # the first of a kind is checked
+    assemble(group, buffers[0])  # JAX checks the first array of a kind.
     jax.block_until_ready(buffers)
     start = time.perf_counter()
     arrays = [assemble(group, shards) for shards in buffers]

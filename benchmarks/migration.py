@@ -1,11 +1,11 @@
-"""One layer's KV pages from 4 x TP1 to TP4 and back, in the memory orders that pages can have.
+"""Time to move the KV pages of one layer from 4 x TP1 to TP4 and back, by memory order.
 
     python benchmarks/migration.py [--pages 832] [--repeats 15]
 
-In the header-centric order a rank's share of a page is one run of memory. It can be exchanged in place, or copied into
-a fresh pool as the variant `basic` does. In the page-friendly order, that of most engines, it is `2 * page_size` runs
-of one token's heads each, and what is left of a page when the others' heads have gone is full of holes: so all pages
-are copied, by the same programs. The result of each is compared with NumPy's.
+In header-centric order, the share of a rank is one contiguous run of a page. It can be exchanged in place, or copied
+into a new pool as in the variant `basic`. In page-friendly order, as in most engines, the share is `2 * page_size` runs
+with the heads of one token each. After an exchange the page would have holes, so all pages are copied, by the same
+programs. All results are compared with NumPy.
 """
 
 import argparse
@@ -35,7 +35,7 @@ F32 = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Figures:
-    """Median seconds up and down, and the most bytes that a device needed besides its pool."""
+    """Median seconds of merge and split, and the maximum bytes on a device besides its pool."""
 
     up_s: float
     down_s: float
@@ -43,13 +43,13 @@ class Figures:
 
 
 def rows(pages: np.ndarray, share: int | None, runs: int) -> np.ndarray:
-    """Runs that hold a rank's share of pages, in a pool at TP1; with no share, in its own pool at TP4."""
+    """Return the runs with a rank's share of pages in a pool at TP1; without a share, in its own pool at TP4."""
     runs_of = pages[:, None] * runs + np.arange(runs)
     return (runs_of if share is None else runs_of * TP + share).reshape(-1)
 
 
 class Copied:
-    """Copies of all pages in new pools. A page at TP1 is `[runs, TP, elems of a run]`, a share at TP4 `[runs, elems]`.
+    """Copies of all pages into new pools. A page at TP1 is `[runs, TP, elems]`, a share at TP4 `[runs, elems]`.
 
     Args:
         runs: contiguous runs of memory in a rank's share of a page: 1 in header-centric order, one for each key and
@@ -59,20 +59,20 @@ class Copied:
     def __init__(self, group: SubMesh, num_pages: int, pages: np.ndarray, runs: int):
         self.group, self.pages, self.runs = group, pages, runs
         run_elems = GEOMETRY.page_elems // TP // self.runs
-        # To the programs a piece is a run.
+        # The programs treat a run as a piece.
         geometry = PageGeometry(TP, 1, run_elems // 2, TP)
         extent, count = (num_pages * self.runs,), pages.shape[1] * self.runs
         self.migrate = compile_migrate(geometry, F32, group, extent, count)
         self.defragment = compile_defragment(geometry, F32, group, extent, extent, count)
         at_tp1 = [[rows(pages[r], share, self.runs) for share in range(TP)] for r in range(TP)]
         at_tp4 = [rows(np.arange(len(p)) + r * len(p), None, self.runs) for r, p in enumerate(pages)]
-        # Rank r has the pages of instance r at TP1, and share r of all pages at TP4.
+        # Rank r stores the pages of instance r at TP1, and share r of all pages at TP4.
         mine = np.array([[at_tp1[r][r ^ i] for i in range(TP)] for r in range(TP)], np.int32)
         theirs = np.array([[at_tp4[r ^ i] for i in range(TP)] for r in range(TP)], np.int32)
         self.ids = [jax.device_put(ids, group.sharded) for ids in (mine, theirs)]
 
     def put(self, pages: np.ndarray) -> np.ndarray:
-        """`[pages, heads, 2, tokens, dim]` in the pool's order."""
+        """Return `[pages, heads, 2, tokens, dim]` in the order of the pool."""
         if self.runs == 1:
             return pages.reshape(len(pages), -1)
         return pages.transpose(0, 2, 3, 1, 4).reshape(len(pages), -1)
@@ -83,7 +83,7 @@ class Copied:
         return fresh
 
     def shares(self, pool: np.ndarray) -> np.ndarray:
-        """`[ranks, pages, elements of a share]` of all instances' pages at TP4."""
+        """Return `[ranks, pages, elements of a share]` of all pages at TP4."""
         return pool.reshape(TP, -1, GEOMETRY.page_elems // TP)[:, : self.pages.size]
 
     def extra_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Copied:
 
 
 class InPlace:
-    """What has to go to another rank is exchanged in phases, in the pool that there is."""
+    """Exchange in phases within the existing pool."""
 
     runs = 1
 
@@ -114,7 +114,7 @@ class InPlace:
             kind: compile_exchange(GEOMETRY, F32, group, (num_pages,), (num_pages,), PHASE_PAGES, kind)
             for kind in exchange_kinds(TP, loop=True)
         }
-        # Up again from where the split has put the pages.
+        # Merge again, from the places of the pages after the split.
         self.exchanges = [
             [
                 (exchange.kind, *(jax.device_put(ids, group.sharded) for ids in (exchange.send, exchange.receive)))
@@ -141,7 +141,7 @@ class InPlace:
 
 
 def measure(way: Copied | InPlace, group: SubMesh, num_pages: int, repeats: int) -> Figures:
-    """Up and down again and again, checked at both ends."""
+    """Merge and split repeatedly, and check the pages after each."""
     random = np.random.default_rng(0)
     used = way.pages.shape[1]
     shape = (TP, used, GEOMETRY.kv_heads, 2, GEOMETRY.page_size, GEOMETRY.head_dim)
@@ -171,7 +171,7 @@ def measure(way: Copied | InPlace, group: SubMesh, num_pages: int, repeats: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=832, help="of each device; 90% of them are in use")
+    parser.add_argument("--pages", type=int, default=832, help="pages of each device, of which 90% are in use")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     group = SubMesh(0, serving_devices(TP))

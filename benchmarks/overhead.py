@@ -1,11 +1,11 @@
-"""What the engine adds to its executables: wall time of decode steps while serving, and of the same steps alone.
+"""Overhead of the engine: time of decode steps while serving, and of the same programs alone.
 
     python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 64] [--json overhead.json]
 
-Both decode as many tokens at the same contexts, on one device, turn by turn. "Serving" is the time from launch to
-launch of `LLM.generate`'s steps in which every request decodes: each instance is one step ahead of the device, so
-launches keep the device's pace. "Alone" launches prepared steps one after the other, each reading the token before it
-from the device, and waits for the last.
+Both decode the same number of tokens at the same contexts on one device, in turn. "Serving" is the time between two
+launches of decode steps in `LLM.generate`; the engine is one step ahead, so launches have the pace of the device.
+"Alone" launches prepared steps one after the other, each with the token of the previous step on the device, and waits
+for the last.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from amoeba_jax.programs.batch import StepBatch
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds between decode steps of the whole batch while serving, median."""
+    """Return the median seconds between decode steps of the whole batch while serving."""
     (instance,) = llm._engine.instances
-    launches: list[tuple[int, float]] = []  # decodes of the step (0: a prompt is beside them), when
+    launches: list[tuple[int, float]] = []  # (decodes of the step, or 0 with a prompt beside them; time)
     launch_plan = instance.launch_plan
 
     def timed(plan: StepPlan) -> None:
@@ -48,7 +48,7 @@ def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
 
 
 def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
-    """Seconds of a decode step of the executables alone, contexts growing as they do while serving, mean."""
+    """Return the mean seconds of a decode step of the programs alone, with growing contexts as while serving."""
     engine, instance = llm._engine, llm._engine.instances[0]
     pages = engine.dims.pages.pages_for(prompt + new_tokens)
     tables = [instance.lane.pages.allocate(pages) for _ in range(batch)]
@@ -79,7 +79,7 @@ def decode_step(instance: Instance, shape, tables: list[np.ndarray], position: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="powers of two")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes, powers of two")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

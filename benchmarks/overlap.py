@@ -1,12 +1,12 @@
-"""Do GPUs send pages while they compute? What XLA makes of a step that exchanges pages, for four H100, without a GPU.
+"""Schedule of a step that exchanges pages, compiled by XLA for four H100 without a GPU.
 
-    pip install jax-cuda12-plugin jax-cuda12-pjrt     # of JAX's version: the compiler, no CUDA
+    pip install jax-cuda12-plugin jax-cuda12-pjrt     # the compiler for JAX's version, no CUDA
     python benchmarks/overlap.py --config config.json [--rows 32] [--layers 4] [--phase-pages 64] [--hlo step.hlo]
 
-Compiles the program of a segment of a TP4 instance that decodes, with a phase of the exchange of as many other layers
-(`EngineConfig.overlap_exchange`), for each way in which ranks trade. In the schedule that comes out, each send of pages
-has a start and a done; the table counts what the device computes between them. Matrix products are what takes time.
-The exit code is 1 where some pages are sent with nothing to compute meanwhile.
+Compiles the decode program of a segment of a TP4 instance, together with a phase of the exchange of as many other
+layers (`EngineConfig.overlap_exchange`), for each kind of exchange. In the compiled schedule, each send of pages has a
+start and a done. The table counts the kernels between them, of which matrix products take the most time. The exit code
+is 1 if a send has no kernel between start and done.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the compiler needs no CUDA
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # The compiler needs no CUDA.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -32,7 +32,7 @@ from amoeba_jax.programs.step_program import PageExchange, StepKey, step_program
 from sharding.mesh import SubMeshPool
 
 TP = 4
-# Figures of NVIDIA's data sheet and of its programming guide for compute capability 9.0.
+# Values of NVIDIA's data sheet and its programming guide for compute capability 9.0.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -51,7 +51,7 @@ SEND, DONE = "collective-permute-start", "collective-permute-done"
 
 @dataclass(frozen=True)
 class Send:
-    """Pages that are sent, and what is between start and done in the schedule."""
+    """Send of pages, and the kernels between its start and its done."""
 
     num_bytes: int
     products: int
@@ -59,7 +59,7 @@ class Send:
 
 
 def sends(hlo: str) -> list[Send]:
-    """All sends of an optimized module whose entry is in the order in which it runs."""
+    """Return all sends of an optimized module, in the order of its schedule."""
     entry = hlo[hlo.index("\nENTRY ") :].splitlines()
     started: dict[str, int] = {}
     found = []
@@ -88,12 +88,12 @@ def _count(shape: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="config.json of a model")
-    parser.add_argument("--rows", type=int, default=32, help="sequences that decode")
-    parser.add_argument("--context", type=int, default=4096, help="longest context of them, in tokens")
-    parser.add_argument("--layers", type=int, default=4, help="of the segment, and layers that switch")
-    parser.add_argument("--pages", type=int, default=512, help="of a layer's cache on a device")
+    parser.add_argument("--rows", type=int, default=32, help="decoding sequences")
+    parser.add_argument("--context", type=int, default=4096, help="longest context in tokens")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the segment, and layers that switch")
+    parser.add_argument("--pages", type=int, default=512, help="pages of a layer on a device")
     parser.add_argument("--phase-pages", type=int, default=64)
-    parser.add_argument("--hlo", type=Path, help="write the compiled module of the last program there")
+    parser.add_argument("--hlo", type=Path, help="file for the last compiled module")
     options = parser.parse_args()
     try:
         topology = topologies.get_topology_desc("h100", platform="cuda", topology=f"1x1x{TP}", target_config=H100)

@@ -7,7 +7,7 @@ EXACT, PREDICTED, CALIBRATED = "exact arithmetic", "predicted", "calibrated on o
 
 @dataclass(frozen=True)
 class Row:
-    """One number of a paper, and the twin's. `twin` is None where there is none, and `how` says why."""
+    """Number of a paper and the simulated number. `twin` is None without one; `how` gives its origin or the reason."""
 
     where: str
     what: str
@@ -17,5 +17,5 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Twin over paper."""
+        """Simulated number divided by the number of the paper."""
         return None if self.paper in (None, 0) or self.twin is None else self.twin / self.paper

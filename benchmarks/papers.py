@@ -1,9 +1,9 @@
-"""Tables and figures of the papers beside what the simulator gives.
+"""Tables and figures of papers beside results of the simulator.
 
     python benchmarks/papers.py [--seeds 5] [--duration 300] [--quick] [--json papers.json] [--plot region.png]
 
-Each row says how the twin's number comes about: *exact arithmetic* (sizes alone), *predicted* (the cost model with
-published device data; nothing was fitted to the paper), or *calibrated on this row* or on others of its table.
+Each row names the origin of the simulated number: *exact arithmetic* (from sizes), *predicted* (cost model with
+published data of devices, nothing fitted to the paper), or *calibrated on this row* or on other rows of its table.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from sharding.page_table import MODELS, rows
 PAGE_BYTES = 2 * 2**20
 KILO = 1000
 RATES, OUTPUTS = (60, 240, 480), (64, 256, 1024)
-"""Short requests a minute, and tokens that all requests generate, of the sweeps."""
+"""Short requests per minute and output tokens of the sweeps."""
 
 
 def shape(name: str, **sizes: Any) -> ModelShape:
-    """A model by the sizes of its published `config.json`, bf16."""
+    """Return a bf16 model with the sizes of its published `config.json`."""
     return ModelShape.from_hf(name, {"max_position_embeddings": 131072, **sizes})
 
 
@@ -70,19 +70,20 @@ THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Tokens at a degree from two others: `a * p - b`, as each device keeps what is not FFN, and the group the FFN
-    once."""
+    """Return the tokens at a degree from two other degrees: `a * p - b`.
+
+    Each device keeps all weights except the FFN, and the group has the FFN once.
+    """
     (p, one), (q, two) = known.items()
     slope = (two - one) / (q - p)
     return one + slope * (degree - p)
 
 
 def fit_throughput(known: dict[int, float], degree: int) -> float:
-    """Tokens per second at a degree from two others: a batch of one size that decodes contexts of 1K.
+    """Return the tokens per second at a degree from two other degrees: a batch that decodes contexts of 1K.
 
-    Fitted are the size of the batch, and how many times as long as those of the device file the latencies of
-    all-reduces are: 2.3 names communication as what TP4 loses by. Launches and the host cost nothing: operators of a
-    CUDA graph follow one another.
+    The size of the batch and a factor of the latencies of all-reduces are fitted, because section 2.3 explains the loss
+    at TP4 by communication. Launches and host work cost nothing, as in a CUDA graph.
     """
     device = replace(find_device("H20"), launch_s=0.0)
     alone = ModelStepCost(QWEN, replace(device, all_reduce_latency_s=dict.fromkeys((1, 2, 4), 0.0)), overhead_s=0.0)
@@ -96,7 +97,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """What latencies are multiplied by, as the higher degree has it."""
+        """Return the factor of the latencies from the rate of the higher degree."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 
@@ -107,7 +108,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
 
 
 def table_1() -> Iterable[Row]:
-    """AMOEBA Table 1 (Gyges Table 1): each degree from the two others."""
+    """Return AMOEBA Table 1 (Gyges Table 1): each degree from the two others."""
     for title, values, fit in (
         ("context (K tokens)", CONTEXTS, fit_context),
         ("tokens/s", THROUGHPUTS, fit_throughput),
@@ -129,7 +130,7 @@ def table_1() -> Iterable[Row]:
 
 
 def tables_2_and_3() -> Iterable[Row]:
-    """Pages of FFN tensors, and weights."""
+    """Return rows about pages of FFN tensors, and weights."""
     pages = {
         "GPT-OSS-120B": (1012.5, 253.125),
         "GPT-OSS-20B": (253.125, 63.281),
@@ -138,7 +139,7 @@ def tables_2_and_3() -> Iterable[Row]:
     }
     for model in MODELS:
         row = next(r for r in rows(model, PAGE_BYTES) if r.tensor == "down")
-        # Llama's two published figures are of a tensor of half the published size.
+        # The two published figures of Llama fit a tensor of half the published size.
         for degree, paper, twin in ((1, pages[model.name][0], row.pages), (4, pages[model.name][1], row.shard_pages)):
             yield Row("AMOEBA Table 2", f"{model.name} pages of `down`, TP{degree}", paper, twin, EXACT)
     for model, gb in ((LLAMA_7B, 15.67), (LLAMA_8B, 16.66), (QWEN, 62.34)):
@@ -146,7 +147,7 @@ def tables_2_and_3() -> Iterable[Row]:
 
 
 def figures_9_to_11() -> Iterable[Row]:
-    """Transformations of Qwen2.5-32B from four TP1 to TP4 with 90% of the cache in use."""
+    """Return rows about merges of Qwen2.5-32B from four TP1 to TP4 with 90% of the cache in use."""
     device = find_device("H20")
     tokens = int(4 * 0.9 * MemoryPlan(QWEN, device, 1.0, 14.3e9).capacity_tokens(1))
     change = InPlaceCost(QWEN, device).change(1, 4, tokens)
@@ -180,7 +181,7 @@ def figures_9_to_11() -> Iterable[Row]:
 
 
 def flying() -> Iterable[Row]:
-    """Flying Serving: Llama-3-70B on 8 H200."""
+    """Return rows of Flying Serving: Llama-3-70B on 8 H200."""
     device = find_device("H200")
     budget = 264e3 * LLAMA_70B.kv_token_bytes() / 2 + LLAMA_70B.weight_bytes / 2
     for degree, value, how in ((2, 264, "calibrated on this row"), (4, 959, CALIBRATED), (8, 2300, CALIBRATED)):
@@ -195,14 +196,14 @@ def flying() -> Iterable[Row]:
 
 
 def flying_served(seeds: int) -> Iterable[Row]:
-    """What the policies serve of Flying Serving's loads, whose lengths were chosen by its static rows."""
+    """Return results of policies for Flying Serving's loads, with lengths chosen by its static rows."""
     for where, what, paper, twin, fitted in flying_paper.figures(LLAMA_70B, seeds):
         yield Row(where, what, paper, twin, "calibrated on static rows" if fitted else PREDICTED)
     yield Row("Flying Table 2", "live switch (ms)", 15.0, REGROUP_S * 1e3, "set: views of buffers change")
 
 
 def comparators() -> Iterable[Row]:
-    """Published numbers of each mechanism that nothing was fitted to: see `published_mechanisms`."""
+    """Return published numbers of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
     yield from published_mechanisms.shift_parallelism(LLAMA_70B)
     yield from published_mechanisms.loongserve(LLAMA_7B)
     yield from published_mechanisms.kunserve(QWEN_14B)
@@ -219,7 +220,7 @@ def comparators() -> Iterable[Row]:
 
 
 def _capacity(policy: str) -> float:
-    """Tokens per second of a backlog of AMOEBA's mix."""
+    """Return the tokens per second of a policy with a backlog of AMOEBA's mix."""
     load = WorkloadConfig(
         dataset_name="mix", num_prompts=600, short_per_minute=6000, long_per_minute=100, short_output_len=256,
         long_output_len=256,
@@ -230,7 +231,7 @@ def _capacity(policy: str) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Throughput of policies at a load, in tokens per second: means over seeds, and half of a 95% interval."""
+    """Tokens per second of policies at one load: means over seeds, and half of a 95% interval."""
 
     short_per_minute: float
     output_len: int
@@ -242,7 +243,11 @@ class Point:
 def sweep(
     policies: tuple[str, ...], rates: Iterable[float], outputs: Iterable[int], seeds: int, duration_s: float
 ) -> list[Point]:
-    """AMOEBA 4.2.4's mix on 8 H20 with Table 1's longest contexts as capacities, by rate and output length."""
+    """Simulate AMOEBA 4.2.4's mix on 8 H20 by rate and output length.
+
+    26 GB of activations on each device give the capacities of Table 1's contexts. The paper says 14.3 GB, with which
+    policies differ less: see docs/simulation.md.
+    """
     points = []
     for output in outputs:
         for rate in rates:
@@ -275,7 +280,7 @@ def sweep(
 
 
 def _half(values: list[float]) -> float:
-    """Half of the 95% interval of the mean, by Student's t."""
+    """Return half of the 95% interval of the mean, by Student's t."""
     factors = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
     if len(values) < 2:
         return math.nan
@@ -283,7 +288,7 @@ def _half(values: list[float]) -> float:
 
 
 def print_rows(found: list[Row], console: Console) -> None:
-    """A table of all rows."""
+    """Print a table of all rows."""
     table = Table("where", "what", "paper", "twin", "ratio", "how", title="papers and twin")
     for row in found:
         cells = ["" if v is None else f"{v:.4g}" for v in (row.paper, row.twin, row.ratio)]
@@ -292,7 +297,7 @@ def print_rows(found: list[Row], console: Console) -> None:
 
 
 def print_points(points: list[Point], title: str, console: Console) -> None:
-    """A row for each load: tokens/s with intervals, share within the objectives, gain of the first policy."""
+    """Print a row for each load: tokens/s with intervals, share within the objectives, gain of the first policy."""
     names = list(points[0].means)
     table = Table("output", "short/min", *names, f"{names[0]} over the best other", title=title)
     for point in points:
@@ -305,7 +310,7 @@ def print_points(points: list[Point], title: str, console: Console) -> None:
 
 
 def save_region(points: list[Point], path: Path) -> None:
-    """Gain of the first policy over the best other one, by load and output length."""
+    """Plot the gain of the first policy over the best other one, by load and output length."""
     from matplotlib.figure import Figure
 
     names = list(points[0].means)
@@ -346,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals in the sweeps")
-    parser.add_argument("--quick", action="store_true", help="without the sweeps of Figures 12 to 14")
+    parser.add_argument("--quick", action="store_true", help="no sweeps of Figures 12 to 14")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Pausing requests and letting them go on: host time, and the first step of the request that they pause for.
+"""Host time of pausing and resuming requests, and of the first step of the urgent request.
 
     python benchmarks/pausing.py [--layers 48] [--paused 8] [--repeats 9] [--json pausing.json]
 
-A random model of as many layers on 4 virtual devices, TP1. The requests decode, with the cache 90% full; they are
-paused for a TP4 instance, another request is submitted and served there, and they go on. The dispatcher's thread is
-driven by hand, with a step in flight when they are paused; the other request's first step is launched when that has
-run. Threads of a step in flight take processors from the dispatcher's where there are few, so its own processor time
-is told besides. Moved, restored and recomputed must be nothing; tokens are compared with those of an undisturbed run.
+Requests of a random model decode on 4 virtual devices at TP1, with the cache 90% full. They pause while a TP4 instance
+serves another request, and resume. This script drives the dispatcher by hand: a step is in flight at the pause, and the
+first step of the other request is launched at its end. Threads of a running step compete with the dispatcher for few
+processors, so its processor time is printed too. Nothing may be moved, restored or recomputed, and tokens must equal
+the tokens of an undisturbed run.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PARTS = ("pause", "first launch", "resume")
 
 
 def model(directory: Path, layers: int) -> Path:
-    """A config of random weights."""
+    """Return a config for random weights."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -54,27 +54,27 @@ def model(directory: Path, layers: int) -> Path:
 
 
 class Timer:
-    """Milliseconds since it was made: by the clock, and of the processor that this thread had."""
+    """Timer in milliseconds of wall clock and of this thread's processor time."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), time.thread_time()
 
     def ms(self) -> tuple[float, float]:
-        """Milliseconds of both."""
+        """Return both in milliseconds."""
         return (time.perf_counter() - self._start[0]) * 1e3, (time.thread_time() - self._start[1]) * 1e3
 
 
 def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[tuple[float, float], TransformReport]:
-    """Milliseconds of the host until it is done, and what it did."""
+    """Transform, and return the host's milliseconds and the report."""
     timer = Timer()
     future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
     taken_ms = timer.ms()
-    engine.end_transformations()  # where programs are compiled first, before anything is timed
+    engine.end_transformations()  # Compiles missing programs before the timed part.
     return taken_ms, future.result(0)
 
 
 def run_until(engine: Engine, requests: list[Request], tokens: int | None = None) -> None:
-    """Go on until requests have that many tokens each, or have ended."""
+    """Run steps until each request has `tokens` tokens or has ended."""
     sequences = [request.sequences[0] for request in requests]
     while not all(s.finished or (tokens is not None and len(s.output) >= tokens) for s in sequences):
         engine.advance()
@@ -92,14 +92,14 @@ def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
     taken: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
     outputs: list[list[list[int]]] = []
     moved = recomputed = 0
-    for index in range(repeats + 2):  # the first undisturbed, the second to warm up
+    for index in range(repeats + 2):  # The first repeat is undisturbed, the second is a warm-up.
         requests = [llm._registry.make(prompt, params, lambda _: None, None, None) for prompt in prompts]
         engine.submit([request.sequences[0] for request in requests])
         run_until(engine, requests, 16)
         if index:
             engine.advance()
             ms, report = change(engine, 4, "pause")
-            engine.drain()  # the steps in flight
+            engine.drain()  # Wait for the steps in flight.
             later = llm._registry.make(urgent, short, lambda _: None, None, None)
             timer = Timer()
             engine.submit([later.sequences[0]])
@@ -131,7 +131,7 @@ def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print and save the figures."""
+    """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--paused", type=int, default=8)

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/transformation.md from a real run: memory, and steps, while instances merge and split.
+"""Pictures of docs/transformation.md from a real run: memory and steps while instances merge and split.
 
     pip install -e '.[plots]'
     python benchmarks/pictures.py [--directory docs/pictures]
@@ -19,7 +19,8 @@ from transformation import Running, Step, transform, watched
 
 from amoeba_jax import LLM
 from amoeba_jax.views import MemoryReport
-from serving.commands.demo_run import half_way, sampled
+from serving.commands.demo_run import half_way
+from serving.commands.demo_view import sampled
 
 PROMPT, NEW_TOKENS = 256, 192
 PARTS = {"weights": "#5b8fd9", "kv cache in use": "#e8890c", "kv cache free": "#f6d2a4", "padding": "#8c8c8c"}
@@ -27,7 +28,7 @@ KINDS = {"TP1": "#5b8fd9", "between": "#b04fb0", "TP4": "#2f9e6e"}
 
 
 def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, Any]:
-    """A merge and a split under load: steps of the first device, marks, and maps of the memory."""
+    """Merge and split under load, and return steps of the first device, marks and memory reports."""
     with watched() as steps:
         running = Running(llm, prompts)
         time.sleep(1.5)

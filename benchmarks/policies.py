@@ -1,17 +1,17 @@
-"""The scheduler's policies side by side, and fixed degrees: the same requests to one server, with several seeds.
+"""Comparison of policies and fixed degrees: the same requests to one server, with several seeds.
 
     python benchmarks/policies.py [--dataset mix|burst] [--duration 40] [--seeds 1 2 3] [--json FILE]
 
-`mix`: AMOEBA's, scaled to the machine: short prompts, and for every 20 of them a long one that one device cannot hold.
-`burst`: Flying Serving's: phases of a low and a high rate, with a share of urgent requests. Requests come faster than
-they are served, and `--max-concurrency` are with the server at a time. `static-tp1`, `static-tp2`, `static-tp4` and
-`static-mixed` (half of the devices are one instance) keep their degrees. All get the same requests in the same order
-from `amoeba bench`, seed by seed; a first round compiles what they need and is not counted.
+`mix` is AMOEBA's workload, scaled to the machine: short prompts, and one long prompt for every 20 short ones, which one
+device cannot hold. `burst` is Flying Serving's workload: phases of a low and a high rate, with a share of urgent
+requests. Requests arrive faster than they are served; `--max-concurrency` limits the requests in flight. `static-tp1`,
+`static-tp2`, `static-tp4` and `static-mixed` (half of the devices are one instance) keep their degrees. All policies
+get the same requests in the same order from `amoeba bench`, seed by seed. A first round compiles and is not counted.
 
-Figures are means over the seeds with 95% intervals (Student's t). Requests that no instance of a fixed degree holds are
-refused and count as failed, and as outside of the goodput. For `burst` a second table has the 90th percentiles of each
-phase over the requests of all seeds together, with the ratio to the better one of the fixed degrees (`pooled.py`).
-`--from-json` prints both from what `--json` has kept.
+Results are means over the seeds with 95% intervals (Student's t). Requests that no instance of a fixed degree can hold
+are refused; they count as failed and not in the goodput. For `burst`, a second table has 90th percentiles of each phase
+over all seeds, with the ratio to the better fixed degree (`pooled.py`). `--from-json` prints both tables from files of
+`--json`.
 """
 
 import argparse
@@ -52,14 +52,14 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 
 
 def interval(values: list[float]) -> float:
-    """Half the width of the 95% interval of a mean; infinite for one value, as nothing is known of its spread."""
+    """Return half the width of the 95% interval of a mean; infinity for a single value."""
     if len(values) < 2:
         return float("inf")
     return _T95.get(len(values) - 1, 1.96) * stdev(values) / sqrt(len(values))
 
 
 def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One run of `amoeba bench`, by its JSON report."""
+    """Run `amoeba bench` once and return its JSON report."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         flags = {
@@ -89,7 +89,7 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def begin(client: Client, name: str, num_devices: int, settle_s: float) -> None:
-    """Put the instances as a policy starts with them, and let it decide, without requests for some seconds."""
+    """Set the first layout of a policy, start the policy, and wait some seconds without requests."""
     client.set_policy("static")
     while any(i.tensor_parallel_size > 1 for i in client.cluster().instances):
         client.transform(1)
@@ -116,7 +116,7 @@ def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def show_phases(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Print the 90th percentiles of each phase, all seeds together, beside those of the better fixed degree."""
+    """Print 90th percentiles of each phase over all seeds, with the ratio to the better fixed degree."""
     table = Table("phase", "P90 of", "policy", "requests", "ms", "ratio to the better fixed degree")
     for phase in ("low", "high"):
         for field, what in (("ttfts", "TTFT"), ("server_queue_times", "queue time")):
@@ -136,15 +136,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-devices", type=int, default=4)
-    parser.add_argument("--kv-cache-tokens", type=int, default=768, help="of each device")
+    parser.add_argument("--kv-cache-tokens", type=int, default=768, help="tokens of the KV cache of each device")
     parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--linger-s", type=float, default=60.0)
-    parser.add_argument("--merge-to", type=int, default=1, help="of `amoeba`: the degree that merges go to at least")
+    parser.add_argument("--merge-to", type=int, default=1, help="minimum degree of merges of `amoeba`")
     parser.add_argument("--layers-per-step", type=int, default=4)
     parser.add_argument("--dataset", choices=("mix", "burst"), default="mix")
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of arrivals")
-    parser.add_argument("--short-input-len", type=int, default=32, help="also of burst")
-    parser.add_argument("--short-output-len", type=int, default=32, help="also of burst")
+    parser.add_argument("--short-input-len", type=int, default=32, help="prompt tokens, also for burst")
+    parser.add_argument("--short-output-len", type=int, default=32, help="output tokens, also for burst")
     parser.add_argument("--short-per-minute", type=float, default=240)
     parser.add_argument("--long-input-len", type=int, default=1024)
     parser.add_argument("--long-output-len", type=int, default=32)
@@ -158,8 +158,10 @@ def main() -> None:
     parser.add_argument("--max-concurrency", type=int, default=16)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", type=Path, help="where the reports go")
-    parser.add_argument("--from-json", type=Path, nargs="+", default=[], help="reports to show, in place of new runs")
+    parser.add_argument("--json", type=Path, help="file for the reports")
+    parser.add_argument(
+        "--from-json", type=Path, nargs="+", default=[], help="files with reports to print, in place of new runs"
+    )
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.policies}
     if options.from_json:

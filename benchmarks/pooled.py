@@ -1,8 +1,8 @@
-"""Percentiles over the requests of several runs together, with intervals by the bootstrap.
+"""Percentiles over the requests of several runs, with bootstrap intervals.
 
-A phase of a short run has about ten requests, of which a 90th percentile is no more than the longest but one. Runs are
-drawn with replacement, not requests, as those of one run wait for each other. With fewer than five runs nothing is said
-of how sure a figure is; with five, such intervals are rather too narrow.
+A phase of a short run has about ten requests, too few for a 90th percentile. The bootstrap draws runs, not requests,
+because requests of one run wait for each other. With fewer than five runs there are no intervals; with five they are
+rather narrow.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ DRAWS, FEWEST_RUNS = 2_000, 5
 
 @dataclass(frozen=True)
 class Figure:
-    """A percentile in the unit of what was measured, or a ratio of two; `low` to `high` is its 95% interval, if any."""
+    """Percentile, or ratio of two percentiles; `low` to `high` is its 95% interval, if there is one."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def text(self, factor: float = 1.0, digits: int = 2) -> str:
-        """As tables have it."""
+        """Return the figure with its interval, for tables."""
         value = f"{factor * self.value:.{digits}f}"
         if self.low is None or self.high is None:
             return value
@@ -31,12 +31,12 @@ class Figure:
 
 
 class Pool:
-    """What the completed requests of several runs took, by their detailed reports (`amoeba bench --save-detailed`).
+    """Values of the completed requests of several runs, from detailed reports (`amoeba bench --save-detailed`).
 
     Args:
-        reports: one for each seed.
-        field: a list of the report with an entry for each request.
-        phase: the requests of these phases alone count.
+        reports: reports by seed.
+        field: field of the report with a list of values, one for each request.
+        phase: phase whose requests count.
     """
 
     def __init__(self, reports: list[dict[str, Any]], field: str, phase: str):
@@ -49,15 +49,15 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Requests that count."""
+        """Number of counted requests."""
         return sum(map(len, self._runs))
 
     def percentile(self, percent: float) -> Figure:
-        """A percentile of all requests together."""
+        """Return a percentile over all requests."""
         return _figure(self._of(range(len(self._runs)), percent), self._drawn(percent))
 
     def ratio(self, other: "Pool", percent: float) -> Figure:
-        """A percentile as a part of that of other runs. Raises `ValueError` unless both have the same seeds."""
+        """Return the ratio of a percentile to the one of other runs. Raises `ValueError` if the seeds differ."""
         if self.seeds != other.seeds:
             raise ValueError(f"runs with the seeds {self.seeds} cannot be compared with those of {other.seeds}")
         every = range(len(self._runs))
@@ -67,7 +67,7 @@ class Pool:
 
     @cache  # noqa: B019 - a script's few pools
     def _drawn(self, percent: float) -> np.ndarray:
-        """The percentile in draws of runs, which are the same for pools of as many runs."""
+        """Return the percentile in each draw of runs. Pools with equal numbers of runs have equal draws."""
         num_runs = len(self._runs)
         draws = np.random.default_rng(0).integers(0, num_runs, (DRAWS if num_runs >= FEWEST_RUNS else 0, num_runs))
         return np.array([self._of(draw, percent) for draw in draws])

@@ -1,9 +1,9 @@
-"""Requests that share a long prefix, with the prefix cache and without it: prompt tokens computed, TTFT, total time.
+"""Computed prompt tokens, TTFT and total time of requests with a common prefix, with and without prefix cache.
 
     python benchmarks/prefix.py [--prefix 1000] [--requests 64] [--json prefix.json]
 
-One request has been answered before the others arrive, all at once, as in a service whose system prompt is in use. All
-programs are there before, and each repeat has another prefix.
+One request is answered first, as if a system prompt were in use. Then the others arrive at once. All programs are
+compiled before, and each repeat has another prefix.
 """
 
 import argparse
@@ -26,8 +26,7 @@ NEW_TOKENS = 16
 
 
 def measure(llm: LLM, prefix_len: int, own: list[list[int]], seed: int) -> dict[str, float]:
-    """Answer a request for each of `own` but the first, which comes before. Every seed has another prefix, so that
-    nothing is cached from the call before."""
+    """Answer the first request of `own`, then time the others. Each seed has another prefix."""
     prefix = np.random.default_rng(seed).integers(0, llm.dims.config.vocab_size, prefix_len).tolist()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     first, *prompts = (prefix + prompt for prompt in own)
@@ -47,8 +46,8 @@ def measure(llm: LLM, prefix_len: int, own: list[list[int]], seed: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefix", type=int, default=1000, help="tokens that all requests begin with")
-    parser.add_argument("--own", type=int, default=32, help="tokens of each request's own after that")
+    parser.add_argument("--prefix", type=int, default=1000, help="tokens of the common prefix")
+    parser.add_argument("--own", type=int, default=32, help="further prompt tokens of each request")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -71,7 +70,7 @@ def main() -> None:
             name: engines.enter_context(LLM(scratch, prefix_caching=caching, **settings))
             for name, caching in (("off", False), ("on", True))
         }
-        for repeat in range(options.repeats + 1):  # the first touches the memory of the KV cache
+        for repeat in range(options.repeats + 1):  # The first repeat touches the memory of the KV cache.
             for name, llm in llms.items():
                 result = measure(llm, options.prefix, own, repeat)
                 if repeat:

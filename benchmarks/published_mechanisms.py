@@ -1,4 +1,4 @@
-"""Mechanisms of other systems against the numbers of their own papers, none of which they were fitted to."""
+"""Cost models of other systems beside the numbers of their papers, to which nothing was fitted."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,21 +14,21 @@ from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape, prom
 
 
 def prompt_s(cost: StepCost, degree: int, prompts: int, tokens: int) -> float:
-    """Seconds of a step that computes whole prompts."""
+    """Return the seconds of a step that computes whole prompts."""
     shape = StepShape(0, prompts, prompts * tokens, tokens)
     return cost.fixed_s(degree, shape) + cost.pair_s(degree) * prompts * prompt_pairs(0, tokens)
 
 
 def decode_s(cost: StepCost, degree: int, sequences: int, tokens: int) -> float:
-    """Seconds of a decode step over contexts of that many tokens."""
+    """Return the seconds of a decode step over contexts of `length` tokens."""
     return cost.fixed_s(degree, StepShape(sequences)) + cost.context_s(degree) * sequences * tokens
 
 
 def shift_parallelism(llama_70b: ModelShape) -> Iterable[Row]:
-    """arXiv 2509.16495: time to the first token of a 4K prompt, Llama-70B in FP8 on 8 H200.
+    """Return rows of arXiv 2509.16495: TTFT of a 4K prompt, Llama-70B in FP8 on 8 H200.
 
-    What share of the peak its FP8 products reach is fitted to the row of data parallelism, where one device computes
-    alone; the others follow from the exchanges.
+    The rate of FP8 products is fitted to the row of data parallelism, in which one device computes alone. The other
+    rows follow from the exchanges.
     """
     prompt, data_parallel_s = 4096, 0.614
 
@@ -52,15 +52,16 @@ FIGURE_3 = {
     (4, 100_000): ((13546.3, 26.36), (12147.0, 28.03), (11798.4, 28.91)),
     (1, 500_000): ((51135.5, 37.58), (51699.9, 41.61), (53605.9, 37.79)),
 }
-"""LoongServe Figure 3, in milliseconds: batch and length -> prefill and decode at TP8, SP2 x TP4 and SP4 x TP2. The
-figure has them relative to TP8; the values are those of the authors' notebook
+"""LoongServe Figure 3 in milliseconds: batch and length -> prefill and decode at TP8, SP2 x TP4 and SP4 x TP2.
+
+The figure shows them relative to TP8; the values are from the authors' notebook
 (test/longserve/3-data-analyse-intro.ipynb of github.com/LoongServe/LoongServe)."""
 MASTERS = {(512, 1_000): (2, 4), (128, 5_000): (1, 2), (64, 10_000): (1, 2)}
-"""As the notebook has them; one in the others."""
+"""Number of masters in the notebook; 1 in other cases."""
 
 
 def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]]:
-    """For prefill and decode, the times of sequence parallelism over those of TP8: the paper's, and the model's."""
+    """Return prefill and decode times of sequence parallelism relative to TP8, of the paper and of the model."""
     device = find_device("A800")
     base = ModelStepCost(llama_7b, device)
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
@@ -75,7 +76,7 @@ def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]
 
 
 def loongserve(llama_7b: ModelShape) -> Iterable[Row]:
-    """arXiv 2404.09526, Figure 3: LWM-1M-Text, of Llama-2-7B's sizes, on 8 A800."""
+    """Return rows of arXiv 2404.09526, Figure 3: LWM-1M-Text, with the sizes of Llama-2-7B, on 8 A800."""
     for phase, pairs in figure_3_ratios(llama_7b).items():
         paper, own = (float(np.mean(column)) for column in zip(*pairs, strict=True))
         worst = max(abs(twin / measured - 1) for measured, twin in pairs)
@@ -84,12 +85,14 @@ def loongserve(llama_7b: ModelShape) -> Iterable[Row]:
 
 
 RDMA_BYTES_PER_S = 25e9
-"""200 Gbit/s."""
+"""Bytes per second of a network of 200 Gbit/s."""
 
 
 def exchange_s(qwen_14b: ModelShape) -> float:
-    """Seconds in which two devices with full caches exchange the keys and values of half of their layers. The share of
-    the network's rate is the default of a device file, 0.7: no profile has one."""
+    """Return the seconds in which two devices with full caches exchange the keys and values of half of their layers.
+
+    The exchange reaches 0.7 of the network's rate, the default of device files.
+    """
     efficiency = DeviceSpec.__dataclass_fields__["link_efficiency"].default
     device = replace(find_device("A800"), link_bandwidth=RDMA_BYTES_PER_S, link_efficiency=efficiency)
     tokens = 2 * MemoryPlan(qwen_14b, device).capacity_tokens(1)
@@ -97,5 +100,5 @@ def exchange_s(qwen_14b: ModelShape) -> float:
 
 
 def kunserve(qwen_14b: ModelShape) -> Iterable[Row]:
-    """arXiv 2412.18169, 5.3: Qwen-2.5-14B on A800 with 200 Gbit/s between them."""
+    """Return rows of arXiv 2412.18169, section 5.3: Qwen-2.5-14B on A800 with a network of 200 Gbit/s."""
     yield Row("KunServe 5.3", "exchange of KV when two instances drop (s)", 1.3, exchange_s(qwen_14b), PREDICTED)

@@ -1,10 +1,10 @@
-"""How large a cluster `amoeba simulate` simulates in what time: devices, a day of a trace, seconds and memory.
+"""Run time and memory of `amoeba simulate` for a large cluster and a day of a trace.
 
     python benchmarks/scale.py --model CONFIG --trace servegen_deepseek-r1.npz [--num-devices 10000] [--hours 24]
 
-One row for each part of the day, each in a process of its own, so that memory is that of the row. The last column is
-microseconds of CPU time for each event: where it stays the same, time is linear in events. On a machine with other work
-CPU time says what an idle one would take.
+Each row is a part of the day, in its own process, so that memory is measured for each row. The last column is the CPU
+time
+of an event in microseconds: if it is constant, the run time is linear in events.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from serving.simulator.simulate import request_table, simulate
 
 
 def run(options: argparse.Namespace, hours: float) -> dict[str, float]:
-    """Simulate the first hours of the trace, in this process."""
+    """Simulate the first hours of the trace in this process."""
     start = time.perf_counter()
     workload = WorkloadConfig(
         dataset_name="trace", trace=options.trace, duration_s=hours * 3600, trace_rate_scale=options.rate_scale
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--policy", default="amoeba")
     parser.add_argument("--hours", type=float, nargs="+", default=[3.0, 6.0, 12.0, 24.0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--row", action="store_true", help="run the only --hours here, and print its figures as JSON")
+    parser.add_argument("--row", action="store_true", help="one row in this process, printed as JSON")
     options = parser.parse_args()
     if options.row:
         print(json.dumps(run(options, options.hours[0])))

@@ -1,4 +1,4 @@
-"""`amoeba serve` in a process of its own, for benchmarks."""
+"""`amoeba serve` in another process, for benchmarks."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ import yaml
 
 @contextmanager
 def server(settings: Mapping[str, Any], **more: Any) -> Iterator[str]:
-    """Start one with these settings, by the names of the configuration file; yields its address when it is ready."""
+    """Start a server with settings of the configuration file, and yield its address when it is ready."""
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "server.yaml"
         config.write_text(yaml.safe_dump({**settings, **more, "port": 0, "metrics_port": None}))

@@ -1,12 +1,14 @@
-"""A mixed load for half an hour, and attacks beside it in random order: what changes over time.
+"""Test of a server under a mixed load with attacks in random order, for half an hour.
 
     python benchmarks/soak.py [--minutes 30] [--baseline-minutes 5] [--attacks errors,lists,...] [--json soak.json]
 
-Short and long requests, sampled and greedy, by both protocols, cancelled, aborted and too late, and transformations by
-hand and by the policy; beside them the innocent requests of hostile.py, which are timed. Attacks begin after the
-baseline. The exit code is 1 unless: greedy answers were always the first ones; nothing runs and no page is used at the
-end; the server's memory was flat; the p99 of innocent requests was within 1.5 times that of the baseline, and none
-failed; no status was INTERNAL or UNKNOWN; and the server was alive.
+The load has short and long requests, sampled and greedy, over both protocols; some are cancelled, aborted or miss their
+deadline. Instances change by request and by policy. The innocent requests of hostile.py run beside the load and are
+timed. Attacks start after the baseline.
+
+The exit code is 0 if all of these hold: repeated greedy requests have equal answers; no request runs and no page is in
+use at the end; the memory of the server does not grow; the p99 of innocent requests is at most 1.5 times the p99 of the
+baseline, and none fails; no status is INTERNAL or UNKNOWN; the server is alive.
 """
 
 import argparse
@@ -40,7 +42,7 @@ _BUGS = ("INTERNAL", "UNKNOWN")
 
 
 class MemoryWatch:
-    """Samples the memory of a server from a thread, until `stop`."""
+    """Sampler of a server's memory in a thread, until `stop`."""
 
     def __init__(self, running: server.Running):
         self.samples: list[tuple[float, float]] = []
@@ -53,16 +55,16 @@ class MemoryWatch:
             self.samples.append(((time.monotonic() - self._began) / 60, self._running.rss_mib()))
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """Stop the sampler."""
         self._stop.set()
         self._thread.join()
 
 
 def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return how much memory grew after warm-up: as a share, and in MiB a minute. NaN where that cannot be told.
+    """Return the growth of memory after warm-up, as a share and in MiB per minute. NaN with too few samples.
 
-    Of samples (minute, MiB) the least of each minute counts, as freed memory is given back once a minute. The first
-    third is warm-up; the share is the median of the last third over that of the middle one, less 1.
+    The lowest sample of each minute counts, because freed memory is returned once a minute. The first third is warm-up.
+    The share compares the medians of the last third and the middle third.
     """
     floors: dict[int, float] = {}
     for minute, mib in samples:
@@ -77,13 +79,13 @@ def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass
 class Soak:
-    """What was seen.
+    """Observations of a run.
 
     Attributes:
-        left: what the server had at the end, when all clients had gone.
+        left: requests and pages of the server at the end, after all clients.
         bugs: INTERNAL and UNKNOWN statuses, with their first text.
-        attacks: how often which attack ran.
-        beside: innocent requests that ended while an attack was prepared or ran, by its name.
+        attacks: number of runs of each attack.
+        beside: innocent requests that ended during an attack, by name of the attack.
     """
 
     baseline: list[Answer] = field(default_factory=list)
@@ -109,7 +111,7 @@ class Soak:
 
 
 def criteria(soak: Soak, max_growth: float) -> dict[str, tuple[bool, str]]:
-    """Whether each criterion holds, and the figures."""
+    """Return whether each criterion holds, with its figures."""
     before, during = figures(soak.baseline), figures(soak.attacked)
     ratio, (grown, slope) = during.p99_s / before.p99_s, growth(soak.rss)
     wrong = soak.mix.wrong if soak.mix else ["the mixed load has not answered"]
@@ -135,7 +137,7 @@ def criteria(soak: Soak, max_growth: float) -> dict[str, tuple[bool, str]]:
 
 
 class Runner:
-    """A run, step by step, with a line for each minute."""
+    """Run of the test, with a line of output for each minute."""
 
     def __init__(self, options: argparse.Namespace, running: server.Running, innocents: Innocents, console: Console):
         self._options, self._running, self._innocents, self._console = options, running, innocents, console
@@ -146,18 +148,18 @@ class Runner:
 
     @property
     def minutes(self) -> float:
-        """How long it runs already."""
+        """Seconds since the start of the run."""
         return (time.monotonic() - self._began) / 60
 
     def baseline(self) -> None:
-        """The load without attacks."""
+        """Run the load without attacks."""
         self._innocents.start()
         while self.minutes < self._options.baseline_minutes and self._running.alive:
             time.sleep(1)
             self._gather(self.soak.baseline)
 
     def attack(self, names: list[str]) -> None:
-        """The load beside attacks, all of them once before one comes again."""
+        """Run the load with attacks; each attack runs once before one is repeated."""
         queue: list[str] = []
         while self.minutes < self._options.minutes and self._running.alive:
             queue = queue or self._dice.sample(names, len(names))
@@ -172,7 +174,7 @@ class Runner:
             self._gather(self.soak.attacked, self.soak.beside.setdefault(name, []))
 
     def finish(self, mix: Mix) -> None:
-        """End the load and look what is left."""
+        """End the load, and record the remaining requests and pages."""
         try:
             self.soak.attacked += self._innocents.finish()
             self.soak.mix = mix.finish()
@@ -183,7 +185,7 @@ class Runner:
         self.soak.alive, self.soak.log = self._running.alive, self._running.last_words()
 
     def _gather(self, *lists: list[Answer]) -> None:
-        """Add the answers of innocent requests since the last time to each of the lists."""
+        """Add the answers of innocent requests since the last call to each list."""
         taken = self._innocents.take()
         for answers in (*lists, self._recent):
             answers += taken
@@ -199,7 +201,7 @@ class Runner:
 
 
 def run(options: argparse.Namespace, console: Console) -> Soak:
-    """The whole run; ends early where the server has ended."""
+    """Run all phases. Ends early if the server ends."""
     with (
         server.running_server(options) as running,
         Innocents(running.target, options.rate, options.innocent_address, options.seed) as innocents,
@@ -215,7 +217,7 @@ def run(options: argparse.Namespace, console: Console) -> Soak:
 
 
 def slowest(soak: Soak) -> list[str]:
-    """How long the slowest innocent requests took, when they were sent (as the server's log says it), beside what."""
+    """Return the slowest innocent requests: seconds, time of sending as in the server's log, and attack."""
     named = [(answer, name) for name, answers in soak.beside.items() for answer in answers]
     named.sort(key=lambda pair: pair[0].latency_s, reverse=True)
     clock = time.time() - time.monotonic()
@@ -226,7 +228,7 @@ def slowest(soak: Soak) -> list[str]:
 
 
 def show(soak: Soak, held: dict[str, tuple[bool, str]], console: Console) -> None:
-    """What was seen, and the criteria."""
+    """Print the observations and the criteria."""
     times = Table("innocent requests", title="times in ms")
     for column in ("count", "TTFT p50", "p99", "worst", "p50", "p99", "worst"):
         times.add_column(column, justify="right")
@@ -248,7 +250,7 @@ def show(soak: Soak, held: dict[str, tuple[bool, str]], console: Console) -> Non
 
 
 def plain(soak: Soak, held: dict[str, tuple[bool, str]]) -> dict[str, Any]:
-    """The run for JSON."""
+    """Return the run for JSON."""
     return {
         "baseline": asdict(figures(soak.baseline)),
         "beside_attacks": asdict(figures(soak.attacked)),
@@ -267,17 +269,17 @@ def plain(soak: Soak, held: dict[str, tuple[bool, str]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="with the baseline")
-    parser.add_argument("--baseline-minutes", type=float, default=5.0, help="without attacks")
-    parser.add_argument("--attacks", default="", help=f"of {', '.join(ATTACKS)}; default: all")
-    parser.add_argument("--max-growth", type=float, default=0.05, help="share that flat memory may grow by")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes, including the baseline")
+    parser.add_argument("--baseline-minutes", type=float, default=5.0, help="minutes without attacks")
+    parser.add_argument("--attacks", default="", help=f"attacks, from {', '.join(ATTACKS)}; default: all")
+    parser.add_argument("--max-growth", type=float, default=0.05, help="maximum growth of memory, as a share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--busy", type=int, default=0, help="long answers of the mixed load at any time: a full server")
-    parser.add_argument("--mix-address", help="address that the mixed load comes from; default: the attackers' own")
+    parser.add_argument("--busy", type=int, default=0, help="number of long answers that always run")
+    parser.add_argument("--mix-address", help="source address of the mixed load; default: the address of the attackers")
     innocent.add_options(parser)
     server.add_options(parser)
-    # One device holds less than the context: instances merge for longer prompts.
+    # One device holds less than the context, so that instances merge for long prompts.
     parser.set_defaults(kv_cache_tokens=1024)
     options = parser.parse_args()
     chosen(options.attacks)

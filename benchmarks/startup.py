@@ -1,14 +1,13 @@
-"""Time until a server is ready, with an empty and with a full compile cache; and what segments save of compiling.
+"""Time until a server is ready, with empty and full compile cache, and compile time by size of segments.
 
     python benchmarks/startup.py [--devices 4] [--beside CHECKOUT] [--skip ready|segments] [--json startup.json]
 
-`ready`: the default model on virtual devices, TP1, TP2 and TP4, each start in a process of its own, the first with an
-empty cache: until it has served a request, with the programs of the first layout there (`--wait-for start`), and until
-all programs are there, which are compiled beside. With `--beside`, the same of another checkout of this project, in the
-same run; one that compiles nothing beside serves its first request when it has all programs.
+`ready`: starts the default model on virtual devices with TP1, TP2 and TP4, each time in a new process, first with an
+empty cache. Times the first served request (`--wait-for start`) and the end of background compilation. `--beside` times
+another checkout of this project in the same run.
 
-`segments`: a random model of 64 layers, compiled in segments of 4 (the default on CPU) and 8 and as a whole, and its
-decode step.
+`segments`: compiles a random model of 64 layers in segments of 4 (the default on CPU), in segments of 8 and as a whole,
+and times its decode step.
 """
 
 import argparse
@@ -47,7 +46,7 @@ PARTS = ("import", "load, programs of the first layout", "first request served",
 
 
 def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str, float]:
-    """Seconds of the parts of one start, in this process. Also of checkouts that compile nothing beside."""
+    """Return the seconds of the parts of one start in this process. Works for older checkouts too."""
     began = time.perf_counter()
     from amoeba_jax import LLM, SamplingParams
 
@@ -59,7 +58,7 @@ def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str,
         settings["warmup"] = degrees[:1]
     llm = LLM(model, progress=False, **settings)
     beside = hasattr(llm.stats, "degrees")
-    if not meanwhile:  # one after the other, where the others compile while weights are loaded
+    if not meanwhile:  # Such checkouts compile after loading; others compile during loading.
         llm.warmup(degrees[:1] if beside else degrees)
     ready = time.perf_counter()
     if beside:
@@ -86,7 +85,7 @@ def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str,
 
 
 def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]:
-    """Starts of a checkout with an empty cache and then with a full one."""
+    """Start a checkout with an empty cache, then with a full cache."""
     results = []
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
@@ -102,7 +101,7 @@ def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]
 
 
 def segments(options: argparse.Namespace) -> dict[str, Any]:
-    """Compile seconds of a decode and a prompt step, and decode step times, by the layers of a segment."""
+    """Return compile seconds of a decode and a prompt step, and decode times, by layers of a segment."""
     import jax
 
     from amoeba_jax import LLM
@@ -155,7 +154,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode_step(llm, batch: int, context: int):
-    """A step that decodes `batch` sequences of `context` tokens."""
+    """Return a step that decodes `batch` sequences of `context` tokens."""
     from amoeba_jax.programs.batch import StepBatch
 
     instance = llm._engine.instances[0]
@@ -178,7 +177,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--device-memory", default="2GiB")
-    parser.add_argument("--batch", type=int, default=8, help="of the decode step, a power of two")
+    parser.add_argument("--batch", type=int, default=8, help="batch size of the decode step, a power of two")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--beside", type=Path, help="another checkout, for comparison")

@@ -1,8 +1,8 @@
-"""What each step shape is worth: its programs and memory mappings, and how long its work takes without it.
+"""Value of each step shape: its programs and memory mappings, and the slowdown without it.
 
     python benchmarks/step_shapes.py [--model DIRECTORY] [--repeats 9] [--json step_shapes.json]
 
-Steps of one TP1 instance, timed in turns. The programs are those of the default for four devices and all degrees.
+Times steps of one TP1 instance, in turn. Counts programs for four devices and all degrees with the default settings.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from amoeba_jax.programs.step_program import StepKey
 
 _CONTEXT = 128
 Steps = list[tuple[int, int, int]]
-"""Decoded rows, prompts and chunk of each step."""
+"""Steps of a case: decoded rows, prompts and chunk size of each."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The same work with a row of the table of shapes, and without it.
+    """Work with and without a row of the table of shapes.
 
     Attributes:
-        kept: tells the shapes of this row from others, at any degree.
+        kept: function that returns whether a shape belongs to this row, at any degree.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Medians. `programs` and `mappings` are of all groups of devices, mappings as many for each program as here."""
+    """Median times. `programs` and `mappings` are counts over all groups of devices."""
 
     name: str
     programs: int
@@ -57,7 +57,7 @@ class Result:
 
 
 def cases(rows: int) -> list[Case]:
-    """The rows of the table, for instances of `rows` sequences and the default token budget of 512."""
+    """Return the rows of the table for instances of `rows` sequences and the default token budget of 512."""
     few = rows // 4
 
     def decodes(*sizes: int) -> Callable[[BatchShape], bool]:
@@ -85,7 +85,7 @@ def cases(rows: int) -> list[Case]:
 
 
 class Runner:
-    """Runs steps of an instance, with pages that hold a context for every row."""
+    """Runner of an instance's steps, with pages for the context of every row."""
 
     def __init__(self, llm: LLM):
         self.instance: Instance = llm._engine.instances[0]
@@ -96,7 +96,7 @@ class Runner:
         self._batches: dict[tuple[int, int, int], StepBatch] = {}
 
     def prepare(self, step: tuple[int, int, int]) -> None:
-        """Compile a step's programs, and count their mappings."""
+        """Compile the programs of a step, and count their mappings."""
         decodes, prompts, chunk = step
         shape = self.instance.buckets.step(*step)
         batch = StepBatch(shape, 1)
@@ -107,7 +107,7 @@ class Runner:
         batch.set("last_token", np.cumsum([1] * first_prompt + [chunk] * prompts) - 1)
         num_pages = np.zeros(shape.num_rows, np.int32)
         for index, row in enumerate((*range(decodes), *range(first_prompt, shape.num_rows))):
-            # A chunk may be longer than the context: its later pages are the first again.
+            # If a chunk is longer than the context, its pages repeat.
             length = _CONTEXT if row < decodes else chunk
             num_pages[row] = self._geometry.pages_for(length)
             batch.set_table(row, np.resize(self._tables[index], (1, num_pages[row])))
@@ -119,7 +119,7 @@ class Runner:
             self.mappings[shape] = _num_mappings() - before
 
     def run(self, steps: Steps) -> None:
-        """Run steps to their end, one behind the other."""
+        """Run steps one after the other, and wait for the last."""
         tokens = None
         for step in steps:
             tokens = self.instance.launcher.launch_batch(self._batches[step]).argmax_ids
@@ -138,7 +138,7 @@ def _keys(llm: LLM) -> list[StepKey]:
 
 
 def measure(llm: LLM, repeats: int) -> list[Result]:
-    """All cases, each with and without its row in turns."""
+    """Time all cases with and without their row, in turn."""
     runner, keys = Runner(llm), _keys(llm)
     results = []
     for case in cases(runner.instance.buckets.max_num_seqs):

@@ -1,12 +1,11 @@
-"""The digital twin beside our own engine: the same requests, policy and settings, at three loads.
+"""Simulation beside the real engine: the same requests, policy and settings, at three loads.
 
     python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--rounds 3] [--json twin.json]
 
-The engine is calibrated (`amoeba simulate --calibrate`), serves a mix of short requests and a few that only merged
-instances hold, with the scheduler in the loop, and is calibrated again. The simulation gets the mean of the two
-calibrations and the same requests. Times are those that the engine measures of each request. All virtual devices share
-this machine's cores, so other work on it shows in the figures: rounds alternate between the loads, and the table has
-medians over the rounds, and of their ratios.
+The engine is calibrated (`amoeba simulate --calibrate`), serves short requests and a few that only merged instances
+hold, and is calibrated again. The simulation uses the mean of both calibrations and the same requests. Times of
+requests are measured by the engine. Virtual devices share the cores with other work, so rounds alternate between the
+loads, and the table has medians over rounds and of their ratios.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from serving.simulator.simulate import simulate
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one run."""
+    """Results of one run."""
 
     tokens_per_s: float
     ttft_p50_s: float
@@ -49,8 +48,7 @@ FIGURES, CHANGES = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s"), (
 
 
 async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], list[float], float]:
-    """Send requests at their times. Returns times to the first token, times per token, as the engine measured both, and
-    the seconds of it all."""
+    """Send requests at their times. Returns TTFTs and TPOTs as measured by the engine, and the seconds of the run."""
     start = time.perf_counter()
     ttft, tpot = [], []
 
@@ -68,7 +66,7 @@ async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], 
 
 
 def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaConfig, layers_per_step: int) -> Row:
-    """One run of the engine with a policy."""
+    """Run the engine with a policy."""
     requests = plan_requests(workload, llm.max_model_len)
     hook = llm.use_scheduler_hook(
         lambda engine: EngineScheduler(engine, make_policy(policy, config=config), layers_per_step)
@@ -90,7 +88,7 @@ def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaCo
 
 
 def run_twin(config: SimulationConfig, policy: str) -> Row:
-    """The same in virtual time."""
+    """Run the simulation."""
     report = simulate(config, policy).report()
     return Row(
         report["output_throughput"],
@@ -103,7 +101,7 @@ def run_twin(config: SimulationConfig, policy: str) -> Row:
 
 
 def mean(one: Calibration, two: Calibration) -> Calibration:
-    """Times between those of two calibrations of one engine."""
+    """Return the mean of two calibrations of one engine."""
 
     def between(a: Any, b: Any) -> Any:
         if isinstance(a, dict):
@@ -118,7 +116,7 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
 
 
 def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:
-    """Short requests, and a few that only merged instances hold."""
+    """Return the workload: short requests, and a few that only merged instances hold."""
     return WorkloadConfig(
         dataset_name="mix",
         duration_s=options.duration,
@@ -136,13 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-devices", type=int, default=4)
-    parser.add_argument("--kv-cache-tokens", type=int, default=512, help="of each device")
+    parser.add_argument("--kv-cache-tokens", type=int, default=512, help="tokens of the KV cache of each device")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-num-batched-tokens", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--layers-per-step", type=int, default=2)
     parser.add_argument("--duration", type=float, default=30.0)
-    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="short requests a second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="short requests per second")
     parser.add_argument("--long-per-minute", type=float, default=6.0)
     parser.add_argument("--long-input-len", type=int, default=700)
     parser.add_argument("--linger-s", type=float, default=2.0)
@@ -168,7 +166,7 @@ def main() -> None:
         llm.warmup()
         calibrate(llm, options.layers_per_step)
         loads = {rate: workload(options, rate) for rate in options.rates}
-        # What is compiled then is not counted.
+        # This run compiles and is not counted.
         run_engine(llm, loads[options.rates[-1]], options.policy, policy_config, options.layers_per_step)
         after = calibrate(llm, options.layers_per_step)
         for turn in range(options.rounds):

@@ -1,6 +1,6 @@
-"""Record what `transformers` computes for the tests' models: tests/golden. Needs torch.
+"""Record results of `transformers` for the models of the tests in tests/golden. Needs torch.
 
-Run after changing tests/tiny_models.py or tests/chat_prompts.py: `python scripts/record_golden.py`.
+Run `python scripts/record_golden.py` after a change of tests/tiny_models.py or tests/chat_prompts.py.
 """
 
 import json
@@ -26,7 +26,7 @@ ANSWER_TOKENS = 64
 
 
 def record(name: str, directory: Path) -> None:
-    """Logits of the last prompt positions and the greedy continuation of every prompt, f32 on CPU."""
+    """Return logits of the last prompt positions and the greedy continuation of every prompt, in f32 on CPU."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(name, directory), dtype=torch.float32)
     model.eval()
     arrays = {}
@@ -46,7 +46,7 @@ def record(name: str, directory: Path) -> None:
 
 
 def record_default_model() -> None:
-    """Greedy answers of the embedded model, with the gap between the two best logits at every step."""
+    """Return greedy answers of the default model, with the difference of the two best logits at every step."""
     directory = ensure_default_model()
     tokenizer = Tokenizer.from_directory(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

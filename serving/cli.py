@@ -21,12 +21,12 @@ from serving.flags import Flags, fields_of, with_flags
 from serving.grpc_server.config import Limits, SecretFiles, ServerConfig
 from serving.runtime.scheduling_config import SchedulingConfig
 
-# Commands import what they need themselves: `amoeba --help` must not wait for JAX, and `amoeba doctor` must run where
-# gRPC is missing.
+# Each command imports its implementation when it runs: `amoeba --help` must not wait for JAX, and `amoeba doctor` must
+# run if gRPC is missing.
 
 app = typer.Typer(
     name="amoeba",
-    help="Serve large language models whose tensor-parallel degree is a run-time property.",
+    help="Serve large language models on instances that merge and split while requests run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,11 +36,11 @@ app = typer.Typer(
 DEFAULT_TARGET = "127.0.0.1:50051"
 Target = Annotated[str, typer.Option("--target", "-t", help="Host and port of the server.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default="from the environment")]
-TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the certificates to trust; turns TLS on.")]
+TLSAuthority = Annotated[Path | None, typer.Option(help="PEM file with the trusted certificates; enables TLS.")]
 TLSCertificate = Annotated[
-    Path | None, typer.Option(help="PEM file with a certificate of this client, for a server that wants one.")
+    Path | None, typer.Option(help="PEM file with the certificate of this client, if the server requires one.")
 ]
-TLSKey = Annotated[Path | None, typer.Option(help="PEM file with the key of that certificate.")]
+TLSKey = Annotated[Path | None, typer.Option(help="PEM file with the private key of the certificate.")]
 
 _SPELLINGS = {
     "model": ("--model", "-m"),
@@ -48,7 +48,7 @@ _SPELLINGS = {
     "shutdown_timeout_s": ("--shutdown-timeout",),
     "engine_timeout_s": ("--engine-timeout",),
 }
-# What the programs of an engine do not depend on.
+# Settings of the engine that do not change its programs.
 _NOT_COMPILED_FOR = (
     *("load_format", "load_threads", "tensor_parallel_size", "prefix_caching"),
     *("compile_beside", "strict_compile", "compile_jobs", "seed"),
@@ -56,7 +56,7 @@ _NOT_COMPILED_FOR = (
 
 
 class WaitFor(StrEnum):
-    """Programs that a server waits for before it is ready."""
+    """Programs that must be compiled before a server is ready."""
 
     START = "start"
     ALL = "all"
@@ -71,10 +71,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Version of amoeba-jax: print it and exit."
+        ),
     ] = False,
 ) -> None:
-    # It is not missing: transformers' models, which need torch, are not used.
+    # transformers warns that torch is missing, but only its models need torch, and these are not used.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
@@ -95,13 +98,13 @@ def _options(
 )
 def generate(
     values: dict[str, Any],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to answer; - reads stdin.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to answer, or - for stdin.")],
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--no-chat", help="Use the model's chat template.", show_default="if there is one"),
+        typer.Option("--chat/--no-chat", help="Chat template around the prompt.", show_default="if the model has one"),
     ] = None,
 ) -> None:
-    """Complete one prompt, printing text as it is produced. Figures go to stderr."""
+    """Complete one prompt and stream the text to stdout. Timings go to stderr."""
     with clean_exit():
         from serving.commands.generate import stream_to_stdout
 
@@ -125,12 +128,12 @@ def generate(
 def serve(
     values: dict[str, Any],
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with settings by the options' names; options win.")
+        Path | None, typer.Option(help="YAML file of settings, named like the options; options take precedence.")
     ] = None,
-    warmup: Annotated[bool, typer.Option(help="Compile programs before they are needed.")] = True,
+    warmup: Annotated[bool, typer.Option(help="Compilation of programs before their first use.")] = True,
     wait_for: Annotated[
         WaitFor,
-        typer.Option(help="Be ready with the programs of the first layout (start; others follow), or with all (all)."),
+        typer.Option(help="Programs to compile before the server is ready: of its first layout (start), or all."),
     ] = WaitFor.START,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
@@ -148,26 +151,30 @@ def serve(
 @with_flags(Flags("Engine", EngineConfig, without=_NOT_COMPILED_FOR, spellings=_SPELLINGS))
 def warmup(
     values: dict[str, Any],
-    config: Annotated[Path | None, typer.Option(help="The server's YAML file; options win.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of the server; options take precedence.")] = None,
     degrees: Annotated[
         list[int] | None,
-        typer.Option("--degree", help="Degree of instances to compile for: 1, 2 or 4.", show_default="all"),
+        typer.Option("--degree", help="Degree to compile for: 1, 2 or 4.", show_default="all"),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Programs to compile at once.", show_default="one a processor, at most 8")
+        int | None, typer.Option(help="Programs to compile at once.", show_default="one for each processor, at most 8")
     ] = None,
     platform: Annotated[
-        str | None, typer.Option(help="Platform of the server: cpu or cuda.", show_default="this machine's")
+        str | None, typer.Option(help="Platform of the server: cpu or cuda.", show_default="of this machine")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Keep nothing; exit 1 if a program is missing.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List programs and the memory plan, of any platform's devices.")
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Check of the cache: write nothing, and exit with 1 if a program is missing."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List of programs and memory plan only, also for other devices."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON output.")] = False,
 ) -> None:
-    """Compile all programs of a server into the compile cache, with the server's own sizes.
+    """Compile all programs of a server into the compile cache.
 
-    Loads no weights: of a model's directory only config.json is needed.
+    Takes the options of `amoeba serve`. Loads no weights: a model's config.json is enough.
     """
     with clean_exit():
         from serving.commands.serve_config import merge_settings, serve_settings
@@ -199,7 +206,7 @@ def chat(
     tls_certificate: TLSCertificate = None,
     tls_key: TLSKey = None,
 ) -> None:
-    """Talk with the model of a running server."""
+    """Chat with the model of a running server."""
     with clean_exit():
         from serving.commands.chat import open_client, run_chat
 
@@ -211,25 +218,26 @@ def chat(
 
 @app.command()
 def transform(
-    tensor_parallel_size: Annotated[int, typer.Argument(help="Degree afterwards: 1, 2 or 4.")],
+    tensor_parallel_size: Annotated[int, typer.Argument(help="New tensor-parallel degree: 1, 2 or 4.")],
     devices: Annotated[
-        list[int] | None, typer.Option("--device", help="Device of an instance that changes.", show_default="all")
+        list[int] | None, typer.Option("--device", help="Device whose instance changes.", show_default="all")
     ] = None,
     variant: Annotated[
-        str, typer.Option(help="'in_place_overlapped', or 'in_place', which waits after each layer, to time its parts.")
+        str,
+        typer.Option(help="Method: 'in_place_overlapped', or 'in_place', which waits after each layer for timings."),
     ] = "in_place_overlapped",
     keep_weights: Annotated[
-        bool, typer.Option("--keep-weights", help="Do not give weights to the KV cache that a rank does not need.")
+        bool, typer.Option("--keep-weights", help="Weights stay resident; unneeded shards do not become KV cache.")
     ] = False,
     running: Annotated[
         str,
         typer.Option(
-            help="What becomes of running requests: 'migrate'; 'pause', until the instance is transformed back "
-            "(keeps weights); or 'wait' until they have ended."
+            help="Treatment of running requests: 'migrate' moves them to the new instance; 'pause' stops them until "
+            "the instance changes back (implies --keep-weights); 'wait' lets them end first."
         ),
     ] = "migrate",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for a degree whose programs are still being compiled.")
+        bool, typer.Option("--wait", help="Wait for programs that are still being compiled, in place of an error.")
     ] = False,
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
@@ -237,7 +245,10 @@ def transform(
     tls_certificate: TLSCertificate = None,
     tls_key: TLSKey = None,
 ) -> None:
-    """Ask a running server to merge or split its instances. Needs the admin token where there are tokens."""
+    """Ask a running server to merge or split its instances.
+
+    Needs the admin token if the server has one.
+    """
     with clean_exit():
         from serving.commands.chat import open_client, run_transform
 
@@ -277,11 +288,11 @@ def bench(
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     token_file: TokenFile = None,
     admin_token_file: Annotated[
-        Path | None, typer.Option(help="File with the token for AdminService.", show_default="from the environment")
+        Path | None, typer.Option(help="File with the admin token.", show_default="from the environment")
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Limits in ms for ttft, tpot, e2el, such as ttft:10000 tpot:100.", rich_help_panel="Report"),
+        typer.Option(help="Limits in ms of ttft, tpot, e2el, such as ttft:10000 tpot:100.", rich_help_panel="Report"),
     ] = None,
     percentile_metrics: Annotated[
         str,
@@ -294,7 +305,10 @@ def bench(
         str, typer.Option(help="Percentiles, such as 50,90,99.", rich_help_panel="Report")
     ] = "99",
 ) -> None:
-    """Send load to a running server and report what it did. Options and results as `vllm bench serve` has them."""
+    """Send load to a running server and report its performance.
+
+    Options and results have the names of `vllm bench serve`.
+    """
     values |= {name: value for name, value in locals().items() if name != "values"}
     with clean_exit():
         from serving.bench.options import bench_config
@@ -318,7 +332,10 @@ def bench(
     )
 )
 def demo(values: dict[str, Any]) -> None:
-    """Answer short prompts on small instances, which merge for a long prompt and split again."""
+    """Watch instances merge for a long prompt and split again.
+
+    Serves short requests on virtual CPU devices meanwhile, and prints a report.
+    """
     with clean_exit():
         from serving.commands.demo import run_demo
 
@@ -327,9 +344,9 @@ def demo(values: dict[str, Any]) -> None:
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON output.")] = False,
 ) -> None:
-    """Check what would not work on this machine, and print what to do. Exits 1 if a check fails."""
+    """Check this machine and print advice for each problem. Exits with 1 if a check fails."""
     with clean_exit():
         from serving.commands.doctor import examine, print_findings
 

@@ -1,4 +1,4 @@
-"""Errors as the command line shows them: one line on stderr and an exit code."""
+"""Errors of the command line: one line on stderr and an exit code."""
 
 import os
 import sys
@@ -12,14 +12,16 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def say(text: str) -> None:
-    """A line for the terminal; what goes on does so where no one can read it, or its disk is full."""
+    """Print a line on stderr. Ignores errors such as a closed terminal or a full disk."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush_or_discard(stream: TextIO | None) -> None:
-    """Write what is left, or have it go nowhere: Python tries once more as it ends, and where that fails ends with 120,
-    whatever its exit code was to be."""
+    """Flush a stream, or redirect it to the null device if that fails.
+
+    Otherwise Python flushes it again at exit, and a failure there changes the exit code to 120.
+    """
     if stream is None or stream.closed:
         return
     try:
@@ -32,12 +34,12 @@ def flush_or_discard(stream: TextIO | None) -> None:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Turn the errors that users can cause into a message without a traceback.
+    """Turn errors that users can cause into a message without a traceback.
 
-    Exit codes: 2 for a setting, model name or request that cannot work; 1 for a damaged checkpoint, or if the
-    reader of our output went away; 130 for Ctrl-C. Anything else is a bug and keeps its traceback.
+    Exit codes: 2 for an invalid setting, model name or request; 1 for a damaged checkpoint or a closed stdout; 130 for
+    Ctrl-C. Other errors are bugs and keep their traceback. The imports of a command belong into the block, so that
+    Ctrl-C works during the seconds that they take.
     """
-    # Here, because the commands' own imports (JAX, transformers) take seconds in which Ctrl-C must work too.
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Command-line options from dataclasses: a field's type, default and docstring describe its option."""
+"""Command-line options from dataclasses: the type, default and docstring of a field define its option."""
 
 import ast
 import functools
@@ -13,37 +13,42 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 
 T = TypeVar("T")
-# How a docstring says what happens without a value, where the field's default is None.
+# Text of a docstring that explains the default None.
 _WITHOUT = re.compile(r"\b(?:Default|None): ([^.]+(?:\.\w[^.]*)*)\.(?=\s|$)\s*")
 _NAME = re.compile(r"`(\w+)`")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Options for the fields of a dataclass, under a heading of their own in the help."""
+    """Group of options for the fields of a dataclass.
+
+    Attributes:
+        heading: title of the group in the help.
+        settings: dataclass; its fields have docstrings and a type of bool, int, float, str or Path, or one of these
+            and None.
+        only: names of the fields with an option; empty: all fields that are not in `without`.
+        without: names of fields without an option.
+        spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. The default is `--` and the
+            name with hyphens.
+        defaults: default values of this command by field name, in place of the defaults of the dataclass.
+    """
 
     heading: str
-    """Title of the options in the help."""
     settings: type
-    """Dataclass whose fields have docstrings, and one of the types bool, int, float, str and Path, or None."""
     only: tuple[str, ...] = ()
-    """Names of the fields that get an option. Default: all, but those in `without`."""
     without: tuple[str, ...] = ()
-    """Names of fields that get none."""
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Options by field name, such as `{"model": ("--model", "-m")}`. Default: `--` and the name with hyphens."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values by field name that this command has instead of the dataclass's defaults."""
 
     def parameters(self) -> list[inspect.Parameter]:
-        """A parameter for each option. Its default is None, which stands for an option that is not given."""
+        """Return a parameter for each option. The default None means that the option was not given."""
         docs = field_docs(self.settings)
         parameters = []
         for it in fields(self.settings):
             if it.name in self.without or (self.only and it.name not in self.only):
                 continue
             if it.name not in docs:
-                raise TypeError(f"{self.settings.__name__}.{it.name} needs a docstring: it is the help of its option")
+                raise TypeError(f"{self.settings.__name__}.{it.name} needs a docstring: the help of its option")
             default = self.defaults.get(it.name, it.default)
             help_text, shown = self._help(it.name, docs, None if default is MISSING else default)
             option = typer.Option(
@@ -56,11 +61,11 @@ class Flags:
         return parameters
 
     def spelling(self, name: str) -> tuple[str, ...]:
-        """The option strings of a field; none where typer's own rule gives the right ones."""
+        """Return the option strings of a field; an empty tuple if typer's rule applies."""
         return self.spellings.get(name, ())
 
     def _help(self, name: str, docs: Mapping[str, str], default: Any) -> tuple[str, str | bool]:
-        """The help text of an option, and what it shows as its default."""
+        """Return the help text of an option and its displayed default."""
         text, without_value = docs[name], ""
         if match := _WITHOUT.search(text):
             without_value = match[1]
@@ -81,10 +86,10 @@ class Flags:
 
 
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a typer command the options of `groups` besides its own.
+    """Add the options of `groups` to a typer command.
 
-    The command's first parameter gets a dict with the values of the options that were given, by field name, and with
-    the groups' own `defaults` for those that were not. Two groups must not have fields of the same name.
+    The first parameter of the command receives a dict from field name to value. It has the options that were given and
+    the `defaults` of the groups. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}
@@ -110,13 +115,13 @@ def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]
 
 
 def fields_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are fields of a dataclass."""
+    """Return the values whose names are fields of a dataclass."""
     names = {it.name for it in fields(settings)}
     return {name: value for name, value in values.items() if name in names}
 
 
 def field_docs(settings: type) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass, each as one line, by field name."""
+    """Return the docstrings below the fields of a dataclass by field name, each as one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -131,13 +136,13 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def _option_type(settings: type, name: str, hint: Any) -> Any:
-    """The type that an option's text is read as: text where a field takes text or a number."""
+    """Return the type of an option; str if the field accepts text or a number."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     kinds.discard(NoneType)
     if str in kinds and kinds <= {str, int}:
         return str
     if len(kinds) != 1 or (not kinds <= {bool, int, float, str} and not all(_is_path(kind) for kind in kinds)):
-        raise TypeError(f"{settings.__name__}.{name} of type {hint} can be no option: leave it out")
+        raise TypeError(f"{settings.__name__}.{name} of type {hint} cannot be an option: add it to `without`")
     return kinds.pop()
 
 

@@ -1,4 +1,4 @@
-"""Tokens of clients and admins, from files."""
+"""Access tokens of clients and administrators, from files."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from amoeba_jax.errors import ConfigError
 
 
 def read_token(token_file: Path | None, token: str | None) -> str | None:
-    """The token in a file, or else the one given. Raises `ConfigError` for an unreadable file."""
+    """Return the token of a file, or `token` if there is no file. Raises `ConfigError` for an unreadable file."""
     if token_file is None:
         return token
     try:

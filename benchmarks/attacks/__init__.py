@@ -1,1 +1,1 @@
-"""What hostile clients send to a server, and what innocent ones see of it. For hostile.py, fuzz.py and soak.py."""
+"""Hostile clients, innocent requests and the server under test, for hostile.py, fuzz.py and soak.py."""

@@ -1,4 +1,4 @@
-"""The attacks by name, and the process that an attack is sent from."""
+"""Attacks by name, and the process of an attack."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from attacks.pressure import Attacker, Tally
 from attacks.processes import Child, ChildError
 
 Attack = Callable[[Attacker], Awaitable[Callable[[], Awaitable[None]]]]
-"""Prepares what it will send, and returns what sends it."""
+"""Function that prepares an attack and returns a function that sends it."""
 
 ATTACKS: dict[str, Attack] = {
     "errors": texts.errors,
@@ -26,14 +26,14 @@ ATTACKS: dict[str, Attack] = {
     "deadlines": streams.deadlines,
 }
 _PREPARED_WITHIN_S = 180.0
-# Besides what the attack is meant to take: calls that have begun end by their own deadlines.
+# Seconds beyond the length of an attack, in which its running calls end by their deadlines.
 _LATE_S = 60.0
-# Attackers leave the cores to the server: in reality they have their own.
+# Attackers have a low priority for the processor, because real attackers use other machines.
 _NICE = 19
 
 
 def chosen(names: str) -> list[str]:
-    """The attacks of a list with commas. Raises `SystemExit` for one that is not known."""
+    """Parse a list of attacks with commas. Raises `SystemExit` for an unknown attack."""
     wanted = [name for name in names.split(",") if name] or list(ATTACKS)
     if unknown := sorted(set(wanted) - set(ATTACKS)):
         raise SystemExit(f"unknown attacks {', '.join(unknown)}: known are {', '.join(ATTACKS)}")
@@ -41,10 +41,7 @@ def chosen(names: str) -> list[str]:
 
 
 class Siege:
-    """An attack in a process of its own: prepared when this returns, `begin` and `end` frame it.
-
-    Raises `ChildError` if it cannot be prepared.
-    """
+    """Prepared attack in another process, with `begin` and `end`. Raises `ChildError` if the preparation fails."""
 
     def __init__(self, target: str, name: str, seconds: float):
         self._seconds = seconds
@@ -57,11 +54,11 @@ class Siege:
             raise
 
     def begin(self) -> None:
-        """Let it send."""
+        """Start the attack."""
         self._child.send("go")
 
     def end(self) -> Tally:
-        """Wait for its end. Raises `ChildError` if it does not come."""
+        """Wait for the end of the attack. Raises `ChildError` if it does not end."""
         try:
             return self._child.receive(self._seconds + _LATE_S)
         finally:

@@ -1,4 +1,4 @@
-"""Connections to a server from another address of this machine, which gRPC cannot choose."""
+"""Forwarder with another source address, because gRPC cannot choose the source address."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 @contextlib.asynccontextmanager
 async def forwarded(target: str, source: str) -> AsyncIterator[str]:
-    """An address on this machine whose connections go to `target`, which sees them come from `source`."""
+    """Yield an address whose connections are forwarded to `target`, with the source address `source`."""
     host, _, port = target.rpartition(":")
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -20,10 +20,10 @@ async def forwarded(target: str, source: str) -> AsyncIterator[str]:
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             theirs = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-        except OSError:  # the server is gone, which the request will say
+        except OSError:  # The server has ended, and the request fails.
             writer.close()
             return
-        with contextlib.suppress(asyncio.CancelledError):  # the end: asyncio would say that it was never looked at
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio reports cancellations that are never awaited.
             await asyncio.gather(copy(reader, theirs[1]), copy(theirs[0], writer))
 
     async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:

@@ -1,4 +1,4 @@
-"""What a server has left of a load, asked through `AdminService.GetCluster`."""
+"""Remaining requests and pages of a server, from `AdminService.GetCluster`."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ _INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class Left:
-    """Requests and pages that a server holds."""
+    """Requests and pages of a server."""
 
     running: int
     waiting: int
@@ -28,7 +28,7 @@ class Left:
 
 
 async def look(client: AsyncClient) -> Left:
-    """Ask once. Raises `grpc.RpcError`."""
+    """Query a server. Raises `grpc.RpcError`."""
     cluster = await client.cluster(timeout_s=5)
     return Left(
         sum(instance.running for instance in cluster.instances),
@@ -39,9 +39,9 @@ async def look(client: AsyncClient) -> Left:
 
 
 def wait_until_idle(target: str, since_s: float, within_s: float) -> tuple[float | None, str]:
-    """Return the seconds from `since_s` (of `time.monotonic()`) until nothing is left, and what was left at last.
+    """Return the seconds from `since_s` (`time.monotonic()`) until the server is idle, and its last state.
 
-    None where that took more than `within_s` from now on.
+    The seconds are None if the server is not idle after `within_s`.
     """
     return asyncio.run(_wait(target, since_s, time.monotonic() + within_s))
 

@@ -1,4 +1,4 @@
-"""Innocent requests: short prompts at a steady rate, from an address and a process of their own, each one timed."""
+"""Innocent requests: timed short prompts at a steady rate, from another address and process."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from amoeba_jax.sampling_params import SamplingParams
 from attacks.forwarder import forwarded
 from attacks.processes import Child
 
-# An answer takes some tens of milliseconds: who has waited that long has been denied service.
+# An answer takes some tens of milliseconds, so this wait is a denial of service.
 TIMEOUT_S = 60.0
 _MAX_IN_FLIGHT = 256
 _WORDS = "Once upon a time there was little girl and her dog who went to the park with mom see big red ball"
@@ -26,9 +26,9 @@ _WORDS = "Once upon a time there was little girl and her dog who went to the par
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request, sent at `sent_at_s` of `time.monotonic()`.
+    """Result of one request, sent at `sent_at_s` (`time.monotonic()`).
 
-    `ttft_s` is None where it has got no token; `status` is gRPC's name.
+    `ttft_s` is None without a token; `status` is the name of gRPC's status.
     """
 
     ttft_s: float | None
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Times of some requests, in seconds; those of requests that failed are among `latency_s`."""
+    """Percentiles of requests in seconds. `latency_s` includes failed requests."""
 
     count: int
     failures: dict[str, int]
@@ -52,7 +52,7 @@ class Figures:
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
-    """Sum up answers; NaN where there are none."""
+    """Summarize answers; NaN without answers."""
     latencies = sorted(answer.latency_s for answer in answers)
     ttfts = sorted(answer.ttft_s for answer in answers if answer.ttft_s is not None)
     failures = Counter(answer.status for answer in answers if answer.status != "OK")
@@ -65,30 +65,30 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of sorted values that `share` of them do not exceed; NaN of none."""
+    """Return the percentile of sorted values at `share`; NaN without values."""
     if not ordered:
         return float("nan")
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 class Innocents:
-    """The load, as the process that measures sees it: `start`, then `finish` for the answers since then."""
+    """Handle of the load for the measuring process."""
 
     def __init__(self, target: str, rate: float, source: str | None, seed: int = 0):
         self._child = Child(_main, target, rate, source, seed)
         self._child.receive(120)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send."""
         self._child.send("start")
 
     def take(self) -> list[Answer]:
-        """The answers since the last call, while others are sent."""
+        """Return the answers since the last call, while the load continues."""
         self._child.send("take")
         return self._child.receive(30)
 
     def finish(self) -> list[Answer]:
-        """Send no more, wait for the answers to what was sent, and return all that were not taken."""
+        """Stop sending, wait for all answers, and return the answers since the last call."""
         self._child.send("finish")
         return self._child.receive(TIMEOUT_S + 30)
 
@@ -104,12 +104,12 @@ class Innocents:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the load."""
-    parser.add_argument("--rate", type=float, default=5.0, help="innocent requests a second")
+    """Add the options of the load."""
+    parser.add_argument("--rate", type=float, default=5.0, help="innocent requests per second")
     parser.add_argument(
         "--innocent-address",
         default="127.0.0.2",
-        help='address that innocent requests come from, as limits are by address; "" for the attackers\' own',
+        help='source address of innocent requests, because limits are by address; "": the address of the attackers',
     )
 
 
@@ -118,7 +118,7 @@ def _main(pipe: Connection, target: str, rate: float, source: str | None, seed: 
 
 
 class _Load:
-    """The load in its own process."""
+    """Run the load in its process."""
 
     def __init__(self, pipe: Connection, rate: float, seed: int):
         self._pipe, self._rate = pipe, rate
@@ -146,7 +146,7 @@ class _Load:
                             if self._in_flight:
                                 await asyncio.wait(self._in_flight)
                             self._hand_over()
-                # A server that hangs gets no more than this: each of them will report how long.
+                # This limits the open requests to a server that hangs.
                 while sending and time.monotonic() >= due:
                     due += 1 / self._rate
                     if len(self._in_flight) < _MAX_IN_FLIGHT:

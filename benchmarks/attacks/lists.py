@@ -1,4 +1,4 @@
-"""Attacks with many values in a field, and with settings that make each token expensive."""
+"""Attacks with long lists, and with settings that make each token expensive."""
 
 import itertools
 import json
@@ -14,12 +14,12 @@ from attacks.pressure import Attacker, Call, generate, infer
 from serving.grpc_server._proto import open_inference_pb2 as oip
 
 Run = Callable[[], Awaitable[None]]
-_IDS_8_MIB = 2**22  # of two bytes each
+_IDS_8_MIB = 2**22  # Two bytes each.
 _PROMPT = [1, 403, 407, 261, 378]
 
 
 async def lists(attacker: Attacker) -> Run:
-    """Lists as long as a message may be, and beyond: of ids, words, biases, stop strings, messages, and of nothing."""
+    """Send lists up to and beyond the maximum size of a message: ids, words, biases, stop strings, messages."""
     vocab, params = attacker.info.vocab_size, pb.SamplingParams
     several = {"n": 16, "max_tokens": 64, "ignore_eos": True}
     ids = [128 + i % (vocab - 128) for i in range(_IDS_8_MIB)]
@@ -54,8 +54,7 @@ def _parameters(count: int) -> dict[str, oip.InferParameter]:
 
 
 async def samples(attacker: Attacker) -> Run:
-    """128 samples with all log-probabilities (of the prompt only by amoeba.v1), as long as the server takes them; read
-    normally."""
+    """Request 128 samples with all log-probabilities, as long as the server allows. Prompt ones only in amoeba.v1."""
     room = attacker.info.max_model_len
 
     def ours(max_tokens: int) -> Call:
@@ -79,7 +78,7 @@ def _flag(name: str) -> oip.ModelInferRequest.InferInputTensor:
 
 
 async def bad_words(attacker: Attacker) -> Run:
-    """24 bad words of two tokens in each of 32 requests at once."""
+    """Send 32 requests with 24 bad words of two tokens each."""
     words: list[str] = []
     for pair in itertools.product("qzxjkvwbp", repeat=2):
         word = "".join(pair)
@@ -97,7 +96,7 @@ async def bad_words(attacker: Attacker) -> Run:
 
 
 async def undecodable(attacker: Attacker) -> Run:
-    """Nothing but tokens that are no UTF-8, whatever their order, as many as the server takes."""
+    """Request outputs of tokens that are never valid UTF-8, as long as the server allows."""
     vocab = attacker.info.vocab_size
     tokens = [
         t for t in [*range(min(vocab, 1000)), *range(max(1000, vocab - 500), vocab)] if await _broken(attacker, t)
@@ -115,7 +114,7 @@ async def undecodable(attacker: Attacker) -> Run:
 
 
 async def _broken(attacker: Attacker, token: int) -> bool:
-    """Whether a token stands for a byte that no character begins with."""
+    """Return whether a token is a byte that cannot start a character."""
     message = pb.DetokenizeRequest(token_ids=[token] * 4, skip_special_tokens=False)
     try:
         text = (await attacker.ask("Detokenize", message, pb.DetokenizeResponse)).text
@@ -125,7 +124,7 @@ async def _broken(attacker: Attacker, token: int) -> bool:
 
 
 async def priorities(attacker: Attacker) -> Run:
-    """Requests that all want to be first."""
+    """Send requests with the highest priority."""
     params = pb.SamplingParams(priority=-(2**31), max_tokens=64, ignore_eos=True)
     settings = json.dumps({"priority": -(2**31), "max_tokens": 64, "ignore_eos": True})
     long = pb.TokenIds(ids=random.Random(0).choices(range(3, attacker.info.vocab_size), k=200))

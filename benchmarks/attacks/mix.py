@@ -1,7 +1,7 @@
-"""A load of all kinds of requests, in a process of its own.
+"""Load of all kinds of requests, in another process.
 
-Some have answers that are known; others are cancelled, too late, or so long that instances merge for them. Now and then
-instances are transformed by hand.
+Some requests have known answers. Others are cancelled, miss their deadline, or are so long that instances merge.
+Sometimes a client transforms the instances.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _BUSY_SAMPLES, _BUSY_TOKENS = 8, 256
 
 @dataclass
 class MixReport:
-    """What became of the load: `wrong` has answers that were not the first ones, `checked` how many were compared."""
+    """Results of the load: `wrong` has answers that differ from the first ones, `checked` counts comparisons."""
 
     tally: Tally = field(default_factory=Tally)
     checked: int = 0
@@ -44,11 +44,11 @@ class MixReport:
 
 
 class Mix:
-    """The load, as the process that measures sees it. It runs from the beginning, when the server must be idle.
+    """Handle of the load for the measuring process. The load starts at once, with an idle server.
 
     Args:
-        source: address of this machine that it comes from; None: the default one.
-        busy: samples of long answers that run at any time beside the rest.
+        source: source address of the load; None: the default.
+        busy: number of long answers that always run.
     """
 
     def __init__(self, target: str, seed: int, one_device_tokens: int, source: str | None = None, busy: int = 0):
@@ -56,7 +56,7 @@ class Mix:
         self._child.receive(_KNOWN_TIMEOUT_S * len(_KNOWN))
 
     def finish(self) -> MixReport:
-        """Send no more, wait for answers, and return what became of all. Raises `ChildError`."""
+        """Stop sending, wait for all answers, and return the results. Raises `ChildError`."""
         self._child.send("finish")
         return self._child.receive(180)
 
@@ -122,20 +122,20 @@ class _Load:
                 continue
 
     async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """A greedy request, which has its first answer again."""
+        """Send a greedy request, whose answer must equal its first answer."""
         which = self._dice.randrange(len(_KNOWN))
         try:
             answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0]
         except grpc.aio.AioRpcError as error:
             self._report.tally.add("known", error.code().name, error.details() or "")
             return
-        # A server that ends gives what it has.
+        # A server that shuts down returns partial answers.
         self._report.tally.add("known", "OK" if answer.finish_reason == "length" else answer.finish_reason)
         if answer.finish_reason == "length":
             self._compare(which, answer.token_ids, first[which])
 
     async def _check_infer(self, sender: Attacker, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """The same by the Open Inference Protocol, which has texts."""
+        """Send a greedy request over the Open Inference Protocol, and compare the texts."""
         which = self._dice.randrange(len(_KNOWN))
         settings = json.dumps({"temperature": 0, "max_tokens": _GREEDY.max_tokens, "ignore_eos": True})
         call = infer("known, Open Inference", sender.info.model, settings, text=_KNOWN[which])
@@ -154,7 +154,7 @@ class _Load:
             self._report.wrong.append(f"{_KNOWN[which]!r}: {answer} instead of {expected}")
 
     async def _any(self, sender: Attacker) -> None:
-        """A request with settings of all kinds; one in eight has too little time."""
+        """Send a request with random settings; one in eight misses its deadline."""
         dice = self._dice
         tokens = dice.randint(1, 64)
         late = dice.random() < 0.125
@@ -176,7 +176,7 @@ class _Load:
         await sender.send(call, self._channel(sender))
 
     async def _cancel(self, sender: Attacker) -> None:
-        """A request that its client leaves."""
+        """Send a request and cancel it."""
         params = pb.SamplingParams(max_tokens=500, ignore_eos=True, n=self._dice.choice((1, 3)))
         call = start(self._channel(sender), generate("cancelled", params))
         await asyncio.sleep(self._dice.uniform(0, 0.5))
@@ -184,7 +184,7 @@ class _Load:
         sender.tally.add("cancelled", "dropped")
 
     async def _abort(self, sender: Attacker) -> None:
-        """A request that is ended by its id."""
+        """Send a request and abort it by its id."""
         name = f"to be aborted {time.monotonic_ns()}"
         params = pb.SamplingParams(max_tokens=500, ignore_eos=True)
         channel = self._channel(sender)
@@ -195,7 +195,7 @@ class _Load:
         await sending
 
     async def _long(self, sender: Attacker) -> None:
-        """A request that one device cannot hold, where the context is longer than that."""
+        """Send a request that does not fit one device, if the context allows it."""
         most = sender.info.max_model_len - 40
         length = min(most, self._dice.randint(self._one_device_tokens, 2 * self._one_device_tokens))
         ids = pb.TokenIds(ids=self._dice.choices(range(3, sender.info.vocab_size), k=length))
@@ -203,12 +203,12 @@ class _Load:
         await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
 
     async def _fill(self, sender: Attacker) -> None:
-        """Long answers, as one message each: they keep slots, and their client has little to do."""
+        """Request long answers as single messages, which use slots and little work of the client."""
         settings = json.dumps({"n": _BUSY_SAMPLES, "max_tokens": _BUSY_TOKENS, "temperature": 1.0, "ignore_eos": True})
         await sender.send(infer("busy", sender.info.model, settings, timeout_s=60), self._channel(sender))
 
     async def _transform(self, sender: Attacker) -> None:
-        """A transformation by hand, which the policy's own may be in the way of."""
+        """Request a transformation; one of the policy may prevent it."""
         message = pb.TransformRequest(tensor_parallel_size=self._dice.choice((1, 2, 4)), layers_per_step=2)
         call = Call("transform", ADMIN + "Transform", message.SerializeToString(), timeout_s=60)
         await sender.send(call, self._channel(sender))

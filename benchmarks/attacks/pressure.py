@@ -1,4 +1,4 @@
-"""What attacks are made of: calls that are sent again and again as raw bytes, and a tally of their answers."""
+"""Parts of attacks: raw calls that are sent repeatedly, and counts of their answers."""
 
 import asyncio
 import itertools
@@ -19,26 +19,26 @@ INFERENCE, ADMIN, OPEN_INFERENCE = (
     "/amoeba.v1.AdminService/",
     "/inference.GRPCInferenceService/",
 )
-# What the server refuses is for it to say: the client lets everything pass.
+# The client has no limits, so that the server must refuse.
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 2**22),
     ("grpc.absolute_max_metadata_size", 2**22),
-    # Each channel is a connection of its own.
+    # Each channel has its own connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 _CLIENT_STREAMS = frozenset({"ModelStreamInfer", "ServerReflectionInfo"})
 _SERVER_STREAMS = _CLIENT_STREAMS | {"Generate", "WatchCluster", "Watch"}
 _TEXT_CHARS = 200
-# What a stream of the Open Inference Protocol says where other calls have the status INTERNAL.
+# Text in a stream of the Open Inference Protocol for the status INTERNAL of other calls.
 _INTERNAL = "internal error"
 _CALLS_AT_MOST = 200_000
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request as its bytes. `label` names its kind in reports."""
+    """Request as bytes. `label` is its name in reports."""
 
     label: str
     path: str
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call was answered: gRPC's status, or "error message" for an error within a stream, and its text."""
+    """Answer to a call: gRPC's status, or "error message" for an error in a stream, and its text."""
 
     status: str
     text: str
@@ -57,12 +57,12 @@ class Answer:
 
 @dataclass
 class Tally:
-    """How calls were answered.
+    """Counts of answers.
 
     Attributes:
-        statuses: how often which status came, by the label of the call.
-        first_texts: the first error text of each of them, cut.
-        longest_text: characters of the longest error text, and the label of its call.
+        statuses: number of each status by the label of the call.
+        first_texts: beginning of the first error text of each status.
+        longest_text: length of the longest error text in characters, and the label of its call.
     """
 
     seconds: float = 0.0
@@ -81,14 +81,14 @@ class Tally:
             self.longest_text = max(self.longest_text, (len(text), label))
 
     def by_status(self) -> dict[str, int]:
-        """Answers of all calls by status."""
+        """Return the number of answers by status."""
         counts: Counter[str] = Counter()
         for (_, status), count in self.statuses.items():
             counts[status] += count
         return dict(counts.most_common())
 
     def report(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return the counts for JSON."""
         rows = [
             {"call": label, "status": status, "count": count, "text": self.first_texts.get((label, status), "")}
             for (label, status), count in sorted(self.statuses.items())
@@ -98,7 +98,7 @@ class Tally:
 
 
 class Attacker:
-    """Connections to a server, and what an attack does with them, for `seconds`."""
+    """Connections of an attack that lasts `seconds`."""
 
     def __init__(self, target: str, seconds: float, connections: int = 4):
         self.seconds = seconds
@@ -108,7 +108,7 @@ class Attacker:
         self.channels = [grpc.aio.insecure_channel(target, OPTIONS) for _ in range(connections)]
 
     async def connect(self) -> None:
-        """Learn what is served, as any client may. Raises `grpc.RpcError`."""
+        """Query the model of the server. Raises `grpc.RpcError`."""
         self.info = await self.ask("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)
 
     async def close(self) -> None:
@@ -117,14 +117,14 @@ class Attacker:
             await channel.close()
 
     async def ask(self, method: str, message: Any, answer: Any) -> Any:
-        """Call an RPC of `InferenceService` while an attack is prepared; it is not counted. Raises `grpc.RpcError`."""
+        """Call an RPC of `InferenceService` during the preparation, without counting it. Raises `grpc.RpcError`."""
         call = self.channels[0].unary_unary(
             INFERENCE + method, type(message).SerializeToString, response_deserializer=answer.FromString
         )
         return await call(message, timeout=60)
 
     async def flood(self, calls: Sequence[Call], at_once: int, until: float | None = None) -> None:
-        """Send the calls in turns, `at_once` of them at any time, until the attack's time is over."""
+        """Send the calls in turn until the attack ends; `at_once` calls are always open."""
         end = until or time.monotonic() + self.seconds
         turns = itertools.islice(itertools.cycle(calls), _CALLS_AT_MOST)
 
@@ -132,7 +132,7 @@ class Attacker:
             while time.monotonic() < end and (call := next(turns, None)) is not None:
                 await self.send(call, channel)
 
-        # Calls that have begun may not hold the attack up much longer than it is meant to be.
+        # Open calls must not extend the attack much.
         with_end = asyncio.gather(*(send(self.channels[i % len(self.channels)]) for i in range(at_once)))
         try:
             async with asyncio.timeout(end - time.monotonic() + 5):
@@ -141,7 +141,7 @@ class Attacker:
             pass
 
     async def send(self, call: Call, channel: grpc.aio.Channel) -> str:
-        """Make one call and read its answer; returns the status, which is counted."""
+        """Make one call, read its answer, count it, and return the status."""
         self.tally.sent += 1
         self.tally.bytes_sent += len(call.data)
         try:
@@ -154,7 +154,7 @@ class Attacker:
         return answer.status
 
     async def longest(self, build: Callable[[int], Call], largest: int) -> int:
-        """Return the largest `max_tokens` that the server takes, of `largest` and its halves; at least 1."""
+        """Return the largest `max_tokens` that the server accepts: `largest` divided by a power of two, at least 1."""
         tokens = largest
         while tokens > 1:
             call = build(tokens)
@@ -172,7 +172,7 @@ class Attacker:
 
 
 async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
-    """Make one call and read all of its answer. Errors within a stream of answers count as its status."""
+    """Make one call and read its answer. An error in a stream of answers counts as its status."""
     rpc, num_bytes, status, text = start(channel, call), 0, "OK", ""
     try:
         if isinstance(rpc, grpc.aio.UnaryUnaryCall):
@@ -192,7 +192,7 @@ async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
 
 
 def start(channel: grpc.aio.Channel, call: Call) -> Any:
-    """Begin a call with a message that is sent as it is; streams of requests have this one."""
+    """Start a call with a raw message; a stream of requests has only this message."""
     method = call.path.rpartition("/")[2]
     if method in _CLIENT_STREAMS:
 
@@ -206,7 +206,7 @@ def start(channel: grpc.aio.Channel, call: Call) -> Any:
 
 
 def generate(label: str, params: pb.SamplingParams | None = None, *, timeout_s: float = 20.0, **fields: Any) -> Call:
-    """A `Generate` call; its prompt is a short text unless there is one among the fields."""
+    """Return a `Generate` call; without a prompt in `fields`, the prompt is a short text."""
     if not {"text", "token_ids", "chat"} & set(fields):
         fields["text"] = "Once upon a time"
     message = pb.GenerateRequest(params=params or pb.SamplingParams(max_tokens=2), **fields)
@@ -223,7 +223,7 @@ def infer(
     timeout_s: float = 20.0,
     **fields: Any,
 ) -> Call:
-    """A `ModelInfer` call, or one of `ModelStreamInfer` where `stream` is given; settings are JSON."""
+    """Return a `ModelInfer` call, or a `ModelStreamInfer` call if `stream` is set; settings are JSON."""
     settings = settings.encode() if isinstance(settings, str) else settings
     tensor = oip.ModelInferRequest.InferInputTensor
     values = {"text_input": text.encode(), "sampling_parameters": settings}

@@ -1,4 +1,4 @@
-"""A function in a process of its own, and a pipe to it."""
+"""Function in another process, with a pipe."""
 
 import multiprocessing
 import os
@@ -9,21 +9,20 @@ from typing import Any
 
 
 class ChildError(RuntimeError):
-    """The process has ended, or has not answered in time."""
+    """Error of a process that has ended or does not answer in time."""
 
 
 class Child:
-    """Runs `function(pipe, *arguments)` in a new process until `close`.
+    """Process that runs `function(pipe, *arguments)` until `close`.
 
-    `nice` takes priority from it, on Linux: a load generator shares the machine's cores with the server, and must not
-    win.
+    On Linux, `nice` lowers its priority: a load generator shares the cores with the server and must not slow it down.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
-        # On Linux a thread has its own priority, which the process that it starts has from its first import on.
+        # On Linux a thread has its own priority, and a new process inherits it.
         starter = threading.Thread(target=self._start, args=(nice,))
         starter.start()
         starter.join()

@@ -1,4 +1,4 @@
-"""Every RPC of a server, with messages that are valid: what fuzzing damages."""
+"""RPCs of a server with valid messages, for fuzzing."""
 
 import struct
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from attacks.pressure import infer
 from serving.grpc_server._proto import open_inference_pb2 as oip
 
-# How often the RPCs come. `Transform` changes instances, and streams without an end keep a place for their deadline.
+# Weights of RPCs. `Transform` changes instances, and endless streams run until their deadline.
 _WEIGHTS = {
     "Generate": 25.0,
     "ModelInfer": 14.0,
@@ -25,13 +25,13 @@ _WEIGHTS = {
     "Transform": 0.05,
 }
 _TIMEOUTS_S = {"Generate": 1.0, "ModelStreamInfer": 1.0, "WatchCluster": 0.2, "Watch": 0.2, "Transform": 60.0}
-# It would end the server.
+# Drain would end the server.
 _LEFT_OUT = {"Drain"}
 
 
 @dataclass(frozen=True)
 class Rpc:
-    """One RPC: its path, the type of its requests, and some of them that are valid."""
+    """RPC with its path, the type of its requests, and valid requests."""
 
     path: str
     request: Descriptor
@@ -41,7 +41,7 @@ class Rpc:
 
 
 def rpcs(model: str) -> list[Rpc]:
-    """All RPCs of a server of this model but `Drain`."""
+    """Return all RPCs of a server of this model, except `Drain`."""
     modules = (pb.DESCRIPTOR, oip.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
     services: list[Any] = [s for module in modules for s in module.services_by_name.values()]
     valid = _valid(model)
@@ -58,7 +58,7 @@ def rpcs(model: str) -> list[Rpc]:
 
 
 def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
-    """Valid requests by the name of their RPC; the empty message where there is no entry."""
+    """Return valid requests by the name of their RPC; RPCs without an entry have an empty message."""
     chat = pb.Chat(
         messages=[pb.ChatMessage(role="system", content="Be kind."), pb.ChatMessage(role="user", content="Hi")]
     )
@@ -130,7 +130,7 @@ def _generate(chat: pb.Chat) -> list[pb.GenerateRequest]:
 
 
 def _infer(model: str, stream: bool | None) -> tuple[bytes, ...]:
-    """Requests with settings as JSON, as parameters, and with `contents` instead of raw bytes."""
+    """Return requests with settings as JSON, with settings as parameters, and with `contents` in place of raw bytes."""
     settings = (
         '{"temperature": 0, "max_tokens": 2}',
         '{"n": 2, "top_k": "5", "stop": ["."], "max_tokens": 3, "logprobs": 1, "logit_bias": {"7": 1.5}, "seed": 3}',

@@ -1,4 +1,4 @@
-"""The server under test: `amoeba serve` over a tiny model, warmed up, in a process of its own."""
+"""Server under test: `amoeba serve` with a tiny model after a warm-up, in another process."""
 
 import argparse
 import json
@@ -19,9 +19,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K"
-# Longer than the model was trained for: what it says there is of no interest, and answers can be long.
+# Longer than the model's training allows, so that answers can be long; their texts do not matter.
 CONTEXT = 2048
-# Refuses roles as templates of instruction-tuned models do, and its errors have the role.
+# Refuses unknown roles with an error, like templates of instruction-tuned models.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('unexpected role ' + m.role) }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -31,7 +31,7 @@ _READY_WITHIN_S = 1800.0
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is ready."""
+    """Server that is ready."""
 
     target: str
     process: subprocess.Popen[bytes]
@@ -39,22 +39,22 @@ class Running:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process runs."""
         return self.process.poll() is None
 
     def rss_mib(self) -> float:
-        """Resident memory of the process; NaN once it has ended."""
+        """Resident memory of the process in MiB; NaN after its end."""
         return rss_mib(self.process.pid)
 
     def last_words(self) -> str:
-        """What it wrote about its end, without the traces of requests that ended with it."""
+        """Return the last lines of the log, without tracebacks of requests."""
         lines = self.log.read_text(errors="replace").splitlines()
         said = [line for line in lines if line.startswith(("error:", "stopping", "stopped"))]
         return f"exit code {self.process.poll()}: {' '.join(said) or ' '.join(lines[-3:])}"
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a process in MiB; NaN where there is none."""
+    """Return the resident memory of a process in MiB; NaN if there is no such process."""
     try:
         return psutil.Process(pid).memory_info().rss / 2**20
     except psutil.NoSuchProcess:
@@ -62,21 +62,27 @@ def rss_mib(pid: int) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `running_server`."""
-    parser.add_argument("--model", help="directory or name; default: stories260K, or a tiny random model without it")
+    """Add the options of `running_server`."""
+    parser.add_argument(
+        "--model", help="directory or name of a model; default: stories260K if present, else a tiny random model"
+    )
     parser.add_argument("--num-devices", type=int, default=4)
     parser.add_argument("--device-memory", default="256MiB")
-    parser.add_argument("--kv-cache-tokens", type=int, default=16384, help="of each device")
-    parser.add_argument("--max-num-seqs", type=int, default=32, help="of each device")
-    parser.add_argument("--max-refusals-per-second", type=int, help="default: the server's")
-    parser.add_argument("--compile-cache", help="directory; default: the user's")
-    parser.add_argument("--server-log", type=Path, help="file to keep what the server writes")
-    parser.add_argument("--no-warmup", action="store_true", help="compile while serving, which disturbs latencies")
+    parser.add_argument("--kv-cache-tokens", type=int, default=16384, help="tokens of each device")
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="requests of each device")
+    parser.add_argument(
+        "--max-refusals-per-second", type=int, help="limit of refused calls; default: the default of the server"
+    )
+    parser.add_argument("--compile-cache", help="directory of the compile cache; default: the user's")
+    parser.add_argument("--server-log", type=Path, help="file for the output of the server")
+    parser.add_argument(
+        "--no-warmup", action="store_true", help="no warm-up; compiling while serving disturbs latencies"
+    )
 
 
 @contextmanager
 def running_server(options: argparse.Namespace) -> Iterator[Running]:
-    """Start a server and wait until it is ready; it ends with the block, and with SIGTERM for this process.
+    """Start a server and wait until it is ready. It ends with the block, or with SIGTERM to this process.
 
     Raises `SystemExit` if it does not start.
     """
@@ -116,7 +122,7 @@ def running_server(options: argparse.Namespace) -> Iterator[Running]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The server's address, from the line that it writes."""
+    """Return the address of the server from its output."""
     give_up = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < give_up:
         if found := re.search(r"^ready: .* on ([\d.]+:\d+)", log.read_text(errors="replace"), re.MULTILINE):
@@ -128,7 +134,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _default_model(directory: Path) -> Path:
-    """A copy of stories260K with a chat template and a longer context, or a random model of the same kind."""
+    """Return a copy of stories260K with a chat template and a longer context, or a similar random model."""
     if not STORIES.is_dir():
         sys.path.insert(0, str(ROOT / "tests"))
         from tiny_models import byte_model  # pyright: ignore[reportMissingImports]

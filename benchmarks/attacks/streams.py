@@ -1,4 +1,4 @@
-"""Attacks with streams that are not read, dropped, left open, or too late."""
+"""Attacks with streams that are not read, dropped, left open, or past their deadline."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,12 @@ _DEADLINES = 2000
 
 
 def endless(label: str, max_tokens: int, n: int = 1, timeout_s: float = 20.0) -> Call:
-    """A request for that many tokens of an answer that does not end before."""
+    """Return a request for exactly `tokens` tokens."""
     return generate(label, pb.SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True), timeout_s=timeout_s)
 
 
 async def slow_readers(attacker: Attacker) -> Run:
-    """16 streams of 64 samples each at a time whose client reads nothing for three seconds, then the rest."""
+    """Open 16 streams of 64 samples, read nothing for three seconds, then read all."""
     longest = await attacker.longest(lambda n: endless("", n, 64), attacker.info.max_model_len - 16)
     calls = [endless("64 samples", longest, 64), infer_stream(attacker, longest)]
 
@@ -50,18 +50,18 @@ async def slow_readers(attacker: Attacker) -> Run:
 
 
 def infer_stream(attacker: Attacker, max_tokens: int) -> Call:
-    """The same by the Open Inference Protocol."""
+    """Read slowly over the Open Inference Protocol."""
     settings = f'{{"n": 64, "max_tokens": {max_tokens}, "ignore_eos": true}}'
     return infer("64 samples, Open Inference", attacker.info.model, settings, stream=True)
 
 
 def channel_of(attacker: Attacker, index: int) -> grpc.aio.Channel:
-    """The attacker's connections in turns."""
+    """Yield the attacker's connections in turn."""
     return attacker.channels[index % len(attacker.channels)]
 
 
 async def dropped(attacker: Attacker) -> Run:
-    """Streams that are opened and cancelled within 20 ms, 32 at a time."""
+    """Open 32 streams at a time and cancel them within 20 ms."""
     longest = await attacker.longest(lambda n: endless("", n, 64), attacker.info.max_model_len - 16)
     calls = [endless("64 samples", longest, 64), endless("1 sample", longest), infer_stream(attacker, longest)]
     dice = random.Random(0)
@@ -83,7 +83,7 @@ async def dropped(attacker: Attacker) -> Run:
 
 
 async def half_open(attacker: Attacker) -> Run:
-    """200 connections with five streams each that send nothing, and as many that do not speak HTTP/2."""
+    """Open 200 connections with five silent streams each, and 200 connections without HTTP/2."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -108,7 +108,7 @@ async def half_open(attacker: Attacker) -> Run:
 
 
 async def deadlines(attacker: Attacker) -> Run:
-    """2,000 requests with 50 to 150 ms each, which need longer."""
+    """Send 2,000 requests with deadlines of 50 to 150 ms, which they miss."""
     longest = await attacker.longest(lambda n: endless("", n), attacker.info.max_model_len - 16)
     dice = random.Random(0)
 

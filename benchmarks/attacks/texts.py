@@ -1,4 +1,4 @@
-"""Attacks with long texts: in fields that errors repeat, and in what is tokenized."""
+"""Attacks with long texts: in fields that errors repeat, and in prompts."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -12,13 +12,13 @@ from attacks.pressure import ADMIN, INFERENCE, OPEN_INFERENCE, Attacker, Call, g
 from serving.grpc_server._proto import open_inference_pb2 as oip
 
 Run = Callable[[], Awaitable[None]]
-# The second is as much as JSON settings may have.
+# The second size is the maximum of JSON settings.
 _SIZES = (50 * 1024, 256 * 1024 - 64)
 _TOKENIZED_BYTES = 4 * 2**20
 
 
 async def errors(attacker: Attacker) -> Run:
-    """Texts of 50 and 256 KiB where an error may repeat them: as paths, as one word, and as an address."""
+    """Send texts of 50 and 256 KiB in fields that errors repeat: paths, one word, and an address."""
     calls = []
     for size in _SIZES:
         shapes = {"path": "/a" * (size // 2), "word": "/" + "a" * (size - 1), "address": "0x" + "f" * (size - 2)}
@@ -29,7 +29,7 @@ async def errors(attacker: Attacker) -> Run:
 
 
 def _echoes(kind: str, text: str, model: str) -> list[Call]:
-    """A call for each field whose error may repeat what the client has sent."""
+    """Return a call for each field that an error may repeat."""
 
     def settings(label: str, json: str, **fields: Any) -> Call:
         return infer(f"{label} {kind}", model, json, **fields)
@@ -84,7 +84,7 @@ def _echoes(kind: str, text: str, model: str) -> list[Call]:
 
 
 async def tokenizing(attacker: Attacker) -> Run:
-    """Texts of 4 MiB to every RPC that tokenizes, lists of a million tokens to the one that does the opposite."""
+    """Send texts of 4 MiB to every RPC that tokenizes, and lists of a million tokens to Detokenize."""
     words = "Once upon a time there was a little girl, " * (_TOKENIZED_BYTES // 42)
     same = "a" * _TOKENIZED_BYTES
     letters = "abcdefghijklmnop qrstuvwxyz.,'\n0123456789äß€日"

@@ -1,4 +1,4 @@
-"""Protobuf messages as a list of their fields, so that they can be damaged where no library would let them."""
+"""Protobuf messages as lists of raw fields, which can be damaged in ways that no library allows."""
 
 import random
 import struct
@@ -13,7 +13,7 @@ INTEGERS = (
     *(0, 1, 2, 3, 16, 127, 128, 255, 511, 512, 513, 2**16),
     *(2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 2**31),
 )
-"""Values of a varint: the last few are -1 and other negative numbers in 64 bits."""
+"""Values of a varint, including negative numbers in 64 bits."""
 NUMBERS = (
     *(0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 100.0, 1e-3, 1e-45, 5e-324, 1e38, 1e300, 1.7e308, -1e308),
     *(float("inf"), float("-inf"), float("nan")),
@@ -24,7 +24,7 @@ TEXTS = (
     *("é日\N{GRINNING FACE}".encode(), "\N{REPLACEMENT CHARACTER}\u202e".encode(), b"[" * 50, b"a" * 128, b"a" * 129),
     *(b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"abc\x80"),
 )
-# Rare, as most of a run would go to them.
+# Rare, because they would take most of the run.
 _LONG = (b"a" * 2000, b"Once upon a time " * 400, b"/a" * 8000, b"\xff" * 3000, b'{"a":' * 2000)
 _SCALARS = {
     FieldDescriptor.TYPE_DOUBLE: FIXED64,
@@ -37,7 +37,7 @@ _SCALARS = {
 
 @dataclass
 class Field:
-    """One field as it stands in a message. The value of a varint is an integer, others are bytes."""
+    """Raw field of a message. The value of a varint is an integer, other values are bytes."""
 
     number: int
     wire_type: int
@@ -45,7 +45,7 @@ class Field:
 
 
 def varint(value: int) -> bytes:
-    """Encode 0 to 2**64 - 1."""
+    """Encode an integer from 0 to 2**64 - 1."""
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)
@@ -94,13 +94,13 @@ def join(fields: list[Field]) -> bytes:
 
 
 class Mutator:
-    """Damages messages. Equal seeds damage equal messages alike."""
+    """Generator of damaged messages. Equal seeds and messages give equal results."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
     def mutate(self, data: bytes, descriptor: Descriptor) -> bytes:
-        """Return a message with one to three changes; now and then its bytes are damaged besides."""
+        """Return a message with one to three changes, and sometimes with damaged bytes."""
         fields = split(data)
         for _ in range(self.random.choice((0, 1, 1, 1, 2, 3))):
             self._change(fields, descriptor)
@@ -108,7 +108,7 @@ class Mutator:
         return self._damage(data) if self.random.random() < 0.12 else data
 
     def _change(self, fields: list[Field], descriptor: Descriptor) -> None:
-        """Change one field, there or in a message within."""
+        """Change one field, in the message or in a nested message."""
         dice = self.random.random()
         known = descriptor.fields
         if known and (not fields or dice < 0.25):
@@ -143,7 +143,7 @@ class Mutator:
         return Field(field.number, _wire_type(described), self._value(described))
 
     def _value(self, described: Any) -> int | bytes:
-        """A value at or beyond the limits of a field."""
+        """Return a value at or beyond the limits of a field."""
         match described.type:
             case FieldDescriptor.TYPE_DOUBLE:
                 return struct.pack("<d", self.random.choice(NUMBERS))
@@ -184,7 +184,7 @@ class Mutator:
         return self._retyped(Field(number, VARINT, 0))
 
     def _damage(self, data: bytes) -> bytes:
-        """Bytes that are changed, cut, added, or doubled."""
+        """Return bytes that are changed, cut, added, or doubled."""
         if not data:
             return self.random.randbytes(self.random.randrange(1, 40))
         place = self.random.randrange(len(data))
@@ -206,7 +206,7 @@ def _wire_type(described: Any) -> int:
 
 
 def _is_well_formed(data: bytes) -> bool:
-    """Whether `split` can read it: values that were damaged before may be anything."""
+    """Return whether `split` can read a value, which may be damaged already."""
     try:
         fields = split(data)
     except IndexError:

@@ -1,4 +1,4 @@
-"""The models that all engines load: a checkpoint in Hugging Face form, and the same weights as a GGUF file."""
+"""Models of all engines: a checkpoint in Hugging Face form, and the same weights as a GGUF file."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from amoeba_jax.models.config import ModelConfig
 
 
 def write_random_llama(config: dict[str, Any], directory: Path, seed: int) -> None:
-    """A Llama with f32 weights drawn from `seed`: normal, deviation 0.02, and norms of one."""
+    """Write a Llama with random f32 weights (normal, deviation 0.02; norms of one)."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model = ModelConfig.from_hf(config)
@@ -43,17 +43,17 @@ def write_random_llama(config: dict[str, Any], directory: Path, seed: int) -> No
         else chance.standard_normal(shape, np.float32) * np.float32(0.02)
         for name, shape in shapes.items()
     }
-    # transformers refuses a file that does not name its format.
+    # transformers refuses a file without a format.
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_gguf(model_dir: Path, path: Path) -> None:
-    """The Llama in `model_dir` as an f32 GGUF file without a vocabulary: it takes and gives token ids."""
+    """Write the Llama in `model_dir` as an f32 GGUF file without a vocabulary."""
     checkpoint = open_checkpoint(str(model_dir))
     model = ModelConfig.from_hf(checkpoint.config)
     writer = GGUFWriter(path, "llama")
     writer.add_name(model_dir.name)
-    writer.add_file_type(0)  # all f32
+    writer.add_file_type(0)  # All f32.
     writer.add_vocab_size(model.vocab_size)
     writer.add_tokenizer_model("none")
     writer.add_context_length(model.max_position)
@@ -90,6 +90,6 @@ def write_gguf(model_dir: Path, path: Path) -> None:
 
 
 def permute(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key projection in llama.cpp's rotary order: the inverse of `gguf_file.unpermute`."""
+    """Return the rows of a query or key projection in llama.cpp's order: the inverse of `gguf_file.unpermute`."""
     halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)

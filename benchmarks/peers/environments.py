@@ -1,4 +1,4 @@
-"""A virtual environment for each engine that is compared, made when it is first asked for and kept in the cache."""
+"""Virtual environments of the compared engines, created on first use in the cache directory."""
 
 import json
 import os
@@ -16,28 +16,28 @@ MARKER = "installed.json"
 
 
 class PeerError(Exception):
-    """An engine cannot run here; the message says why."""
+    """Error with the reason why an engine cannot run here."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine of the comparison."""
+    """Compared engine."""
 
     runner: str
-    """Script beside this file."""
+    """Script in the directory of this file."""
     requirements: tuple[str, ...] = ()
-    """What its environment holds."""
+    """Packages of its environment."""
     needs: tuple[str, ...] = ()
-    """It runs in this very environment where these modules are present."""
+    """Modules with which it runs in the present environment, if they are installed."""
     unwanted: tuple[str, ...] = ()
-    """Dependencies that are taken out again."""
+    """Dependencies to remove after the installation."""
     note: str = ""
-    """What to expect of its installation."""
+    """Note about its installation."""
 
 
-# The CPU build of torch has to be found by pip itself; where pip would take the CUDA build, nothing is installed.
+# pip must find the CPU build of torch itself; if it would install the CUDA build, nothing is installed.
 _TORCH = "torch==2.13.0"
-# On the registry they are built for CUDA only, and fail beside the CPU build of torch; without them images are off.
+# The published builds need CUDA and fail with the CPU build of torch; without them, images are off.
 _BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 PEERS = {
     "amoeba": Peer("run_amoeba.py", needs=("amoeba_jax",)),
@@ -56,9 +56,9 @@ PEERS = {
 
 
 def python_of(name: str, say: Callable[[str], None]) -> Path:
-    """The interpreter that runs engine `name`, in an environment that is made first if it must be.
+    """Return the interpreter of engine `name`, and create its environment if necessary.
 
-    Raises `PeerError` with the reason where it cannot be installed.
+    Raises `PeerError` if it cannot be installed.
     """
     peer = PEERS[name]
     if peer.needs and all(find_spec(module) for module in peer.needs):
@@ -88,19 +88,19 @@ def python_of(name: str, say: Callable[[str], None]) -> Path:
 
 
 def runner_of(name: str) -> Path:
-    """The script that runs engine `name`."""
+    """Return the script of engine `name`."""
     return Path(__file__).parent / PEERS[name].runner
 
 
 def environment(python: Path) -> dict[str, str]:
-    """Environment variables of an engine's process: no network, no reports to makers, no modules of ours."""
+    """Return the environment variables of an engine's process: no network, no telemetry, no modules of this project."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
     ours = () if python == Path(sys.executable) else ("PYTHONPATH", "PYTHONHOME")
     return {key: value for key, value in os.environ.items() if key not in ours} | quiet
 
 
 def _run(command: list[str], failure: str) -> str:
-    """Output of a command; `PeerError` with the end of what it said if it fails."""
+    """Run a command and return its output. Raises `PeerError` with the end of its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, env=environment(Path(command[0])))
     if done.returncode:
         raise PeerError(f"{failure}: {last_words(done.stderr or done.stdout)}")
@@ -108,7 +108,7 @@ def _run(command: list[str], failure: str) -> str:
 
 
 def last_words(log: str, limit: int = 400) -> str:
-    """The line that says what went wrong, or else the last one."""
+    """Return the line with the error, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("WARNING")]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:limit]

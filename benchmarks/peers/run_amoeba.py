@@ -1,4 +1,4 @@
-"""amoeba-jax: one device, a KV cache for just what the job needs. Each cell's untimed run compiles its programs."""
+"""Runner of amoeba-jax on one device. The untimed run of each cell compiles its programs."""
 
 from importlib.metadata import version
 
@@ -16,7 +16,7 @@ class Amoeba:
             job["model_dir"],
             num_devices=1,
             dtype="float32",
-            # Weights and pages may be padded.
+            # Room for padding of weights and pages.
             device_memory=int(1.05 * job["weight_bytes"] + 1.1 * job["kv_bytes"]) + TEMPORARIES,
             max_num_seqs=1 << (max(job["batches"]) - 1).bit_length(),
             max_model_len=job["max_len"],

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: all requests of a batch as parallel sequences, f32 weights and KV cache."""
+"""Runner of llama.cpp through its C interface: parallel sequences, f32 weights and KV cache."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import numpy as np
 import timing
 
 MAX_BATCH = 2048
-"""Most tokens of one `llama_decode`; it is llama.cpp's default."""
+"""Maximum tokens of one `llama_decode`: the default of llama.cpp."""
 
 
 class LlamaCpp:
@@ -25,7 +25,7 @@ class LlamaCpp:
         if self.context:
             llama_cpp.llama_free(self.context)
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = batch * -(-tokens // 256) * 256  # rounded up so by llama.cpp, for each sequence
+        settings.n_ctx = batch * -(-tokens // 256) * 256  # llama.cpp rounds up for each sequence.
         settings.n_seq_max = batch
         settings.n_batch = MAX_BATCH
         settings.n_threads = settings.n_threads_batch = self.threads
@@ -48,7 +48,7 @@ class LlamaCpp:
         return outputs
 
     def _step(self, tokens: list[tuple[int, int, int]], length: int, outputs: list[list[int]]) -> None:
-        """Compute (token, position, sequence)s, `length` of each sequence, and append each sequence's most probable."""
+        """Compute `length` tokens of each sequence, and append the most likely next token of each."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         last = range(length - 1, len(tokens), length)

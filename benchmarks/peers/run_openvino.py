@@ -1,6 +1,6 @@
-"""OpenVINO GenAI: its pipeline with continuous batching and a paged cache, everything in f32.
+"""Runner of OpenVINO GenAI: pipeline with continuous batching and a paged cache, in f32.
 
-The model is converted by optimum-intel, in a process of its own.
+optimum-intel converts the model in another process.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ class OpenVino:
         self.numpy, self.openvino, self.genai = numpy, openvino, openvino_genai
         self.versions = {name: version(name) for name in ("openvino", "openvino-genai", "optimum-intel")}
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = -(-job["kv_bytes"] // GIB)  # whole GiB only
+        scheduler.cache_size = -(-job["kv_bytes"] // GIB)  # Whole GiB only.
         scheduler.max_num_seqs = max(job["batches"])
         scheduler.enable_prefix_caching = False
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
@@ -51,7 +51,7 @@ class OpenVino:
 
 
 def convert(model_dir: str, directory: str) -> None:
-    """Write the model in `model_dir` in OpenVINO's form, f32."""
+    """Write the model in `model_dir` in OpenVINO's format, in f32."""
     import torch
     from optimum.intel import OVModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""transformers with torch on CPU: `generate` with its dynamic KV cache and torch's fused attention."""
+"""Runner of transformers with torch on CPU: `generate` with its dynamic KV cache and torch's fused attention."""
 
 import timing
 import torch
@@ -13,7 +13,7 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(
             job["model_dir"], dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
-        # The model's own settings name an end token, at which generation would stop.
+        # The settings of the model have an end token, at which generation would stop.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
 
     def start_cell(self, batch: int, tokens: int) -> None:

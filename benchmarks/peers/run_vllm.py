@@ -1,4 +1,4 @@
-"""vLLM's CPU build: f32, its threads bound to all cores, no prefix caching."""
+"""Runner of vLLM's CPU build: f32, threads bound to all cores, no prefix caching."""
 
 import os
 
@@ -7,7 +7,7 @@ import timing
 
 class Vllm:
     def __init__(self, job: timing.TransformCall):
-        # Whole GiB only. Threads are bound by vLLM's own processes, which read these.
+        # Whole GiB only. vLLM's processes read these variables and bind threads.
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-job["kv_bytes"] // (1 << 30)))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -36,5 +36,5 @@ class Vllm:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-if __name__ == "__main__":  # vLLM starts its processes from this file
+if __name__ == "__main__":  # vLLM starts its processes from this file.
     timing.main(Vllm)

@@ -1,13 +1,13 @@
-"""What is timed, the same for every engine. Standard library only: it runs in each engine's own environment.
+"""Measurements, equal for all engines. Uses the standard library only, because it runs in each environment.
 
-A batch is handed over at once, and a run ends when every request has its last token:
+A batch arrives at once, and a run ends with the last token of the last request:
 
-- TTFT: the time of a run for one new token, so until *every* request of the batch has its first token.
+- TTFT: the time of a run for one new token, until *every* request of the batch has its first token.
 - decode tokens/s: `batch * (new_tokens - 1) / (T(new_tokens) - T(1))` with `T(n)` the time of a run for n new tokens.
 - prefill tokens/s: the length of one long prompt over `T(1)`.
 
-Before each cell one such run is not timed. Every run has prompts of its own, so that no cache of prompts can serve
-it; the prompts of a cell are the same for all engines.
+One run before each cell is not timed. Each run has new prompts, so that no prompt cache helps. All engines have the
+same prompts.
 """
 
 import json
@@ -29,16 +29,16 @@ class Engine(Protocol):
     versions: dict[str, str]
 
     def start_cell(self, batch: int, tokens: int) -> None:
-        """Get ready for `batch` requests of at most `tokens` tokens each, prompt and output together; not timed."""
+        """Prepare for `batch` requests of at most `tokens` tokens, prompt and output together; not timed."""
 
     def generate(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
-        """Complete all prompts together, greedily and through any end token; the new tokens of each."""
+        """Complete all prompts together, greedily and past end tokens, and return the new tokens of each."""
 
 
 def main(load: Callable[[TransformCall], Engine]) -> None:
     """Run the job on stdin, and write a line of JSON to stdout for the engine and for each cell."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what engines print is no result
+    os.dup2(2, 1)  # Engines print to stdout too.
 
     def report(result: dict[str, Any]) -> None:
         lines.write(json.dumps(result) + "\n")
@@ -50,11 +50,11 @@ def main(load: Callable[[TransformCall], Engine]) -> None:
     for batch in job["batches"]:
         report(measure(engine, job, batch, job["prompt"], job["new_tokens"]))
     report(measure(engine, job, 1, job["long_prompt"], 1))
-    os._exit(0)  # every figure is out: an engine that fails to shut down loses nothing
+    os._exit(0)  # All results are written; some engines fail to shut down.
 
 
 def measure(engine: Engine, job: TransformCall, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """Seconds of each repeat for one new token (`first_s`) and for all of them (`total_s`), the tokens, the peak."""
+    """Return seconds of each repeat for one new token (`first_s`) and for all (`total_s`), tokens, and peak memory."""
 
     def run(kind: str, count: int) -> tuple[float, list[list[int]]]:
         chance = random.Random(f"{job['seed']} {batch} {prompt} {kind}")
@@ -81,32 +81,32 @@ def measure(engine: Engine, job: TransformCall, batch: int, prompt: int, new_tok
 
 
 def reset_peak() -> None:
-    """Let the peak of resident memory start again from what is resident now, where the system can."""
+    """Reset the peak of resident memory to the present value, if the system supports it."""
     for process in _processes():
         try:
             (process / "clear_refs").write_text("5")
         except OSError:
-            return  # then it is the peak of the whole run
+            return  # Then the peak is of the whole run.
 
 
 def peak_bytes() -> int:
-    """Peak resident bytes since `reset_peak`, summed over this process and its children.
+    """Return the peak resident bytes since `reset_peak`, summed over this process and its children.
 
-    Resident pages of mapped files count, and those that processes share count in each.
+    Pages of mapped files count, and shared pages count for each process.
     """
     peak = 0
     for process in _processes():
         try:
             status = (process / "status").read_text()
         except OSError:
-            continue  # it has ended
+            continue  # The process has ended.
         peak += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
     # Not Linux: macOS counts bytes, others KiB.
     return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def _processes() -> list[Path]:
-    """`/proc` directories of this process and of all its descendants."""
+    """Return the `/proc` directories of this process and its descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,1 +1,1 @@
-"""`amoeba bench`: load for a running server, and what came of it. Brings no JAX along."""
+"""`amoeba bench`: load generator for a running server, and its report. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Arrival times of requests."""
 
 import math
 
@@ -12,14 +12,17 @@ def draw_arrivals(
     count: int | None,
     duration_s: float | None,
 ) -> np.ndarray:
-    """Ascending times in seconds: at most `count`, all before `duration_s`. One of the two must be given, and
-    `count` for an infinite rate.
+    """Draw ascending arrival times in seconds.
 
-    Intervals have a gamma distribution with mean 1 / `rate` (per second) and shape `burstiness`: 1 is a Poisson
-    process, less comes in bursts, more is regular, infinity has equal intervals. At an infinite rate all come at 0.
+    Args:
+        rate: requests per second. Intervals have a gamma distribution with mean 1 / `rate`. At an infinite rate, all
+            requests arrive at 0.
+        burstiness: shape of the distribution: 1 is a Poisson process, less is burstier, infinity has equal intervals.
+        count: maximum number of requests; required for an infinite rate.
+        duration_s: end of the arrivals. At least one of `count` and `duration_s` is required.
     """
     if math.isinf(rate):
-        assert count is not None, "an infinite rate has no end in time"
+        assert count is not None, "an infinite rate needs a count"
         return np.zeros(count)
     parts = [np.empty(0)]
     end, left = 0.0, count

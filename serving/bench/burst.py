@@ -1,4 +1,4 @@
-"""Load that comes in bursts: phases of a low and a high rate in turn (Flying Serving 6.1.3)."""
+"""Bursty load: alternating phases of a low and a high rate (Flying Serving 6.1.3)."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """The least and the highest rate in a text such as "2:5", or "4" for both. Raises `ConfigError`."""
+    """Parse the lowest and the highest rate from a text such as "2:5", or "4" for both. Raises `ConfigError`."""
     parts = text.split(":")
     try:
         rates = [float(part) for part in parts]
@@ -20,7 +20,7 @@ def read_rates(name: str, text: str) -> tuple[float, float]:
         rates = []
     if len(rates) not in (1, 2) or not 0 < rates[0] <= rates[-1] < math.inf:
         raise ConfigError(
-            f"{name}={text!r} must be two rates in requests a second, the least and the highest, such as 2:5; both "
+            f"{name}={text!r} must be the lowest and the highest rate in requests per second, such as 2:5; both "
             "above 0 and finite"
         )
     return rates[0], rates[-1]
@@ -35,13 +35,19 @@ def draw_phases(
     most: int | None,
     duration_s: float | None,
 ) -> Iterator[tuple[float, str]]:
-    """Times of requests in seconds, ascending, and the kind of the phase in which each comes.
+    """Yield ascending arrival times in seconds, each with the kind of its phase.
 
-    Phases of `phase_s` seconds alternate, a low one first. The rate of each is drawn from its range, evenly; intervals
-    in it are as in `draw_arrivals`. At most `most` requests come, all before `duration_s`; one of the two must be
-    given.
+    Phases alternate, beginning with a low one. The rate of a phase is drawn uniformly from its range.
+
+    Args:
+        low: lowest and highest rate of low phases, in requests per second.
+        high: lowest and highest rate of high phases.
+        phase_s: seconds of each phase.
+        burstiness: shape of the intervals; see `draw_arrivals`.
+        most: maximum number of requests.
+        duration_s: end of the arrivals. At least one of `most` and `duration_s` is required.
     """
-    assert most is not None or duration_s is not None, "it must have an end"
+    assert most is not None or duration_s is not None, "most or duration_s is required"
     number, start_s = 0, 0.0
     for index in range(10**9):
         kind, rates = ((LOW, low), (HIGH, high))[index % 2]

@@ -1,4 +1,4 @@
-"""Sends planned requests to a server, each at its time, and writes down what comes back."""
+"""Sender of planned requests, with a record of each request."""
 
 import asyncio
 import time
@@ -17,84 +17,84 @@ from serving.bench.workload import PlannedRequest
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
+    """End of a request."""
 
     RUNNING = "running"
     COMPLETED = "completed"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """By the person who ran the benchmark."""
+    """Ended by Ctrl-C."""
 
 
 @dataclass
 class Record:
-    """One request and what became of it. Times are in seconds since the start of the run."""
+    """Record of a request. Times are in seconds since the start of the run."""
 
     request: PlannedRequest
     arrival_s: float
-    """When it was handed over: `request.arrival_s`, or later where this program did not keep up."""
+    """Arrival: `request.arrival_s`, or later if this program is late."""
     start_s: float | None = None
-    """When it was sent: later than `arrival_s` where it waited for `max_concurrency`. None: never."""
+    """Time of sending; later than `arrival_s` if `max_concurrency` delayed it. None: never sent."""
     chunk_times: list[float] = field(default_factory=list)
-    """When tokens came."""
+    """Arrival times of messages with tokens."""
     chunk_tokens: list[int] = field(default_factory=list)
-    """How many each time."""
+    """Number of tokens of each message."""
     end_s: float | None = None
     outcome: Outcome = Outcome.RUNNING
     status: str = ""
-    """Name of the gRPC status of a request that failed."""
+    """Name of the gRPC status of a failed request."""
     error: str = ""
-    """And its text."""
+    """Text of the status."""
     server_queue_s: float | None = None
-    """From its arrival at the server until an instance took it up, by the server's clock."""
+    """Seconds from the arrival at the server to the dispatch, by the server's clock."""
     preemptions: int = 0
-    """How often it was preempted there."""
+    """Number of preemptions at the server."""
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that came."""
+        """Number of received tokens."""
         return sum(self.chunk_tokens)
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending it to its first token; None where there was none."""
+        """Seconds from sending to the first token; None without a token."""
         return self.chunk_times[0] - self.start_s if self.start_s is not None and self.chunk_times else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Between messages with tokens, which is between tokens where each has one."""
+        """Seconds between messages with tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
     @property
     def e2el_s(self) -> float | None:
-        """From sending it to its last token; None where there was none."""
+        """Seconds from sending to the last token; None without a token."""
         return self.chunk_times[-1] - self.start_s if self.start_s is not None and self.chunk_times else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Time of each token after the first; None where there was none."""
+        """Seconds of each token after the first; None without a second token."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def queue_s(self) -> float | None:
-        """How long it waited here to be sent."""
+        """Seconds from arrival to sending."""
         return None if self.start_s is None else self.start_s - self.arrival_s
 
 
 class Load:
-    """A run of requests against one server."""
+    """Run of requests against one server."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, config: LoadConfig):
         self._client, self._model, self._config = client, model, config
         self._begin = time.perf_counter()
         self._room = nullcontext() if config.max_concurrency is None else asyncio.Semaphore(config.max_concurrency)
         self.records: list[Record] = []
-        """Records of all requests that have arrived, in that order."""
+        """Records of all requests in the order of arrival."""
 
     def clock(self) -> float:
-        """Seconds since the start of the run."""
+        """Return the seconds since the start of the run."""
         return time.perf_counter() - self._begin
 
     async def run(
@@ -103,10 +103,12 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its time and wait for all; returns the seconds that it took. To be called once.
+        """Send each request at its time, wait for all, and return the seconds of the run. Call it once.
 
-        A request that fails says so in its record. After `stop` no more are sent, and those that run are ended.
-        `on_end` is called with the record of each that ended by itself.
+        Args:
+            requests: requests in the order of arrival.
+            stop: event that ends the run: running requests are cancelled, and no others are sent.
+            on_end: callback that receives the record of each finished or failed request.
         """
         self._begin = time.perf_counter()
         tasks: list[asyncio.Task[None]] = []
@@ -132,7 +134,7 @@ class Load:
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
             if not task.cancelled():
-                task.result()  # raises what is a bug
+                task.result()  # Raises bugs of this program.
         for record in self.records:
             if record.outcome is Outcome.RUNNING:
                 record.outcome, record.end_s = Outcome.INTERRUPTED, self.clock()

@@ -1,4 +1,4 @@
-"""Figures of a run, by vLLM's definitions and names."""
+"""Metrics of a run, with vLLM's definitions and names."""
 
 import math
 from collections.abc import Sequence
@@ -16,43 +16,42 @@ METRICS = {
     "tpot": "TPOT",
     "itl": "ITL",
     "e2el": "E2EL",
-    "client_queue_time": "Queue here",
-    "server_queue_time": "Queue there",
+    "client_queue_time": "Queue (client)",
+    "server_queue_time": "Queue (server)",
 }
-"""What can be asked for, and how the table calls it. E2EL is the latency from end to end."""
+"""Metrics and their names in tables. E2EL is the end-to-end latency."""
 PEAK_WINDOW_S = 5.0
-"""`peak_output_throughput` is of the best window of this many seconds, counted from the start; of a shorter run, of
-all of it."""
+"""Seconds of the windows for `peak_output_throughput`. A shorter run is one window."""
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Which figures there are. Raises `ConfigError`."""
+    """Selection of metrics. Raises `ConfigError`."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    """Those of `METRICS` that get a mean, a median, a standard deviation and percentiles."""
+    """Names of the `METRICS` with mean, median, standard deviation and percentiles."""
     metric_percentiles: tuple[float, ...] = (99.0,)
-    """From 0 to 100."""
+    """Percentiles from 0 to 100."""
     goodput: dict[str, float] = field(default_factory=dict)
-    """Limits in milliseconds by `ttft`, `tpot` and `e2el`. Empty: no goodput."""
+    """Limits in milliseconds of `ttft`, `tpot` and `e2el`. Empty: no goodput."""
 
     def __post_init__(self) -> None:
         for name in self.percentile_metrics:
             if name not in METRICS:
-                raise ConfigError(f"percentile_metrics has {name!r}: it may have {', '.join(METRICS)}")
+                raise ConfigError(f"percentile_metrics has {name!r}: each must be one of {', '.join(METRICS)}")
         for value in self.metric_percentiles:
             if not 0 <= value <= 100:
                 raise ConfigError(f"metric_percentiles has {value:g}: each must be from 0 to 100")
         for name, value in self.goodput.items():
             if name not in _OBJECTIVES:
-                raise ConfigError(f"goodput has {name!r}: it may have {', '.join(_OBJECTIVES)}")
+                raise ConfigError(f"goodput has {name!r}: each must be one of {', '.join(_OBJECTIVES)}")
             if not 0 <= value < math.inf:
                 raise ConfigError(f"goodput has {name}:{value:g}: milliseconds must be finite and at least 0")
 
     @classmethod
     def from_text(cls, percentile_metrics: str, metric_percentiles: str, goodput: Sequence[str]) -> "MetricsConfig":
-        """From "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"]. Raises `ConfigError`."""
+        """Parse texts such as "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"]. Raises `ConfigError`."""
         names = tuple(name.strip() for name in percentile_metrics.split(",") if name.strip())
         try:
             percentiles = tuple(float(value) for value in metric_percentiles.split(",") if value.strip())
@@ -73,7 +72,7 @@ class MetricsConfig:
 
 
 def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """All values of each metric in seconds, of the requests that completed."""
+    """Return all values of each metric in seconds, for completed requests."""
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     return {
         "ttft": [value for r in done if (value := r.ttft_s) is not None],
@@ -86,10 +85,9 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
-    """vLLM's figures by vLLM's names, over requests that completed, with rates over all of `duration_s`.
+    """Return vLLM's metrics of completed requests, with rates over `duration_s`.
 
-    None instead of a latency where no request has one. `request_goodput` is None where there is no objective, neither
-    in `config` nor of a request.
+    A latency is None if no request has one. `request_goodput` is None without an objective in `config` or of a request.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -117,8 +115,10 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Whether a request was within all limits, of which its own SLOs win. One without a second token has no TPOT, and
-    meets any."""
+    """Return whether a request met all limits; its own SLOs take precedence.
+
+    A request without a second token meets any limit of TPOT.
+    """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
     return all(
@@ -127,26 +127,26 @@ def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
 
 
 def own_objectives_ms(record: Record) -> dict[str, float]:
-    """The SLOs that a request was sent with, in milliseconds."""
+    """Return the SLOs of a request in milliseconds."""
     slos_s = {"ttft": record.request.ttft_slo_s, "tpot": record.request.tpot_slo_s}
     return {name: slo_s * 1000 for name, slo_s in slos_s.items() if slo_s is not None}
 
 
 def max_concurrency(records: Sequence[Record]) -> int:
-    """The most requests that had been sent and had not ended, those that failed among them."""
+    """Return the maximum number of requests in flight, including failed requests."""
     events = []
     for record in records:
         if record.start_s is not None and record.end_s is not None:
             events += [(record.start_s, 1), (record.end_s, -1)]
     running = most = 0
-    for _, change in sorted(events):  # at the same time, ends come first
+    for _, change in sorted(events):  # At equal times, ends come first.
         running += change
         most = max(most, running)
     return most
 
 
 def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float) -> list[float]:
-    """Output tokens in each `width_s` seconds from the start, those of requests that failed among them."""
+    """Return the output tokens in each interval of `width_s` seconds, including failed requests."""
     counts = np.zeros(math.ceil(duration_s / width_s) or 1)
     for record in records:
         for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):

@@ -1,7 +1,4 @@
-"""The settings of `amoeba bench`: those of the connection and of the report, and all of them from flags.
-
-Imports no gRPC, as the command line needs the settings for its options.
-"""
+"""Settings of `amoeba bench`. Imports no gRPC, because the command line reads its options here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,26 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """The server, and how to reach it. Raises `ConfigError`."""
+    """Connection to the server. Raises `ConfigError`."""
 
     target: str
     """Host and port of the server."""
     token: str | None = None
     """Token of a client."""
     tls_ca: Path | None = None
-    """PEM file with the certificates to trust; turns TLS on."""
+    """PEM file with the trusted certificates; enables TLS."""
     tls_certificate: Path | None = None
-    """PEM file with a certificate of this client, for a server that wants one."""
+    """PEM file with the certificate of this client, if the server requires one."""
     tls_key: Path | None = None
-    """PEM file with the key of that certificate."""
+    """PEM file with the private key of the certificate."""
     admin_target: str | None = None
     """Host and port of AdminService. Default: the same as `target`."""
     admin_token: str | None = None
     """Token for AdminService. Default: the same as `token`."""
     watch_interval_s: float = 0.5
-    """Seconds between two looks at the server's instances; 0 does not look."""
+    """Seconds between two samples of the server's instances; 0: no samples."""
     ready_timeout_s: float = 0.0
-    """Seconds to wait for a server that is still loading."""
+    """Maximum seconds to wait for a server that is still loading."""
 
     def __post_init__(self) -> None:
         if self.watch_interval_s != 0 and not 0.1 <= self.watch_interval_s <= 3600:
@@ -49,7 +46,7 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """A connection whose calls are not tried again: that would hide what the server did. Raises `ConfigError`."""
+        """Return a client without retries, which would hide errors of the server. Raises `ConfigError`."""
         from amoeba_jax.client import AsyncClient, Retries
 
         target = (self.admin_target if admin else None) or self.target
@@ -69,28 +66,28 @@ class ConnectionConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where the report goes besides the terminal. Raises `ConfigError` for what could not be written after the run."""
+    """Outputs besides the terminal. Raises `ConfigError` if a file cannot be written."""
 
     label: str | None = None
-    """Text that goes into the report."""
+    """Label in the report."""
     save_result: bool = False
-    """Write the report as JSON; `result_dir` and `result_filename` ask for it too."""
+    """JSON file for the report; `result_dir` and `result_filename` imply it."""
     save_detailed: bool = False
-    """Write the report as JSON, with an entry for each request."""
+    """JSON file for the report, with an entry for each request."""
     result_dir: Path | None = None
     """Directory of the report. Default: the current one."""
     result_filename: str | None = None
-    """Name of the report's file. Default: made of the workload and the time."""
+    """File name of the report. Default: a name with the workload and the time."""
     plot: Path | None = None
-    """Picture of the run over time, such as run.png; needs matplotlib."""
+    """File for a plot of the run, such as run.png; needs matplotlib."""
 
     def __post_init__(self) -> None:
         if self.result_dir is not None and not self.result_dir.is_dir():
-            raise ConfigError(f"result_dir={self.result_dir} is no directory: make it first")
+            raise ConfigError(f"result_dir={self.result_dir} is no directory: create it first")
         files = [(self.result_dir or Path()) / self.result_filename] if self.result_filename else []
         for path in (*files, *([self.plot] if self.plot else [])):
             if path.is_dir() or not path.absolute().parent.is_dir():
-                raise ConfigError(f"{path} cannot be written: it must be a file in a directory that exists")
+                raise ConfigError(f"{path} cannot be written: it must be a file in an existing directory")
         if self.plot is not None:
             from serving.bench.plot import load_matplotlib
 
@@ -112,7 +109,7 @@ class BenchConfig:
     metrics: "MetricsConfig"
     output: OutputConfig
     num_warmups: int = 0
-    """Times that the first request is sent before the run, without being counted."""
+    """Number of warm-up requests before the run: copies of the first request."""
 
     def __post_init__(self) -> None:
         if self.num_warmups < 0:
@@ -120,15 +117,12 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """All settings from the flags that were given, by name; tokens possibly from the environment.
-
-    Raises `ConfigError`.
-    """
+    """Build all settings from the given options by name, and tokens from the environment. Raises `ConfigError`."""
     from serving.bench.metrics import MetricsConfig
 
     goodput, more = flags["goodput"] or [], flags["more_goodput"] or []
     if more and not goodput:
-        raise ConfigError(f"unexpected arguments {' '.join(more)}: only --goodput takes several")
+        raise ConfigError(f"unexpected arguments {' '.join(more)}: only --goodput takes several values")
     token = read_token(flags["token_file"], environment.get("AMOEBA_API_TOKEN"))
     admin_token = read_token(flags["admin_token_file"], environment.get("AMOEBA_ADMIN_TOKEN"))
     return BenchConfig(

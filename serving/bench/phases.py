@@ -1,4 +1,4 @@
-"""Figures of a run by phase of load, by priority, and during transitions of instances beside those outside them."""
+"""Metrics of a run by phase of load, by priority, and during changes of instances."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,10 +15,13 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """vLLM's figures of the requests that came in low and in high phases. Empty where the load has no phases.
+    """Return the metrics of the requests that arrived in low and in high phases; empty without phases.
 
-    Rates are over the seconds of these phases alone. The last one ends when no more requests were to come: after
-    `load_s` (None: with the last arrival), however long those that ran took then.
+    Rates are over the seconds of these phases.
+
+    Args:
+        phase_s: seconds of each phase.
+        load_s: end of the arrivals, at which the last phase ends; None: the last arrival.
     """
     last_s = max((record.request.arrival_s for record in records), default=0.0)
     end_s = min(duration_s, last_s if load_s is None else load_s)
@@ -38,7 +41,7 @@ def by_phase(
 
 
 def by_priority(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, dict[str, Any]]:
-    """vLLM's figures of the requests of each priority, the most urgent first; empty where all have the same."""
+    """Return the metrics of each priority, the most urgent first; empty if all requests have one priority."""
     priorities = sorted({record.request.priority for record in records})
     if len(priorities) < 2:
         return {}
@@ -70,8 +73,15 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """TTFT and ITL of requests that completed, during transitions and outside them: an interval counts as during one if
-    it overlaps with any. `changes` are merges and splits; they are told by the hour of `watched_s`."""
+    """Return TTFT and ITL of completed requests during and outside of changes of instances.
+
+    An interval counts as during a change if it overlaps with one.
+
+    Args:
+        changes: number of merges and splits, reported per hour of `watched_s`.
+        watched_s: seconds in which the instances were sampled.
+        settle_s: seconds that a change lasts after its first sample.
+    """
     windows = transition_windows(samples, settle_s)
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     split: dict[str, dict[str, list[float]]] = {place: {"ttft": [], "itl": []} for place in ("during", "outside")}

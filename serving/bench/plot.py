@@ -1,4 +1,4 @@
-"""A picture of a run: what came out, how long requests waited, and what the instances were."""
+"""Plot of a run: throughput, TTFT and instances over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 
 def load_matplotlib() -> Any:
-    """matplotlib's `Figure`. Raises `ConfigError` where it is not installed."""
+    """Return matplotlib's `Figure`. Raises `ConfigError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -24,16 +24,18 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(run: Run, path: Path) -> None:
-    """Write the picture of a run; the ending of `path` says in which format. Raises `ConfigError`."""
+    """Write the plot of a run in the format of the file name. Raises `ConfigError`."""
     try:
         draw_run(run).savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
+    except (OSError, ValueError) as error:  # ValueError: unknown format.
         raise ConfigError(f"the plot {path} cannot be written: {error}") from error
 
 
 def draw_run(run: Run) -> Any:
-    """Three panels over the time of a run: output tokens per second, time to first token of requests by their arrival,
-    and devices by the degree of their instance. Raises `ConfigError` without matplotlib."""
+    """Return a figure with output tokens per second, TTFT by arrival, and devices by degree over time.
+
+    Raises `ConfigError` if matplotlib is not installed.
+    """
     figure = load_matplotlib()(figsize=(10, 8), layout="tight")
     tokens, waits, degrees = figure.subplots(3, 1, sharex=True)
     _draw_tokens(tokens, run)
@@ -71,7 +73,7 @@ def _draw_degrees(axes: Any, run: Run) -> None:
     axes.set_ylabel("devices")
     samples = run.watch.samples
     if not samples:
-        axes.text(0.5, 0.5, "instances were not watched", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "no samples of instances", ha="center", transform=axes.transAxes)
         return
     times, counts = degree_steps(samples, run.watch.end_s(run.duration_s))
     colors = [_DEGREE_COLORS.get(degree, "#8c8c8c") for degree in counts]
@@ -81,8 +83,10 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Times in seconds, and for each degree the devices of its instances from each of these times on: the first sample
-    holds from 0, the last until `end_s`."""
+    """Return times in seconds, and for each degree the number of its devices from each time on.
+
+    The first sample counts from 0, the last one until `end_s`.
+    """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]
     by_degree = [sample.devices_by_degree() for sample in (*samples, samples[-1])]
     degrees = sorted(set().union(*by_degree))

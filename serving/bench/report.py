@@ -1,4 +1,4 @@
-"""The report of a run: what goes into its file."""
+"""Report of a run as JSON."""
 
 import json
 import math
@@ -18,19 +18,19 @@ from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
 
 TRANSITION_S = 1.0
-"""A change of instances counts as under way for this long after it was seen first."""
+"""Seconds that a change of instances lasts after its first sample."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended. Times in seconds from its start."""
+    """Finished run. Times are in seconds from its start."""
 
     date: datetime
     model: ModelInfo
     workload: WorkloadConfig
     load: LoadConfig
     num_planned: int
-    """Requests that would have been sent if no one had interrupted it."""
+    """Number of requests without an interruption."""
     records: Sequence[Record]
     duration_s: float
     watch: ClusterWatch
@@ -38,7 +38,7 @@ class Run:
 
 
 def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bool) -> dict[str, Any]:
-    """The report as JSON has it: vLLM's fields by vLLM's names, and ours beside them. See docs/serving.md."""
+    """Return the report for JSON: vLLM's fields, and further ones. See docs/serving.md."""
     report = _settings(run, label)
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
@@ -51,7 +51,7 @@ def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bo
 
 
 def _settings(run: Run, label: str | None) -> dict[str, Any]:
-    """What vLLM's report begins with, then all settings."""
+    """Return the first fields of vLLM's report, then all settings."""
     rate = run.workload.rate
     own_times = run.workload.dataset_name == "trace" and run.workload.request_rate is None
     return {
@@ -110,7 +110,7 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """How often each status came, the most frequent first, with the text that came first with it."""
+    """Return the count and the first text of each status, the most frequent first."""
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
     for record in failed:
@@ -120,7 +120,7 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """vLLM's lists, an entry for each request by arrival. Times in seconds, `start_times` from the run's start."""
+    """Return vLLM's lists, with an entry for each request in the order of arrival. Times are in seconds."""
     return {
         "input_lens": [r.request.input_len for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -141,7 +141,7 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same for JSON: infinity and paths as text; of a path the last part."""
+    """Convert settings for JSON: infinity to text, a path to its last part."""
     return {
         name: value.name if isinstance(value, Path) else "inf" if value == math.inf else value
         for name, value in settings.items()
@@ -149,14 +149,14 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Where the report goes: into the file named, or into one by what was run and when."""
+    """Return the path of the report; without a name, it has the workload and the time."""
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"
     return (directory or Path()) / name
 
 
 def save_report(report: dict[str, Any], path: Path) -> None:
-    """Write it as JSON. Raises `ConfigError`."""
+    """Write a report as JSON. Raises `ConfigError`."""
     try:
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`amoeba bench` from its start to its end."""
+"""`amoeba bench`: connection, run and output."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,10 @@ from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 
 
 def run_bench(config: BenchConfig) -> int:
-    """Run, print and save. Returns the exit code: 130 after Ctrl-C, 1 where no request completed, 0 otherwise.
+    """Run a benchmark, print and save its report, and return the exit code.
 
-    Raises `ConfigError` for what cannot be run, and `grpc.RpcError` where the server does not say what it serves.
+    The exit code is 130 after Ctrl-C, 1 if no request completed, else 0. Raises `ConfigError` for invalid settings, and
+    `grpc.RpcError` if the server does not answer.
     """
     run = asyncio.run(_run(config))
     output = config.output
@@ -79,7 +80,7 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """What the server serves, asked again while it is UNAVAILABLE and `timeout_s` is not over."""
+    """Return the model of the server. Repeats the call while the server is UNAVAILABLE, for `timeout_s` at most."""
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -94,7 +95,7 @@ async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
 async def _warm_up(
     client: AsyncClient, model: ModelInfo, config: LoadConfig, first: PlannedRequest, number: int, stop: asyncio.Event
 ) -> None:
-    """Send the first request that many times, without counting it. Says so where some fail."""
+    """Send the first request `number` times before the run, and warn if some fail."""
     load = Load(client, model, replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-"))
     await load.run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
     failed = [record for record in load.records if record.outcome is Outcome.FAILED]
@@ -107,7 +108,7 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """Set by the first SIGINT or SIGTERM; the second does what it always does."""
+    """Yield an event that the first SIGINT or SIGTERM sets. A second signal has its default effect."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -118,14 +119,14 @@ def _stop_signals() -> Iterator[asyncio.Event]:
             signal.signal(number, handlers[number])
 
     def on_signal() -> None:
-        say("stopping: requests that run are ended")
+        say("stopping: cancelling running requests")
         stop.set()
         restore()
 
     try:
         for number in numbers:
             loop.add_signal_handler(number, on_signal)
-    except (RuntimeError, ValueError):  # not in the main thread: no one can press Ctrl-C
+    except (RuntimeError, ValueError):  # Not in the main thread, which alone receives signals.
         yield stop
         return
     try:
@@ -135,7 +136,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 class _Counter:
-    """Counts requests in a progress bar as they end."""
+    """Callback that counts ended requests in a progress bar."""
 
     def __init__(self, progress: Progress, total: int):
         self._progress = progress
@@ -150,7 +151,7 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """A bar on stderr where that is a terminal."""
+    """Show a progress bar on stderr if it is a terminal."""
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

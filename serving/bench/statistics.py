@@ -1,4 +1,4 @@
-"""Mean, median, standard deviation and percentiles, by vLLM's names."""
+"""Mean, median, standard deviation and percentiles, with vLLM's names."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 def statistics(
     name: str, values_s: Sequence[float] | np.ndarray, percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """`mean_<name>_ms`, `median_`, `std_` and `p<percentile>_` of values in seconds; None of no values."""
+    """Return `mean_<name>_ms`, `median_`, `std_` and `p<percentile>_` of values in seconds; None without values."""
     values_ms = np.array(values_s) * 1000
     keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
     keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]

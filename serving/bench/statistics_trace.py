@@ -1,4 +1,4 @@
-"""Requests drawn from the statistics of real traffic: rates over time, and how long requests are (ServeGen)."""
+"""Requests drawn from statistics of real traffic: rates over time, and distributions of lengths (ServeGen)."""
 
 import math
 from pathlib import Path
@@ -21,14 +21,14 @@ def draw_specs(
 ) -> dict[str, np.ndarray]:
     """Draw `arrival_s`, `input_tokens` and `output_tokens`.
 
-    In each window requests come as a gamma process with the window's rate, times `rate_scale`, and its coefficient of
-    variation (`cv_rate_weighted`, 1 where it is missing). Lengths of prompts and outputs are drawn independently.
+    In each window, arrivals are a gamma process with the rate of the window times `rate_scale` and its coefficient of
+    variation (`cv_rate_weighted`; 1 if missing). Lengths of prompts and outputs are independent.
+
+    Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.
 
     Args:
-        duration_s: seconds from the first window's start to draw for; None: all windows.
-        most: the most requests.
-
-    Raises `ConfigError` for more than `MAX_DRAWN` requests, and for rates below 0.
+        duration_s: end of the arrivals, in seconds from the start of the first window; None: all windows.
+        most: maximum number of requests.
     """
     starts, rates = arrays["window_s"].astype(float), arrays["rate_rps"].astype(float) * rate_scale
     if (rates < 0).any() or not np.isfinite(rates).all():
@@ -39,7 +39,7 @@ def draw_specs(
     expected = float((rates * lengths).sum())
     if expected > MAX_DRAWN and (most is None or most > MAX_DRAWN):
         raise ConfigError(
-            f"about {expected:.0f} requests of {path} would come, and the most is {MAX_DRAWN}: set num_prompts, or "
+            f"{path} gives about {expected:.0f} requests, but the maximum is {MAX_DRAWN}: set num_prompts, or "
             "lower trace_rate_scale or duration_s"
         )
     variations = arrays.get("cv_rate_weighted", np.ones(len(rates)))

@@ -1,4 +1,4 @@
-"""The report in a terminal."""
+"""Report of a run in a terminal."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from serving.bench.metrics import METRICS, MetricsConfig
 
 
 def print_report(report: dict[str, Any], config: MetricsConfig, console: Console) -> None:
-    """Totals, latencies, what failed, and what the instances did."""
+    """Print totals, latencies, failures and changes of instances."""
     console.print(_totals(report))
     if config.percentile_metrics:
         console.print(_latencies(report, config))
@@ -22,13 +22,13 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
 
 
 def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of each class, phase and priority, by what a column calls it."""
+    """Return the metrics of each class, phase and priority by column name."""
     phases = {f"{name} phases": figures for name, figures in report["phases"].items()}
     return report["classes"] | phases | {f"priority {name}": it for name, it in report["priorities"].items()}
 
 
 def _totals(report: dict[str, Any]) -> Table:
-    """A column for all requests, and one for each class, phase and priority."""
+    """Return a table with a column for all requests, and for each class, phase and priority."""
     groups = _groups(report)
     table = Table("", "all", *groups, title=f"{report['model_id']}, {report['duration']:.2f} s")
     for column in table.columns[1:]:
@@ -41,10 +41,10 @@ def _totals(report: dict[str, Any]) -> Table:
         ("Requests per s", "request_throughput", ".3f"),
         ("Requests per s (goodput)", "request_goodput", ".3f"),
         ("Generated tokens per s", "output_throughput", ",.1f"),
-        ("Most of them, over 5 s", "peak_output_throughput", ",.1f"),
-        ("Most of them in a second", "max_output_tokens_per_s", ",.0f"),
+        ("  peak over 5 s", "peak_output_throughput", ",.1f"),
+        ("  peak over 1 s", "max_output_tokens_per_s", ",.0f"),
         ("All tokens per s", "total_token_throughput", ",.1f"),
-        ("Most requests at once", "max_concurrent_requests", "d"),
+        ("Peak requests in flight", "max_concurrent_requests", "d"),
         ("Preemptions", "preemptions", "d"),
     ):
         if report[key] is not None:
@@ -72,7 +72,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes = []
     if report["interrupted"]:
         notes.append(
-            f"Interrupted: {report['interrupted_requests']} requests were running, of {report['num_prompts']} planned."
+            f"Interrupted: {report['interrupted_requests']} of {report['num_prompts']} planned requests were running."
         )
     if report["shortened_requests"]:
         notes.append(
@@ -81,14 +81,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
         )
     if report["max_lateness_ms"] > 100:
         notes.append(
-            f"This program did not keep up: a request came {report['max_lateness_ms']:.0f} ms late. "
-            "Figures are of this machine too."
+            f"This program was too slow: a request was sent {report['max_lateness_ms']:.0f} ms late, which affects the "
+            "results."
         )
     return [*notes, *_instances(report)]
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Latencies while instances changed beside those of the other times; nothing where they did not change."""
+    """Return a line with latencies during and outside of changes; an empty list without changes."""
     if not figures["per_hour"]:
         return []
 
@@ -112,6 +112,6 @@ def _instances(report: dict[str, Any]) -> list[str]:
         )
         lines += _transitions(instances["transitions"])
     if instances["problem"]:
-        since = "no longer" if instances["degrees_over_time"] else "not"
-        lines.append(f"Instances were {since} watched: {instances['problem']}")
+        what = "No further samples" if instances["degrees_over_time"] else "No samples"
+        lines.append(f"{what} of instances: {instances['problem']}")
     return lines

@@ -1,4 +1,4 @@
-"""Traces of one's own: CSV or JSON lines with a time, prompt tokens and output tokens in each row."""
+"""Traces in CSV or JSON lines, with a time, prompt tokens and output tokens in each row."""
 
 import csv
 import gzip
@@ -23,16 +23,16 @@ _BLOCKS = "hash_ids"
 
 
 def is_text_trace(path: Path) -> bool:
-    """Whether the name of a file says that it is CSV or JSON lines, perhaps compressed."""
+    """Return whether a file name ends like CSV or JSON lines, compressed or not."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
-    """Columns `input_tokens`, `output_tokens` and possibly `arrival_s` (seconds) of a file, and the ids of the prefix
-    blocks of each row (`hash_ids`, as in Mooncake's traces) or None.
+    """Read the columns `input_tokens`, `output_tokens` and, if present, `arrival_s` (seconds) of a file.
 
-    Times are seconds in a column `arrival_s`, `arrival` or `time_s`. A column `timestamp` has dates in ISO form (Azure)
-    or milliseconds (Mooncake). Raises `ConfigError` naming the column or the line.
+    Also returns the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or None. Times are
+    seconds in a column `arrival_s`, `arrival` or `time_s`, or ISO dates (Azure) or milliseconds (Mooncake) in a column
+    `timestamp`. Raises `ConfigError` with the column or the line.
     """
     rows = list(_rows(path))
     if not rows:
@@ -46,7 +46,7 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
     for what, found, wanted in (("prompt tokens", prompt, _INPUTS), ("output tokens", output, _OUTPUTS)):
         if found is None:
             raise ConfigError(
-                f"the trace {path} has no column of {what}: name it {wanted[0]}; it has {', '.join(map(str, names))}"
+                f"the trace {path} has no column of {what} named {wanted[0]}; it has {', '.join(map(str, names))}"
             )
     assert prompt is not None, "checked above"
     assert output is not None, "checked above"
@@ -78,7 +78,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(content)
         except ValueError as error:
-            raise ConfigError(f"the trace {path}, line {line}, is no JSON: {error}") from None
+            raise ConfigError(f"the trace {path}, line {line}, is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"the trace {path}, line {line}: it must be an object, not {type(row).__name__}")
         yield line, row
@@ -89,7 +89,7 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """A list of ids, in CSV as JSON; () for none."""
+    """Return a list of ids, which is JSON text in CSV; () without ids."""
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):

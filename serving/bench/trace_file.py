@@ -1,4 +1,4 @@
-"""Traces of real traffic: how long requests were, and when they came."""
+"""Traces of real traffic: lengths and arrival times of requests."""
 
 import itertools
 import zipfile
@@ -13,25 +13,30 @@ from serving.bench.statistics_trace import KEYS, draw_specs
 from serving.bench.text_trace import SUFFIXES, is_text_trace, read_text_trace
 
 BLOCK_TOKENS = 512
-"""Tokens of the blocks of prompts in Mooncake's traces."""
+"""Tokens of a prompt block in Mooncake's traces."""
 _LENGTHS = ("input_tokens", "output_tokens")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their arrival: `input_tokens` and `output_tokens` int64, `arrival_s` float64 seconds
-    from the first one, or None where the file has no times."""
+    """Requests in the order of arrival.
+
+    Attributes:
+        input_tokens: prompt lengths, int64.
+        output_tokens: output lengths, int64.
+        arrival_s: seconds since the first arrival, float64; None if the file has no times.
+        prefix_blocks: index of a request -> ids of its prompt blocks, or None. Equal ids mean equal tokens.
+    """
 
     input_tokens: np.ndarray
     output_tokens: np.ndarray
     arrival_s: np.ndarray | None
     prefix_blocks: Mapping[int, tuple[int, ...]] | None = None
-    """Ids of the blocks of a prompt by the request's place, where the file has them: equal ids are equal tokens."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How requests are drawn from a file that has statistics instead of requests."""
+    """Settings to draw requests from a file of statistics."""
 
     random: np.random.Generator
     duration_s: float | None = None
@@ -40,11 +45,11 @@ class Draw:
 
 
 def read_trace(path: Path, draw: Draw | None = None) -> Trace:
-    """A trace in a .npz file with the arrays `input_tokens` and `output_tokens` (integers, one for each request) and
-    possibly `arrival_s` (seconds); one in CSV or JSON lines (`serving.bench.text_trace`); or, with `draw`, requests
-    drawn from a .npz file of statistics (`serving.bench.statistics_trace`).
+    """Read a trace. Raises `ConfigError` for an invalid file.
 
-    Raises `ConfigError` for a file that is none of these.
+    The file is a .npz file with the integer arrays `input_tokens` and `output_tokens` and an optional array `arrival_s`
+    (seconds), CSV or JSON lines (`serving.bench.text_trace`), or a .npz file of statistics
+    (`serving.bench.statistics_trace`), from which requests are drawn.
     """
     blocks: list[tuple[int, ...]] | None = None
     if is_text_trace(path):
@@ -70,7 +75,7 @@ def _checked(path: Path, arrays: dict[str, np.ndarray], blocks: list[tuple[int, 
         if values.size != lengths[0].size:
             raise ConfigError(f"{name} of the trace {path} has {values.size} values, input_tokens {lengths[0].size}")
         if values.min() < 0:
-            raise ConfigError(f"{name} of the trace {path} has {values.min()}: no length may be below 0")
+            raise ConfigError(f"{name} of the trace {path} has {values.min()}: lengths must be at least 0")
     inputs, outputs = (values.astype(np.int64) for values in lengths)
     if "arrival_s" not in arrays:
         return Trace(inputs, outputs, None, None if blocks is None else dict(enumerate(blocks)))
@@ -90,7 +95,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         file = np.load(path, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ConfigError(f"the trace {path} is a single array: it must be a .npz file with named ones")
+            raise ConfigError(f"the trace {path} is a single array: it must be a .npz file with named arrays")
         with file:
             if all(name in file.files for name in KEYS):
                 return {name: file[name] for name in file.files}
@@ -109,11 +114,10 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace:
-    """As many requests as `scale` times those of a trace, in the same time: each comes as often as the factor's whole
-    part says, and the rest's share of them once more. Further ones come within 30 s of the one they are like.
+    """Return a trace with `scale` times as many requests in the same time.
 
-    Their prompts are those of other users: the first copies of all requests share prefixes with each other, and so on,
-    and none shares one with the request that it is like.
+    Each request is repeated; the fractional part of `scale` repeats or removes a random share. Copies arrive within
+    30 s of the original. Their prompts belong to other users: copies of one round share prefixes with each other only.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -132,15 +136,16 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Ids of blocks of copied requests: each round of copies has its own."""
+    """Return the block ids of copied requests; each round of copies has its own ids."""
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
     return {place: tuple([block + copy * stride for block in blocks[row]]) for place, (row, copy) in pairs}
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths that a context of `max_model_len` tokens holds. Where prompt and output are too long together, each
-    keeps half of the context or what the other leaves, whichever is more.
+    """Shorten lengths to a context of `max_model_len` tokens.
+
+    If prompt and output are too long together, each keeps half of the context, or more if the other one is shorter.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -1,4 +1,4 @@
-"""Which requests a benchmark sends: how long they are, and when each one comes."""
+"""Workloads: lengths and arrival times of the requests of a benchmark."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,28 +17,26 @@ DATASETS = ("random", "mix", "burst", "trace")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
 MIN_BURSTINESS = 0.01
-"""With less, nearly all requests come at once."""
-# Streams of random numbers, so that a change of one setting changes nothing else.
+"""Minimum of `burstiness`: below it, nearly all requests arrive at once."""
+# Independent random streams, so that a change of one setting does not affect others.
 _ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What is sent, and when. Lengths are in tokens. Raises `ConfigError` for what cannot be."""
+    """Workload of a benchmark. Lengths are in tokens. Raises `ConfigError`."""
 
     dataset_name: str = "random"
-    """Kind of workload. `random`: lengths around two means. `mix`: many short requests and a few long ones. `trace`:
-    lengths and times of a file. `burst`: lengths as in `random`, in phases of a low and a high rate."""
+    """Kind of workload. `random`: lengths around two means. `mix`: many short and a few long requests. `trace`: lengths
+    and times of a file. `burst`: lengths as in `random`, in phases of a low and a high rate."""
     num_prompts: int | None = None
-    """Largest number of requests. Default: as many as arrive within `duration_s`; without it, all of a trace, or
-    1000."""
+    """Maximum number of requests. Default: all that arrive within `duration_s`, else all of a trace, else 1000."""
     duration_s: float | None = None
-    """Seconds in which requests arrive; those in flight may finish. Default: until all requests have arrived."""
+    """Seconds in which requests arrive; requests in flight may finish later. Default: until all have arrived."""
     request_rate: float | None = None
-    """Requests a second; inf: all at once. Not for `mix`, whose classes have rates of their own. Default: the times of
-    a trace that has some, inf otherwise."""
+    """Requests per second; inf: all at once. Not for `mix` and `burst`. Default: the times of a trace, else inf."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less comes in bursts, more is regular."""
+    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier, more is regular."""
     seed: int = 0
     """Seed of the random generator for lengths, arrivals and prompts."""
     random_input_len: int = 1024
@@ -46,49 +44,48 @@ class WorkloadConfig:
     random_output_len: int = 128
     """Mean number of generated tokens, for `random`."""
     random_range_ratio: float = 0.0
-    """Lengths of `random` are drawn from (1 - ratio) to (1 + ratio) times their means."""
+    """Spread of the lengths of `random`: from (1 - ratio) to (1 + ratio) times their means."""
     short_input_len: int = 1000
     """Prompt length of the short requests in tokens, for `mix`."""
     short_output_len: int = 128
-    """Tokens that a short request generates, for `mix`."""
+    """Output tokens of a short request, for `mix`."""
     short_per_minute: float = 60.0
-    """Short requests a minute, for `mix`."""
+    """Short requests per minute, for `mix`."""
     long_input_len: int = 50000
     """Prompt length of the long requests in tokens, for `mix`."""
     long_output_len: int = 128
-    """Tokens that a long request generates, for `mix`."""
+    """Output tokens of a long request, for `mix`."""
     long_per_minute: float = 1.0
-    """Long requests a minute, for `mix`."""
+    """Long requests per minute, for `mix`."""
     trace: Path | None = None
     """File of a trace: .npz, .csv or .jsonl with input_tokens, output_tokens and arrival_s, or statistics (.npz)."""
     trace_length_scale: float = 1.0
-    """Factor of a trace's lengths, which stay at least 1."""
+    """Factor of the lengths of a trace, which stay at least 1."""
     trace_time_scale: float = 1.0
-    """Factor of a trace's times: below 1, requests arrive faster."""
+    """Factor of the arrival times of a trace; below 1 is faster."""
     trace_rate_scale: float = 1.0
-    """Factor of the number of a trace's requests in the same time: below 1 some are left out, above 1 further ones like
-    them come at other moments."""
+    """Factor of the number of requests of a trace in the same time: below 1 removes requests, above 1 adds copies at
+    other times."""
     low_rate: str = "2:5"
-    """Requests a second in the low phases of `burst`, drawn for each phase from the least to the highest."""
+    """Range of requests per second in low phases of `burst`; the rate is drawn for each phase."""
     high_rate: str = "10:30"
-    """Requests a second in the high phases of `burst`, drawn likewise."""
+    """Range of requests per second in high phases of `burst`."""
     phase_s: float = 30.0
-    """Seconds of a phase of `burst`."""
+    """Seconds of each phase of `burst`."""
     priority_share: float = 0.0
-    """Share of the requests of any dataset that has `urgent_priority`; all others have `best_effort_priority`. 0: all
-    have priority 0."""
+    """Share of requests with `urgent_priority`; others have `best_effort_priority`. 0: all have priority 0."""
     urgent_priority: int = 0
-    """Priority of the urgent requests; lower goes first."""
+    """Priority of urgent requests; the lowest goes first."""
     best_effort_priority: int = 1
-    """Priority of the other requests, where some are urgent."""
+    """Priority of the other requests if `priority_share` is above 0."""
     ttft_slo_s: float | None = None
-    """SLO that requests are sent with: seconds to the first token. Default: none, the server's counts."""
+    """SLO of each request in seconds to the first token. Default: the SLO of the server."""
     tpot_slo_s: float | None = None
-    """SLO that requests are sent with: seconds for each further token. Default: none, the server's counts."""
+    """SLO of each request in seconds for each further token. Default: the SLO of the server."""
     urgent_ttft_slo_s: float | None = None
-    """The same of urgent requests. Default: `ttft_slo_s`."""
+    """SLO of urgent requests in seconds to the first token. Default: `ttft_slo_s`."""
     urgent_tpot_slo_s: float | None = None
-    """The same of urgent requests. Default: `tpot_slo_s`."""
+    """SLO of urgent requests in seconds for each further token. Default: `tpot_slo_s`."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -127,7 +124,7 @@ class WorkloadConfig:
     def _check_together(self) -> None:
         if self.dataset_name == "trace":
             if self.trace is None:
-                raise ConfigError("dataset_name='trace' needs a file: give it by --trace")
+                raise ConfigError("dataset_name='trace' needs a file: set --trace")
         elif self.trace is not None:
             raise ConfigError(f"dataset_name={self.dataset_name!r} takes no trace: {self.trace} needs 'trace'")
         if self.dataset_name == "mix":
@@ -136,21 +133,23 @@ class WorkloadConfig:
                     f"request_rate={self.request_rate} is not for the mix: set short_per_minute and long_per_minute"
                 )
             if self.short_per_minute + self.long_per_minute == 0:
-                raise ConfigError("short_per_minute=0 and long_per_minute=0: no request would ever come")
+                raise ConfigError("short_per_minute=0 and long_per_minute=0: no request would arrive")
         if self.dataset_name == "burst" and self.request_rate is not None:
             raise ConfigError(f"request_rate={self.request_rate} is not for burst: set low_rate and high_rate")
         if self.dataset_name != "trace" and self.duration_s is not None:
             if math.isinf(self.rate):
-                raise ConfigError(f"duration_s={self.duration_s:g} needs a request_rate: without one, all come at once")
+                raise ConfigError(
+                    f"duration_s={self.duration_s:g} needs a request_rate: without it, all arrive at once"
+                )
             expected = min(self.rate * self.duration_s, self.num_prompts or math.inf)
             if expected > MAX_REQUESTS:
                 raise ConfigError(
-                    f"about {expected:.0f} requests would come, and the most is {MAX_REQUESTS}: set num_prompts"
+                    f"about {expected:.0f} requests would arrive, but the maximum is {MAX_REQUESTS}: set num_prompts"
                 )
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinity for all at once. Without meaning for a trace with times of its own."""
+        """Requests per second; infinity: all at once. It has no meaning for a trace with times."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
         if self.dataset_name == "burst":
@@ -159,13 +158,13 @@ class WorkloadConfig:
 
     @property
     def most(self) -> int | None:
-        """The most requests of a dataset that has no end; None for those within `duration_s`."""
+        """Maximum number of requests; None: all within `duration_s`."""
         return DEFAULT_NUM_PROMPTS if self.num_prompts is None and self.duration_s is None else self.num_prompts
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request to send. Lengths in tokens; `arrival_s` in seconds from the start."""
+    """Request to send. Lengths are in tokens, `arrival_s` in seconds from the start."""
 
     index: int
     kind: str
@@ -174,26 +173,25 @@ class PlannedRequest:
     input_len: int
     output_len: int
     shortened: bool = False
-    """Whether it was longer in the trace than the model's context."""
+    """Whether it was shortened to the context of the model."""
     phase: str = ""
-    """The phase of `burst` in which it comes: `low` or `high`."""
+    """Phase of `burst` in which it arrives: `low` or `high`."""
     priority: int = 0
-    """`SamplingParams.priority`: lower goes first."""
+    """`SamplingParams.priority`; the lowest goes first."""
     ttft_slo_s: float | None = None
     """`SamplingParams.ttft_slo_s`."""
     tpot_slo_s: float | None = None
     """`SamplingParams.tpot_slo_s`."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Draw the token ids, which depend on the seed and the index alone. Drawn when they are needed: those of a long
-        trace would fill the memory."""
+        """Draw the token ids from the seed and the index, when they are needed: all prompts would fill the memory."""
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Requests as columns, in the order of their arrival. Lengths in tokens, times in seconds from the start."""
+    """Requests in columns, in the order of arrival. Lengths are in tokens, times in seconds from the start."""
 
     arrival_s: np.ndarray
     input_len: np.ndarray
@@ -203,25 +201,25 @@ class Plan:
     kind_names: tuple[str, ...]
     shortened: np.ndarray
     phases: np.ndarray
-    """The phase of `burst`: 0 for a low one, 1 for a high one; -1 for other datasets."""
+    """Phases of `burst`: 0 is low, 1 is high; -1 for other datasets."""
     priorities: np.ndarray
     ttft_slo_s: np.ndarray
-    """NaN for none, as the next."""
+    """SLOs in seconds; NaN means none, here and in the next column."""
     tpot_slo_s: np.ndarray
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
     prefix_block_tokens: float = BLOCK_TOKENS
-    """Tokens of such a block, scaled as lengths are."""
+    """Tokens of a prompt block, scaled like lengths."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
 
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
-    """The requests of a workload in the order of their arrival, for a model with a context of `max_model_len` tokens.
+    """Plan the requests of a workload in the order of arrival.
 
-    Raises `ConfigError` for lengths that the context does not hold, other than those of a trace, and for a trace that
-    cannot be read or has too few requests.
+    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if other lengths do
+    not fit the context, or if a trace cannot be read or has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len
@@ -239,7 +237,7 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
 
 
 def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
-    """The same as columns: a few bytes a request. Raises as `plan_requests`."""
+    """Plan the requests of a workload in columns. See `plan_requests`."""
     planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix, "trace": _plan_trace}
     plan = planners[config.dataset_name](config, max_model_len)
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
@@ -249,12 +247,12 @@ def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
         others, own = (math.nan if value is None else value for value in _slos(config, name))
         plan = replace(plan, **{name: np.where(urgent, own, others)})
     if not len(plan):
-        raise ConfigError(f"no request comes within duration_s={config.duration_s}: make it longer, or the rate higher")
+        raise ConfigError(f"no request arrives within duration_s={config.duration_s}: raise it, or the rate")
     return plan
 
 
 def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
-    """An SLO of most requests, and that of urgent ones."""
+    """Return an SLO for normal and for urgent requests."""
     others, own = getattr(config, name), getattr(config, f"urgent_{name}")
     return others, others if own is None else own
 
@@ -278,7 +276,7 @@ def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
-    """Draw lengths of prompts and outputs, around the two means."""
+    """Draw lengths of prompts and outputs around their means."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
@@ -313,7 +311,9 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
     trace = read_trace(config.trace, draw)
     if scale != 1.0 and not _is_drawn(config.trace):
         if (most := len(trace.input_tokens) * scale) > MAX_REQUESTS:
-            raise ConfigError(f"trace_rate_scale={scale:g} makes {most:.0f} requests, and the most is {MAX_REQUESTS}")
+            raise ConfigError(
+                f"trace_rate_scale={scale:g} makes {most:.0f} requests, but the maximum is {MAX_REQUESTS}"
+            )
         trace = scale_rate(trace, scale, random)
     if not (size := len(trace.input_tokens)):
         raise ConfigError(f"trace_rate_scale={scale:g} leaves no request of {config.trace}")
@@ -339,7 +339,7 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _is_drawn(path: Path) -> bool:
-    """A file of statistics: its rate is scaled when requests are drawn."""
+    """Return whether a file has statistics, whose rate is scaled when requests are drawn."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as file:
@@ -347,8 +347,11 @@ def _is_drawn(path: Path) -> bool:
 
 
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
-    """As vLLM does it, a number of requests without an end in time is spread over just the time that it takes at the
-    rate: runs with different seeds then offer the same load."""
+    """Draw arrival times.
+
+    As in vLLM, a fixed number of requests is stretched to the time that it takes at the mean rate, so that runs with
+    different seeds offer the same load.
+    """
     random = _stream(config, _ARRIVALS)
     arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)
     if config.duration_s is None and not math.isinf(config.rate):
@@ -394,6 +397,6 @@ def _check_range(config: WorkloadConfig, names: Iterable[str], least: int, most:
 def _check_context(what: str, lengths: list[int], max_model_len: int) -> None:
     if sum(lengths) > max_model_len:
         raise ConfigError(
-            f"{what} may be {lengths[0]} + {lengths[1]} = {sum(lengths)} tokens, and the server's longest context is "
-            f"{max_model_len}: make them shorter, or serve with more memory, devices or max_model_len"
+            f"{what} is up to {lengths[0]} + {lengths[1]} = {sum(lengths)} tokens, but the server's maximum context is "
+            f"{max_model_len}: lower them, or serve with more memory, devices or max_model_len"
         )

@@ -1,1 +1,1 @@
-"""What each command of `amoeba` does."""
+"""Implementations of the `amoeba` commands."""

@@ -1,4 +1,4 @@
-"""`amoeba simulate --calibrate`: a short run of our own engine, so that this machine can be simulated."""
+"""`amoeba simulate --calibrate`: measurements of this project's engine on this machine, as input of simulations."""
 
 import asyncio
 import platform
@@ -18,16 +18,16 @@ from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, Waiti
 from serving.simulator.calibration import Calibration
 
 _TOKENS, _FEWEST_TOKENS = 40, 8
-"""Generated for each request whose decode steps are timed, and where the cache has room for fewer."""
+"""Tokens generated for each timed request, and the minimum if the cache has less room."""
 _SHORT = 4
-"""Tokens of a prompt that is not what is timed."""
+"""Tokens of a prompt in a measurement of decode steps."""
 _REPEATS = 3
 _CHUNKS = 3
-"""Chunks of the largest size in the prompt that tells what one more takes."""
+"""Number of chunks in the longest timed prompt."""
 
 
 class _PinPolicy:
-    """Gives each request to the first `width` instances in turn, as far as they have room."""
+    """Policy that dispatches requests round robin to the first `width` instances with room."""
 
     name = "pin"
 
@@ -44,7 +44,7 @@ class _PinPolicy:
             if given[instance.id] < instance.free_slots and _fits(instance, request):
                 given[instance.id] += 1
                 self._next += 1
-                actions.append(Dispatch(request.request_id, instance.id, "to be timed"))
+                actions.append(Dispatch(request.request_id, instance.id, "measurement"))
         return actions
 
 
@@ -78,7 +78,7 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Time an idle engine at each of its degrees. It ends at the degree that it began with, without requests."""
+    """Measure an idle engine at each of its degrees, and return the engine to its first degree."""
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
@@ -138,7 +138,6 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
 
 
 def _degree(llm: LLM) -> int:
-    """The degree of the first instance."""
     return next(iter(llm.instances)).tensor_parallel_size
 
 
@@ -148,8 +147,10 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Seconds that each page of a group adds to the switch of one of its layers: with a cache that is nearly half full,
-    over those of an empty one."""
+    """Return the seconds that each page adds to the switch of a layer.
+
+    Compares switches with a nearly half full cache to switches with an empty cache.
+    """
     found = []
     for turn in range(_REPEATS + 1):
         for degree in (high, low):
@@ -166,9 +167,10 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Merge or split the first group while it decodes what fills two fifths of its cache, or, where requests are too
-    short for that, as much as it can: the pages that it held, and the seconds of a layer's switch. None where the
-    requests had ended by then."""
+    """Merge or split the first group while its requests fill about two fifths of the cache.
+
+    Returns the number of pages in use and the seconds of a layer's switch, or None if all requests ended too early.
+    """
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
     longest = min(capacity, llm.max_model_len)
@@ -193,7 +195,7 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Seconds of a layer's switch, of a transformation that waits for each: of the slowest group."""
+    """Return the mean seconds of a layer's switch in the slowest group of a transformation that waits for each."""
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
         for group in report.groups
@@ -201,7 +203,7 @@ def _switch_s(report: TransformReport) -> float:
 
 
 class _Timer:
-    """Times requests on an engine's first instance."""
+    """Measurements of requests on the first instances of an engine."""
 
     def __init__(self, llm: LLM, capacity: int):
         self._llm, self._capacity = llm, capacity
@@ -209,7 +211,7 @@ class _Timer:
         self._vocab = llm._engine.dims.config.vocab_size
 
     def _run(self, count: int, prompt: int, tokens: int, width: int = 1) -> list[RequestOutput]:
-        """Serve equal requests on the first `width` instances."""
+        """Serve `count` equal requests on the first `width` instances."""
         llm = self._llm
         prompts = self._random.integers(3, self._vocab, (count, prompt)).tolist()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -220,7 +222,7 @@ class _Timer:
             llm.remove_scheduler_hook()
 
     def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
-        """Seconds of a decode step with `count` requests on each of `width` instances."""
+        """Return the seconds of a decode step with `count` requests on each of `width` instances."""
         found, tokens = [], min(_TOKENS, self._room(count) - prompt)
         for _ in range(_REPEATS):
             outputs = self._run(count * width, prompt, tokens, width)
@@ -228,26 +230,30 @@ class _Timer:
         return median(found)
 
     def _ttft_s(self, prompt: int, count: int = 1) -> float:
-        """Seconds to the first token of `count` equal prompts that come together and go on to decode: launching the
-        next step delays the taking in of results."""
-        turns = [self._run(count, prompt, 4) for _ in range(2 * _REPEATS + 1)]
-        return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in turns)
+        """Return the seconds to the first tokens of `count` equal prompts that arrive together.
+
+        The requests decode a few tokens, because the launch of the next step delays the first token.
+        """
+        runs = [self._run(count, prompt, 4) for _ in range(2 * _REPEATS + 1)]
+        return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Seconds of a step by rows, as far as the cache holds them."""
+        """Return the seconds of a decode step by number of rows, for all sizes that fit the cache."""
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
             self._run(size, _SHORT, 4)  # compiles
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Tokens that each of `count` requests may have on one instance."""
+        """Return the maximum tokens of each of `count` requests on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a step with one chunk, by its tokens: what a further chunk of a prompt adds to the time to the
-        first token; and that time for a prompt of one chunk."""
+        """Return the seconds of a step with one chunk, and the TTFT of a prompt of one chunk, by tokens of the chunk.
+
+        The seconds of a step are the difference in TTFT between a prompt of one chunk and a longer prompt.
+        """
         steps_s, alone_s = {}, {}
         for chunk in chunks:
             longest = min(self._capacity, self._llm.max_model_len) - 32
@@ -264,7 +270,7 @@ class _Timer:
     def several_prompts(
         self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
     ) -> dict[int, float]:
-        """Seconds of a step with as many chunks as one takes, by their tokens."""
+        """Return the seconds of a step with the maximum number of chunks, by tokens of a chunk."""
         found = {}
         for chunk in buckets.chunk_sizes:
             count = buckets.chunk_rows(chunk)[-1]
@@ -275,7 +281,7 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Seconds that each token of context adds to a decode step."""
+        """Return the seconds that each token of context adds to a decode step."""
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
             return 0.0
@@ -283,7 +289,7 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """By the number of busy instances, how many times as long their steps take as alone: the median over rows."""
+        """Return the slowdown of decode steps by number of busy instances: the median over batch sizes."""
         found = {}
         for busy in range(2, instances + 1):
             ratios = [self._tpot_s(size, _SHORT, busy) / alone_s for size, alone_s in decode_s.items()]
@@ -291,18 +297,17 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """By the number of busy instances, all but one of which decode, how many times as long a step with a prompt
-        takes as alone."""
+        """Return the slowdown of a step with a prompt by number of busy instances; the other instances decode."""
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]
         found = {}
         for busy in range(2, instances + 1):
-            turns = [asyncio.run(self._ttft_beside_s(chunk, busy - 1)) for _ in range(2 * _REPEATS + 1)]
-            found[busy] = max((median(turns) - latency_s) / steps_s[chunk], 1.0)
+            times_s = [asyncio.run(self._ttft_beside_s(chunk, busy - 1)) for _ in range(2 * _REPEATS + 1)]
+            found[busy] = max((median(times_s) - latency_s) / steps_s[chunk], 1.0)
         return found
 
     async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
-        """Seconds to the first token of a prompt on an instance of its own, while others decode a request each."""
+        """Return the TTFT of a prompt on an idle instance while `decoding` others decode one request each."""
         llm, random = self._llm, self._random
         llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
         try:
@@ -323,5 +328,5 @@ class _Timer:
 
 def _value(metrics: Any, name: str) -> float:
     value = getattr(metrics, name)
-    assert value is not None, f"a request that has ended has its {name}"
+    assert value is not None, f"a finished request has no {name}"
     return value

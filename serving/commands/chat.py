@@ -1,4 +1,4 @@
-"""`amoeba chat` and `amoeba transform`: a person at a terminal, and a server."""
+"""`amoeba chat` and `amoeba transform`: commands for a running server."""
 
 import sys
 from collections.abc import Iterator
@@ -25,8 +25,10 @@ def open_client(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> Client:
-    """A connection with the token in a file, or else the one given. Raises `ConfigError` for an unreadable file, and
-    for files for TLS of which one is missing."""
+    """Connect to a server, with the token of a file or else the given token.
+
+    Raises `ConfigError` if a file cannot be read, or if only one of certificate and key is given.
+    """
     token = read_token(token_file, token)
     try:
         return Client(target, token=token, ca=tls_ca, certificate=tls_certificate, key=tls_key)
@@ -35,7 +37,7 @@ def open_client(
 
 
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
-    """Ask at the prompt and stream the answers, until end of input. Ctrl-C ends an answer, or the chat."""
+    """Read questions and stream the answers until end of input. Ctrl-C ends an answer or, at the prompt, the chat."""
     interactive = sys.stdin.isatty()
     accept_any_bytes()
     check_unicode(system or "", "--system")
@@ -44,7 +46,7 @@ def run_chat(client: Client, params: SamplingParams, system: str | None) -> None
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     if interactive:
-        kind = "/new starts over, Ctrl-D ends" if info.has_chat_template else "it has no chat template: it continues"
+        kind = "/new starts a new chat, Ctrl-D ends" if info.has_chat_template else "no chat template: continues a text"
         print(f"{info.model} ({kind})", file=sys.stderr)
     while (question := _ask(interactive)) is not None:
         if question == "/new":
@@ -62,7 +64,7 @@ def run_chat(client: Client, params: SamplingParams, system: str | None) -> None
 
 
 def _ask(interactive: bool) -> str | None:
-    """One line; None at the end of input."""
+    """Read one line; return None at the end of input."""
     try:
         return input("> " if interactive else "")
     except EOFError:
@@ -77,7 +79,7 @@ def _answer(client: Client, prompt: str | list[dict[str, str]], params: Sampling
             print(chunk.text, end="", flush=True)
             parts.append(chunk.text)
     except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]  (a generator: ends the request)
+        stream.close()  # type: ignore[attr-defined]  (Closing the generator ends the request.)
     print(flush=True)
     return "".join(parts)
 
@@ -92,7 +94,7 @@ def run_transform(
     running: str,
     wait: bool,
 ) -> None:
-    """Ask for a transformation, and print what it did."""
+    """Request a transformation and print its report."""
     with server_errors():
         done = client.transform(
             tensor_parallel_size, devices, variant, not keep_weights, wait_for_programs=wait, running=running
@@ -102,13 +104,13 @@ def run_transform(
         f"{' + '.join(f'TP{degree}' for degree in degrees)} after {done.seconds:.2f} s ({done.prepare_s:.2f} s of it "
         f"compiling): {done.moved_bytes / 2**20:.1f} MiB moved, {done.steps} steps and {done.tokens} tokens meanwhile"
         + (f", {done.paused} requests paused" if done.paused else "")
-        + (f", {done.resumed} requests go on" if done.resumed else "")
+        + (f", {done.resumed} requests resumed" if done.resumed else "")
     )
 
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Print errors of the server and of requests on stderr. Exit if they are `fatal`."""
+    """Print errors of the server and of requests on stderr, and exit with 1 if they are `fatal`."""
     try:
         yield
     except RequestError as error:

@@ -1,12 +1,8 @@
-"""`amoeba demo`: a server that answers short prompts, a long one for which its instances merge, and what became of it.
-
-The same work runs twice: the first time compiles what it needs, the second is shown.
-"""
+"""`amoeba demo`: short requests on small instances, which merge for a long prompt and split again."""
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import jax
 from rich.console import Console
@@ -16,85 +12,82 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.tokenizer import Tokenizer
-from serving.commands.demo_report import capacity, print_agreement, print_answers, print_run
+from serving.commands.demo_report import Check, print_answers, print_report
 from serving.commands.demo_run import (
     CHUNK,
-    LONG_TOKENS,
     OPENINGS,
     QUESTIONS,
+    SEGMENT_LAYERS,
     SHORT_PER_DEVICE,
     Answer,
+    Work,
     plan_work,
     run_work,
 )
+from serving.commands.demo_view import DemoView
 from serving.commands.generate import uses_chat
 from sharding.ledger import format_bytes, parse_bytes
 
 
 def run_demo(model: str, num_devices: int, device_memory: str) -> None:
-    """Load `model` on `num_devices` devices, do the work, and print what happened on stdout."""
+    """Load a model, serve the requests of the demo, and print a report on stdout.
+
+    Args:
+        model: name or directory of a model with a tokenizer.
+        num_devices: devices to serve on; with one device nothing merges.
+        device_memory: memory of each device, such as "1GiB".
+    """
     console = Console(highlight=False)
     start = time.perf_counter()
     source = ModelSource(EngineConfig(model=model))
     source.close()
     if source.directory is None or not (source.directory / "tokenizer.json").exists():
-        raise RequestError("the demo asks in words, and the model has no tokenizer.json")
+        raise RequestError(f"the demo asks questions in text, but {model} has no tokenizer.json")
     tokenizer = Tokenizer.from_directory(source.directory)
     texts = (QUESTIONS if uses_chat(tokenizer) else OPENINGS)[: SHORT_PER_DEVICE * num_devices]
     work = plan_work(tokenizer, ModelConfig.from_hf(source.hf_config).num_layers, texts, num_devices)
+    highest = EngineConfig(model=model, num_devices=num_devices).max_tp
+    console.print(
+        f"Loading {source.name} and compiling its programs: about a minute the first time, seconds when the compile "
+        "cache has them."
+    )
     llm = LLM(
         model=model,
         num_devices=num_devices,
         device_memory=device_memory,
         kv_cache_tokens=work.kv_cache_tokens,
         progress=sys.stderr.isatty(),
-        # Few and small programs, as every sub-mesh of a CPU needs its own: five layers an executable, where compiling
-        # all 30 as one takes several times as long. The first run compiles for the second, which must not find its
-        # prompts in the cache.
+        # All programs are compiled before the first request, so that no measured time includes it. Few and small
+        # programs compile fastest.
+        warmup=sorted({1, highest}),
+        segment_layers=SEGMENT_LAYERS,
+        # The same prompts run once more for the check, and must be computed again.
         prefix_caching=False,
         max_num_seqs=2 * SHORT_PER_DEVICE,
         max_num_batched_tokens=CHUNK,
-        max_model_len=max(work.longest_short, len(work.long) + LONG_TOKENS),
-        segment_layers=5,
+        max_model_len=work.longest,
     )
     with llm:
-        devices = f"{num_devices} {_device_kind()} of {format_bytes(parse_bytes(device_memory))}"
-        console.print(f"[bold]{llm.name}[/bold]: {devices} each, loaded in {time.perf_counter() - start:.1f} s")
-        console.print(
-            f"{num_devices} x TP1, each with room for {capacity(llm)} tokens: {len(texts)} short prompts, each with "
-            f"{work.short_tokens} tokens of answer"
-        )
-        with _stage(console, llm, "answered them, undisturbed"):
-            alone = _answers(llm.generate(work.short, work.short_params))
+        memory = format_bytes(parse_bytes(device_memory))
+        console.print(f"Ready after {time.perf_counter() - start:.0f} s: {num_devices} {_device_kind()} of {memory}.\n")
         if num_devices == 1:
-            print_answers(console, tokenizer, texts, alone)
-            console.print("With --num-devices 2 or 4, instances merge for a long prompt, and split again.")
-        else:
-            with _stage(console, llm, "the same through the server, with a long prompt, which compiles what it needs"):
-                run_work(llm, work)
-            with _stage(console, llm, "once more"):
-                run = run_work(llm, work)
-            console.print()
-            print_answers(console, tokenizer, texts, run.short)
-            print_run(console, llm, tokenizer, run)
-            llm.set_layout(llm.config.max_tp)
-            (long_alone,) = _answers(llm.generate(work.long, work.long_params))
-            layouts = f"{num_devices} x TP1", f"TP{llm.config.max_tp}"
-            print_agreement(console, "short answers", layouts[0], alone, list(run.short))
-            print_agreement(console, "long answer", layouts[1], [long_alone], [run.long])
-    console.print(f"\n{time.perf_counter() - start:.1f} s in all")
+            print_answers(console, tokenizer, texts, _answers(llm.generate(work.short, work.short_params)))
+            console.print("On one device nothing can merge: try --num-devices 2 or 4.")
+            return
+        with DemoView(console, llm) as view:
+            run = run_work(llm, work, texts, view)
+        console.print("\nChecking: the same requests once more, without a merge or a split ...")
+        print_report(console, tokenizer, llm, run, _check(llm, work, run.short, run.long))
+    console.print(f"\nThe demo took {time.perf_counter() - start:.0f} s.")
 
 
-@contextmanager
-def _stage(console: Console, llm: LLM, what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    before = set(llm.executables())
-    yield
-    seconds = time.perf_counter() - start
-    new = [info for info in llm.executables() if info not in before]
-    cached = sum(info.cached for info in new)
-    programs = f"{len(new)} programs compiled or loaded, {cached} from the cache" if new else "all programs were ready"
-    console.print(f"  {what} ({seconds:.1f} s; {programs})")
+def _check(llm: LLM, work: Work, short: Sequence[Answer], long: Answer) -> Check:
+    """Compare answers with those of runs in which the layout does not change."""
+    llm.set_layout(1)
+    expected = _answers(llm.generate(work.short, work.short_params))
+    llm.set_layout(llm.config.max_tp)
+    expected += _answers(llm.generate(work.long, work.long_params))
+    return Check.compare([answer.token_ids for answer in expected], [a.token_ids for a in (*short, long)])
 
 
 def _answers(outputs: list[RequestOutput]) -> list[Answer]:

@@ -1,6 +1,7 @@
-"""What `amoeba demo` prints of its run."""
+"""Report of `amoeba demo`: what happened, in four sentences and three tables."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -9,122 +10,149 @@ from rich.text import Text
 
 from amoeba_jax import LLM
 from amoeba_jax.tokenizer import Tokenizer
-from amoeba_jax.views import MemoryReport
 from serving.commands.demo_run import Answer, Run
+from serving.commands.demo_view import MAX_WIDTH, layer_bytes, memory_bar, memory_legend
 from sharding.ledger import format_bytes
 
-
-def capacity(llm: LLM) -> int:
-    """Tokens that the first instance holds."""
-    return llm.instances[0].kv_total_pages * llm.config.page_size
+_BAR_WIDTH = 36
+_NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
 
 
-def print_run(console: Console, llm: LLM, tokenizer: Tokenizer, run: Run) -> None:
-    """The long answer, what the short requests saw, the memory, and what the transformations did."""
-    console.print(
-        f"The long prompt: {len(run.long.prompt)} tokens, and one device holds {capacity(llm)}. Its answer begins:"
-    )
-    console.print(_visible_text(tokenizer, run.long) + "\n", style="green", markup=False)
-    console.print(_phase_table(run, llm.config.num_devices))
-    console.print(_memory_map(run.maps))
-    for what, report in zip(("merge", "split"), run.reports, strict=True):
-        layers = sum(len(group.layers) for group in report.groups)
-        restored = sum(group.restored_bytes for group in report.groups)
-        console.print(
-            f"{what}: {layers} layers in {report.steps} steps, which generated {report.tokens} tokens; "
-            f"{format_bytes(report.moved_bytes)} of KV pages moved, {format_bytes(restored)} of weights restored, "
-            f"{format_bytes(report.extra_bytes)} of staging a device"
+@dataclass(frozen=True)
+class Check:
+    """Answers compared with expected ones.
+
+    Attributes:
+        answers: number of answers.
+        equal: number of answers that are equal token for token.
+        tokens: number of tokens of all answers.
+        equal_tokens: number of tokens before the first difference of each answer.
+    """
+
+    answers: int
+    equal: int
+    tokens: int
+    equal_tokens: int
+
+    @classmethod
+    def compare(cls, expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> "Check":
+        """Compare answers of equal lengths."""
+        same = [[a == b for a, b in zip(one, other, strict=True)] for one, other in zip(expected, found, strict=True)]
+        return cls(len(same), sum(map(all, same)), sum(map(len, same)), sum([*s, False].index(False) for s in same))
+
+    def __str__(self) -> str:
+        if self.equal == self.answers:
+            return f"all {self.answers} answers equal the answers of runs without a merge, token for token."
+        return (
+            f"{self.equal} of {self.answers} answers equal the answers of runs without a merge, token for token "
+            f"(in all, {self.equal_tokens} of {self.tokens} tokens come before a difference: sums over several devices "
+            "are rounded differently, which can decide between two tokens of nearly equal probability)."
         )
+
+
+def print_report(console: Console, tokenizer: Tokenizer, llm: LLM, run: Run, check: Check) -> None:
+    """Print what happened, then the tables and the answers."""
+    console.rule("What happened", style="grey50")
+    console.print(_story(llm, run, check))
     console.print()
+    console.print(_speed_table(run, llm.config.num_devices, llm.config.max_tp))
+    console.print()
+    _print_memory(console, run)
+    console.print(_change_table(run))
+    console.print()
+    print_answers(console, tokenizer, [*run.texts, "(the long prompt: notes of a voyage)"], [*run.short, run.long])
+
+
+def _story(llm: LLM, run: Run, check: Check) -> str:
+    degree = llm.config.max_tp
+    up, down = run.reports
+    return (
+        f"{_NUMBERS.get(len(run.short), len(run.short))} instances, each on one device (TP1), were answering short "
+        f"requests when a prompt of {len(run.long.prompt)} tokens arrived, but one device has room for "
+        f"{run.device_tokens} tokens. "
+        f"So {degree} instances merged into one (TP{degree}), in which every device computes 1/{degree} of each layer, "
+        "and weights that a device no longer needed became room for the prompt. "
+        "After the long answer the instance split again, and each device got its weights back from the others. "
+        f"No request was stopped, the short ones got {up.tokens + down.tokens} tokens during the merge and the split, "
+        f"and {check}"
+    )
 
 
 def print_answers(console: Console, tokenizer: Tokenizer, texts: Sequence[str], answers: Sequence[Answer]) -> None:
-    """Each question with its answer."""
+    """Print the first line of each answer beside its request."""
+    table = Table(title="Answers", title_justify="left", width=min(console.width, MAX_WIDTH))
+    table.add_column("request", no_wrap=True, overflow="ellipsis", ratio=2)
+    table.add_column("answer (its beginning)", no_wrap=True, overflow="ellipsis", ratio=3)
     for text, answer in zip(texts, answers, strict=True):
-        console.print(f"> {text}", style="bold", markup=False)
-        console.print(_visible_text(tokenizer, answer), style="green", markup=False)
-    console.print()
+        table.add_row(Text(text), Text(_visible_text(tokenizer, answer), style="green"))
+    console.print(table)
 
 
 def _visible_text(tokenizer: Tokenizer, answer: Answer) -> str:
-    """The answer up to where the model ended it, or with dots where the length limit cut it off."""
+    """Return an answer up to its end of text, as one line."""
     tokens = answer.token_ids
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids), None)
-    if end is None:
-        return answer.text.strip() + " ..."
-    return tokenizer.decode(tokens[:end]).strip()
+    text = answer.text if end is None else tokenizer.decode(tokens[:end])
+    return " ".join(text.split())
 
 
-def _phase_table(run: Run, devices: int) -> Table:
-    table = Table(title="what the short requests saw")
-    for name in ("", "seconds", "tokens", "per token", "longest", "still running"):
-        table.add_column(name, justify="left" if not name else "right")
-    names = {"before": f"{devices} x TP1", "after": f"{devices} x TP1 again"}
+def _speed_table(run: Run, devices: int, degree: int) -> Table:
+    table = Table(
+        title="Short requests: time between two tokens",
+        title_justify="left",
+        caption="A gap is the time between two tokens of one request.",
+        caption_justify="left",
+    )
+    for name in ("phase", "seconds", "tokens", "median gap", "longest gap", "requests left"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    names = {
+        "before": f"{devices} x TP1",
+        "merged": f"TP{degree}",
+        "after": f"{devices} x TP1 again",
+    }
     for phase in run.phases:
         gaps = phase.gaps * 1e3
         table.add_row(
             names.get(phase.name, phase.name),
-            f"{phase.seconds:.2f}",
+            f"{phase.seconds:.1f}",
             str(len(gaps)),
-            f"{np.median(gaps):.0f} ms" if len(gaps) else "",
-            f"{gaps.max():.0f} ms" if len(gaps) else "",
+            f"{np.median(gaps):.0f} ms" if len(gaps) else "-",
+            f"{gaps.max():.0f} ms" if len(gaps) else "-",
             str(phase.running),
         )
-    table.caption = "time between two tokens of a request: median, longest"
-    if run.compiled:
-        table.caption += f"; {run.compiled} programs were compiled meanwhile, so it is too slow"
     return table
 
 
-_MAP_WIDTH = 36
-_MAP_PARTS = (
-    ("weights", "blue", "#"),
-    ("kv cache in use", "dark_orange", "k"),
-    ("kv cache free", "grey50", "."),
-)
-
-
-def _memory_map(maps: tuple[tuple[str, MemoryReport], ...]) -> Text:
-    """Who owns the layers' bytes of each device, to scale."""
-    text = Text("\nmemory of all layers: ")
-    for part, color, letter in _MAP_PARTS:
-        text.append(f"{letter} {part}  ", style=color)
-    text.append("\n")
-    for name, report in maps:
+def _print_memory(console: Console, run: Run) -> None:
+    """Print a bar of each device's memory at each moment."""
+    console.print("Memory of each device, without embedding and head", style="italic")
+    console.print(memory_legend())
+    for name, report in run.maps:
         for device in report.devices:
-            sizes = dict.fromkeys((part for part, _, _ in _MAP_PARTS), 0)
-            for layer, parts in report.parts(device).items():
-                for part, size in parts.items():
-                    # Padding is that of weights: the cache's is not told apart from it here.
-                    where = part if part in sizes else "weights"
-                    sizes[where] += size if layer is not None else 0
-            whole = max(sum(sizes.values()), 1)
-            text.append(f"{name if device == report.devices[0] else '':<10}device {device} [")
-            for part, color, letter in _MAP_PARTS:
-                text.append(letter * round(_MAP_WIDTH * sizes[part] / whole), style=color)
-            text.append(f"] {format_bytes(sizes['kv cache in use'])} in use\n")
-    return text
+            line = Text(f"{name if device == report.devices[0] else '':<9}device {device} ")
+            line.append(memory_bar(report, device, _BAR_WIDTH))
+            used = layer_bytes(report, device)["kv cache in use"]
+            console.print(line + Text(f" {format_bytes(used)} in use"), no_wrap=True)
+    console.print()
 
 
-def agreement(expected: list[tuple[int, ...]], got: list[tuple[int, ...]]) -> tuple[int, int]:
-    """How many answers are equal token for token, and how many tokens come before answers first differ."""
-    answers = tokens = 0
-    for one, other in zip(expected, got, strict=True):
-        equal = [a == b for a, b in zip(one, other, strict=True)]
-        answers += all(equal)
-        tokens += [*equal, False].index(False)
-    return answers, tokens
-
-
-def print_agreement(console: Console, what: str, layout: str, alone: list[Answer], answers: list[Answer]) -> None:
-    """Whether answers are those of an undisturbed run at some layout."""
-    expected = [answer.token_ids for answer in alone]
-    equal, same = agreement(expected, [answer.token_ids for answer in answers])
-    of_tokens = f"{same} of {sum(map(len, expected))} tokens"
-    if equal == len(answers):
-        console.print(f"The {what}: equal to an undisturbed run at {layout}, {of_tokens}.")
-    else:
-        console.print(
-            f"The {what}: {equal} of {len(answers)} equal to an undisturbed run at {layout}, {of_tokens} come before "
-            "the first difference (sums over ranks round differently, which can tip a near tie)."
-        )
+def _change_table(run: Run) -> Table:
+    table = Table(title="The two changes", title_justify="left")
+    table.add_column("")
+    up, down = run.reports
+    for name in ("merge", "split"):
+        table.add_column(name, justify="right")
+    rows = (
+        ("seconds", [f"{report.seconds:.1f}" for report in (up, down)]),
+        ("steps of the model meanwhile", [str(report.steps) for report in (up, down)]),
+        ("tokens generated meanwhile", [str(report.tokens) for report in (up, down)]),
+        ("KV cache moved between devices", [format_bytes(report.moved_bytes) for report in (up, down)]),
+        (
+            "weights copied back",
+            [format_bytes(sum(group.restored_bytes for group in report.groups)) for report in (up, down)],
+        ),
+        ("extra memory, each device", [format_bytes(report.extra_bytes) for report in (up, down)]),
+    )
+    for name, values in rows:
+        table.add_row(name, *values)
+    return table

@@ -1,14 +1,12 @@
-"""The work of `amoeba demo`: short prompts on small instances, and a long one for which they merge while they answer.
+"""Requests of `amoeba demo`: short prompts on small instances, and a long prompt for which the instances merge.
 
-All of it goes through a gRPC server, whose scheduler decides when instances merge and split.
+All requests go through a gRPC server. Its scheduler decides when instances merge and split.
 """
 
 import itertools
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +16,8 @@ from amoeba_jax.client import Chunk, Client
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.views import MemoryReport
+from serving.commands.demo_view import DemoView, sampled
 from serving.commands.generate import chat_prompt, uses_chat
-from serving.commands.live_view import live_view
 from serving.commands.local_server import local_server
 from serving.runtime.scheduling_config import SchedulingConfig
 from sharding.owners import Owner
@@ -34,7 +32,7 @@ QUESTIONS = (
     "Give me a plan for learning to play the piano.",
     "What did people use before electric light?",
 )
-# For models without a chat template: something to go on with.
+# Prompts for models without a chat template.
 OPENINGS = (
     "Once upon a time, there was a little girl",
     "One day, a boy named Tim went to the park",
@@ -45,23 +43,24 @@ OPENINGS = (
     "The bird looked at the cat and said",
     "It was a sunny day and the children",
 )
-SHORT_PER_DEVICE = 2
-CHUNK = 64
-# Of what all devices hold, for the long prompt, in no more than that many chunks.
+SHORT_PER_DEVICE = 1
+# Tokens of a prompt chunk.
+CHUNK = 32
+# Length of the long prompt: this share of the KV cache of the devices that merge, but at most so many chunks.
 LONG_SHARE = 0.75
 MAX_CHUNKS = 40
-LONG_TOKENS = 24
-# Tokens that short requests generate before the merge and after the split, and a few that are in flight.
-MARGIN = 20
-# Seconds for which the merged instance waits for another long request: not long, as there is none.
+LONG_TOKENS = 16
+# Tokens of a short request before the long prompt arrives, and after the split.
+MARGIN = 8
+# Seconds for which the merged instance waits for another long request.
 LINGER_S = 0.25
-# Steps that a merge or a split takes.
-TRANSFORM_STEPS = 15
+# Layers of a program. A merge or a split changes so many layers between two steps.
+SEGMENT_LAYERS = 5
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated for a prompt."""
+    """Prompt and generated tokens of a finished request."""
 
     prompt: list[int]
     token_ids: tuple[int, ...]
@@ -70,13 +69,20 @@ class Answer:
 
 @dataclass
 class Stream:
-    """One request to a server, followed token by token in a thread of its own. Times by `time.perf_counter()`."""
+    """Request to a server, followed token by token in a thread.
+
+    Attributes:
+        label: text that the live view shows.
+        times: arrival of each token, by `time.perf_counter()`.
+        ended_at: arrival of the end, or None while the request runs.
+        error: exception that ended the request, or None.
+    """
 
     client: Client
+    label: str
     prompt: list[int]
     params: SamplingParams
     times: list[float] = field(default_factory=list)
-    """When each of its tokens came."""
     ended_at: float | None = None
     error: BaseException | None = None
 
@@ -84,6 +90,16 @@ class Stream:
         self._chunks: list[Chunk] = []
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self.times)
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens at the end."""
+        return self.params.max_tokens or 1
 
     def _follow(self) -> None:
         try:
@@ -95,31 +111,33 @@ class Stream:
         self.ended_at = time.perf_counter()
 
     def wait(self) -> Answer:
-        """Until it has ended."""
+        """Wait for the end and return the answer."""
         self._thread.join()
         self.check()
         tokens = tuple(token for chunk in self._chunks for token in chunk.token_ids)
         return Answer(self.prompt, tokens, "".join(chunk.text for chunk in self._chunks))
 
     def wait_for(self, num_tokens: int) -> None:
-        """Until it has that many tokens."""
+        """Wait until the request has generated so many tokens."""
         while len(self.times) < num_tokens and self._thread.is_alive():
             time.sleep(0.002)
         self.check()
 
     def check(self) -> None:
-        """Raise what it failed with, if it has."""
+        """Raise the exception that ended the request, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run. Times in seconds.
+    """Part of a run between two events.
 
     Attributes:
-        gaps: times between two tokens of a short request, of all of them, those that ended here.
-        running: short requests that had not ended when it ended.
+        name: name of the phase.
+        seconds: length of the phase.
+        gaps: seconds between two tokens of a short request, for each gap that ended in this phase.
+        running: short requests that had not ended when the phase ended.
     """
 
     name: str
@@ -130,45 +148,61 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened to the requests, and to the memory."""
+    """Result of a run.
+
+    Attributes:
+        phases: phases in order: before, merge, merged, split, after.
+        maps: memory reports with the names of their moments.
+        reports: reports of the merge and of the split.
+        texts: texts of the short requests.
+        short: answers to the short requests.
+        long: answer to the long prompt.
+        device_tokens: tokens that the KV cache of one device holds at TP1.
+    """
 
     phases: tuple[Phase, ...]
     maps: tuple[tuple[str, MemoryReport], ...]
-    reports: tuple[TransformReport, ...]
+    reports: tuple[TransformReport, TransformReport]
+    texts: tuple[str, ...]
     short: tuple[Answer, ...]
     long: Answer
-    compiled: int
-    """Programs that were not ready: unless this is 0, times are of no use."""
+    device_tokens: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and how much is generated for them."""
+    """Prompts and sizes of a run.
+
+    Attributes:
+        short: token ids of the short prompts.
+        long: token ids of the long prompt; empty on one device.
+        short_tokens: tokens to generate for each short prompt.
+        kv_cache_tokens: tokens that the KV cache of each device must hold: its short requests.
+    """
 
     short: list[list[int]]
     long: list[int]
     short_tokens: int
-    layers_per_step: int
     kv_cache_tokens: int
-    """What each device has room for: its share of the short requests."""
 
     @property
-    def longest_short(self) -> int:
-        """Tokens of a short request when it ends."""
-        return max(len(prompt) for prompt in self.short) + self.short_tokens
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        return max(max(len(prompt) for prompt in self.short) + self.short_tokens, len(self.long) + LONG_TOKENS)
 
     @property
     def short_params(self) -> SamplingParams:
-        # Past the end of an answer, so that all of them run until instances have split again.
+        """Parameters of the short requests, which run on after the end of an answer, until the split is over."""
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
     @property
     def long_params(self) -> SamplingParams:
+        """Parameters of the long request."""
         return SamplingParams(temperature=0, max_tokens=LONG_TOKENS, ignore_eos=True)
 
 
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
-    """Short prompts that run throughout, and a long one that takes the room of several devices."""
+    """Choose the lengths so that short requests run throughout, and the long prompt fits the merged instance only."""
     chat = uses_chat(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -176,7 +210,6 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
 
     short = [encode(text) for text in texts]
     longest = max(len(prompt) for prompt in short)
-    layers_per_step = -(-num_layers // TRANSFORM_STEPS)
     page = EngineConfig.page_size
 
     def device_tokens(short_tokens: int) -> int:
@@ -184,59 +217,70 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
 
     steps, chunks = 0, 0
     if num_devices > 1:
-        # A short request generates a token in each step; the long prompt takes a step for each of its chunks.
-        steps = 2 * -(-num_layers // layers_per_step) + LONG_TOKENS
+        # A short request generates a token in each step. The long prompt takes a step for each of its chunks.
+        steps = 2 * -(-num_layers // SEGMENT_LAYERS) + LONG_TOKENS
         share = LONG_SHARE * num_devices
         while chunks * CHUNK < share * device_tokens(2 * MARGIN + steps + chunks) and chunks < MAX_CHUNKS:
             chunks += 1
     short_tokens = 2 * MARGIN + steps + chunks
     long = _fill(encode, chunks * CHUNK) if chunks else []
-    return Work(short, long, short_tokens, layers_per_step, device_tokens(short_tokens))
+    return Work(short, long, short_tokens, device_tokens(short_tokens))
 
 
-def run_work(llm: LLM, work: Work) -> Run:
-    """Short requests run throughout; the server's scheduler merges instances for the long one, and splits them."""
-    largest = llm.config.max_tp
+def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView) -> Run:
+    """Send the requests to a server of this process, and show the run in a view."""
+    degree = llm.config.max_tp
+    layout = f"{llm.config.num_devices} x TP1"
+    device_tokens = llm.instances[0].kv_total_pages * llm.config.page_size
     ended: list[tuple[float, TransformReport]] = []
-    num_programs = llm.stats.compiled_programs
-    scheduling = SchedulingConfig(merge_to=largest, linger_s=LINGER_S, layers_per_step=work.layers_per_step)
+    scheduling = SchedulingConfig(merge_to=degree, linger_s=LINGER_S)
     with (
         local_server(llm, scheduling, on_report=lambda r: ended.append((time.perf_counter(), r))) as (target, _),
         Client(target) as client,
-        live_view(client, sys.stderr.isatty()),
     ):
-        streams = [Stream(client, prompt, work.short_params) for prompt in work.short]
+        view.event(f"{layout}: {len(work.short)} short requests start")
+        streams = []
+        for prompt, text in zip(work.short, texts, strict=True):
+            streams.append(Stream(client, text, prompt, work.short_params))
+            view.requests.append(streams[-1])
         for stream in streams:
             stream.wait_for(2)
         start = time.perf_counter()
         maps = [("before", llm.memory())]
         for stream in streams:
             stream.wait_for(MARGIN)
+        view.event(f"a prompt of {len(work.long)} tokens arrives; one device has room for {device_tokens}: merge")
         with sampled(llm) as between:
-            long = Stream(client, work.long, work.long_params)
+            long = Stream(client, f"Long prompt of {len(work.long)} tokens", work.long, work.long_params)
+            view.requests.append(long)
             _wait_for(llm, ended, 1, long)
+        view.event(f"TP{degree}: merged in {ended[0][1].seconds:.1f} s, and computes the long prompt")
         maps += half_way(between)
         long.wait_for(1)
-        maps.append((f"TP{largest}", llm.memory()))
+        view.event("the long prompt has its first token")
+        maps.append((f"TP{degree}", llm.memory()))
         long_answer = long.wait()
+        view.event("the long answer is complete: split")
         _wait_for(llm, ended, 2, long)
+        view.event(f"{layout} again: split in {ended[1][1].seconds:.1f} s")
         maps.append(("after", llm.memory()))
         short = tuple(stream.wait() for stream in streams)
+        view.event("the short answers are complete")
     (merged_at, up), (split_at, down) = ended
     marks = [
         ("before", start),
         ("merge", merged_at - up.seconds),
-        (f"TP{largest}, long request", merged_at),
+        ("merged", merged_at),
         ("split", split_at - down.seconds),
         ("after", split_at),
         ("end", max(stream.ended_at or 0.0 for stream in streams)),
     ]
     phases = tuple(_phase(name, start, stop, streams) for (name, start), (_, stop) in itertools.pairwise(marks))
-    return Run(phases, tuple(maps), (up, down), short, long_answer, llm.stats.compiled_programs - num_programs)
+    return Run(phases, tuple(maps), (up, down), tuple(texts), short, long_answer, device_tokens)
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Until that many transformations have ended. Raises what the long request or the engine failed with."""
+    """Wait for the end of so many transformations. Raises the error of the long request or of the engine."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -249,27 +293,8 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
     return Phase(name, stop - start, np.array(gaps), running)
 
 
-@contextmanager
-def sampled(llm: LLM) -> Iterator[list[MemoryReport]]:
-    """Maps of the memory, taken again and again meanwhile."""
-    found: list[MemoryReport] = []
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.02):
-            found.append(llm.memory())
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
-
-
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """The map taken when half of what changes its owner had done so, if there is one."""
+    """Return the report nearest to the middle of the change, with a name; an empty list if there are no reports."""
     if not maps:
         return []
     sizes = [m.by_owner(0)[Owner.KV_CACHE] for m in maps]
@@ -277,11 +302,8 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     return [("half way", maps[min(range(len(maps)), key=lambda i: abs(sizes[i] - middle))])]
 
 
-# Prompts
-
-
 def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
-    """Notes of a voyage, as many as make up that many tokens and no more."""
+    """Return a prompt of at most so many tokens: as many notes of a voyage as fit."""
     things = ("two whales", "a lighthouse", "a red sail", "many gulls", "an island", "a storm far away", "calm water")
     weather = ("clear", "cloudy", "windy", "foggy", "rainy")
 
@@ -293,7 +315,7 @@ def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
         question = "In one sentence, what was the voyage like?"
         return encode("\n".join(["These are notes of a voyage.", *lines, question]))
 
-    few, many = 1, num_tokens  # one day fits, and that many do not: a day is several tokens
+    few, many = 1, num_tokens  # A day has several tokens: so many days do not fit.
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (middle, many) if len(notes(middle)) <= num_tokens else (few, middle)

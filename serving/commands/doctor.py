@@ -1,4 +1,4 @@
-"""`amoeba doctor`: what would not work on this machine, and what to do about it."""
+"""`amoeba doctor`: checks of this machine, with advice for each failure."""
 
 import json
 import platform
@@ -17,18 +17,18 @@ MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[r
 
 
 def examine() -> list[Finding]:
-    """Run all checks. Starts JAX if everything is installed; writes nothing."""
+    """Run all checks. Starts JAX if all dependencies are installed; writes no files."""
     findings = _versions()
     if any(finding.status == "fail" for finding in findings):
         return findings
-    # Only now: with a dependency missing or too old the import would fail.
+    # This import fails if a dependency is missing or too old.
     from serving.commands.host_checks import HOST_CHECKS
 
     return findings + [check() for check in HOST_CHECKS]
 
 
 def print_findings(findings: list[Finding], as_json: bool) -> None:
-    """The findings on stdout: a table, or one JSON object with `ok` and `checks`."""
+    """Print the findings on stdout as a table, or as one JSON object with `ok` and `checks`."""
     failed = sum(finding.status == "fail" for finding in findings)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}, indent=2))
@@ -38,16 +38,17 @@ def print_findings(findings: list[Finding], as_json: bool) -> None:
         table.add_row(finding.name, MARKS[finding.status], finding.detail, finding.advice)
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{failed} of {len(findings)} checks failed." if failed else "Nothing found that would not work.")
+    console.print(f"{failed} of {len(findings)} checks failed." if failed else "All checks passed.")
 
 
 def _versions() -> list[Finding]:
-    """Python and every dependency against the ranges that this package declares."""
+    """Compare the versions of Python and the dependencies with the ranges that this package declares."""
     try:
         declared = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         advice = "run `pip install -e .` in the repository"
-        return [Finding("package", "fail", f"{DISTRIBUTION} is not installed, so no ranges are known", advice)]
+        detail = f"{DISTRIBUTION} is not installed, so its supported versions are unknown"
+        return [Finding("package", "fail", detail, advice)]
     wanted = SpecifierSet(declared["Requires-Python"])
     python = platform.python_version()
     fits = wanted.contains(python, prereleases=True)
@@ -76,7 +77,7 @@ def _ranged(name: str, version: str, wanted: SpecifierSet, fits: bool, advice: s
 def _jaxlib() -> Finding:
     jax, jaxlib = (_version_or_none(name) for name in ("jax", "jaxlib"))
     if jax == jaxlib:
-        return Finding("jaxlib", "ok", f"{jaxlib}, as jax")
+        return Finding("jaxlib", "ok", f"{jaxlib}, equal to jax")
     return Finding("jaxlib", "warn", f"{jaxlib} with jax {jax}", f'pip install "jaxlib=={jax}"')
 
 

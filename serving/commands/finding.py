@@ -1,4 +1,4 @@
-"""What a check of `amoeba doctor` finds."""
+"""Result of a check of `amoeba doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check. `fail`: something would not work; `warn`: might not, or runs worse."""
+    """Result of one check.
+
+    Attributes:
+        name: name of the check.
+        status: "fail" if a feature does not work, "warn" if it may not work or runs slower, else "ok".
+        detail: facts that the check found.
+        advice: action for the user.
+    """
 
     name: str
     status: Literal["ok", "warn", "fail"]

@@ -14,14 +14,16 @@ from serving.commands.terminal_input import accept_any_bytes
 
 
 def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, chat: bool | None) -> None:
-    """Load the model and print the answer to `prompt` ("-": what stdin holds) as it grows; figures on stderr.
+    """Load a model and stream the answer to stdout; timings go to stderr.
 
-    `chat` wraps the prompt as a user's message in the model's chat template; None does so where there is one.
+    Args:
+        prompt: text to answer, or "-" for the text on stdin.
+        chat: whether to wrap the prompt in the chat template; None: if the model has one.
     """
     accept_any_bytes()
     text = check_unicode(sys.stdin.read() if prompt == "-" else prompt, "the prompt")
     if not text:
-        raise RequestError("the prompt is empty: give --prompt some text, or pipe it in with --prompt -")
+        raise RequestError("the prompt is empty: pass a text with --prompt, or use --prompt - and pipe a text in")
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     start = time.perf_counter()
     with LLM(**settings, progress=sys.stderr.isatty()) as llm:
@@ -33,24 +35,24 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
             last = output
             times.append(time.perf_counter())
         print(flush=True)
-        assert last is not None, "a stream ends with a finished output"
+        assert last is not None, "the stream returned no output"
         print(_figures(last, loaded_s, np.diff(times)), file=sys.stderr)
 
 
 def uses_chat(tokenizer: Tokenizer | None) -> bool:
-    """Whether prompts to a model are messages by default: it has a chat template."""
+    """Return whether the model has a chat template, so that prompts are messages by default."""
     return tokenizer is not None and tokenizer.has_chat_template
 
 
 def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Token ids of `text` as a user's message. Raises `RequestError` if the model has no chat template."""
+    """Return the token ids of a user's message. Raises `RequestError` if the model has no chat template."""
     if tokenizer is None:
-        raise RequestError("a chat prompt needs a tokenizer, and the model has no tokenizer.json")
+        raise RequestError("a chat prompt needs a tokenizer, but the model has no tokenizer.json")
     return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
-    """One line; `gaps_s` are the times between tokens, whose median leaves out the one step that compiled."""
+    """Return the timings as one line. The median of `gaps_s`, the times between tokens, ignores the compiling step."""
     completion = output.outputs[0]
     parts = [
         f"{len(output.prompt_token_ids)} prompt tokens",

@@ -1,4 +1,4 @@
-"""Checks of `amoeba doctor` that look at this machine: devices, memory, caches, the default model."""
+"""Checks of `amoeba doctor` on this machine: devices, memory, caches, the default model."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ from serving.commands.finding import Finding
 from sharding.ledger import format_bytes, parse_bytes
 
 GRPC_PORT = 50051
-# `amoeba demo`: 4 virtual devices of 1 GiB, and what Python, XLA and the programs take (5.3 GiB measured).
+# Memory of `amoeba demo` (5.3 GiB measured): 4 virtual devices of 1 GiB, Python, XLA and the programs.
 DEMO_BYTES = 11 * 2**29
 
 
@@ -37,14 +37,14 @@ def _cpu_threads() -> Finding:
     if value.isdigit() and int(value) > MAX_CPU_DEVICES:
         return Finding("CPU threads", "ok", f"NPROC={value}")
     advice = f"unset NPROC, or set it to {CPU_THREADS}"
-    detail = f"NPROC={value}: programs on several virtual CPU devices may dead-lock"
+    detail = f"NPROC={value}: programs on several virtual CPU devices may deadlock"
     return Finding("CPU threads", "warn", detail, advice)
 
 
 def _nccl_splitting() -> Finding:
     name, hang = "NCCL splitting", "a process with programs on 2 and on 4 GPUs may hang"
     if not cuda_may_start(jax.config.values["jax_platforms"] or ""):
-        return Finding(name, "ok", "JAX starts no NVIDIA GPUs here")
+        return Finding(name, "ok", "JAX uses no NVIDIA GPUs here")
     try:
         setting = nccl_splitting(os.environ)
     except (OSError, ValueError) as error:
@@ -65,13 +65,13 @@ def _nccl_splitting() -> Finding:
 def _devices() -> Finding:
     try:
         serving_devices(1)  # starts JAX as an engine would
-    except Exception as error:  # whatever a driver or plug-in raises when it does not start
-        advice = "set JAX_PLATFORMS=cpu to go without the accelerator"
+    except Exception as error:  # Drivers and plug-ins raise many types of errors.
+        advice = "set JAX_PLATFORMS=cpu to run without the accelerator"
         return Finding("devices", "fail", f"JAX does not start: {error}", advice)
     devices = jax.local_devices()
     first = devices[0]
     if first.platform == "cpu":
-        detail = f"{len(devices)} virtual CPU devices, {DEFAULT_CPU_MEMORY} each unless told otherwise"
+        detail = f"{len(devices)} virtual CPU devices, {DEFAULT_CPU_MEMORY} each by default"
         return Finding("devices", "ok", detail)
     stats = first.memory_stats() or {}
     size = format_bytes(stats["bytes_limit"]) if "bytes_limit" in stats else "unknown"
@@ -96,12 +96,12 @@ def _default_model() -> Finding:
 def _cache() -> Finding:
     directory = cache_root()
     existing = next((path for path in (directory, *directory.parents) if path.exists()), Path("/"))
-    advice = "set AMOEBA_CACHE_DIR to a folder that can be written"
+    advice = "set AMOEBA_CACHE_DIR to a writable directory"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding("cache", "fail", f"{directory} cannot be written", advice)
     usage = os.statvfs(existing)
     free = usage.f_bavail * usage.f_frsize
-    # The default model and its programs: 0.3 GB and a few tens of MB.
+    # The default model takes 0.3 GB, its programs some tens of MB.
     if free < 2 * default_model.CONVERTED_BYTES:
         detail = f"{directory}: only {format_bytes(free)} free"
         return Finding("cache", "warn", detail, f"free some space, or {advice}")
@@ -113,7 +113,7 @@ def _compile_cache() -> Finding:
     if not directory.is_dir():
         return Finding("compile cache", "ok", f"{directory} will be created")
     if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Loading an executable runs its code.
+        # Whoever can write an executable can run code in this process.
         detail = f"{directory} is writable by other users"
         return Finding("compile cache", "fail", detail, f"chmod 700 {directory}")
     size, files = _size(directory)
@@ -121,7 +121,7 @@ def _compile_cache() -> Finding:
 
 
 def _size(directory: Path) -> tuple[int, int]:
-    """Bytes and number of the files in a directory."""
+    """Return total bytes and number of the files in a directory."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return sum(sizes), len(sizes)
 
@@ -129,9 +129,9 @@ def _size(directory: Path) -> tuple[int, int]:
 def _host_memory() -> Finding:
     free = _free_memory()
     if free is None:
-        return Finding("host memory", "warn", f"free memory is not known on {sys.platform}", "")
+        return Finding("host memory", "warn", f"free memory is unknown on {sys.platform}", "")
     need = parse_bytes(DEFAULT_CPU_MEMORY)
-    detail = f"{format_bytes(free)} free; an engine on one CPU device takes {DEFAULT_CPU_MEMORY}"
+    detail = f"{format_bytes(free)} free; an engine on one CPU device needs {DEFAULT_CPU_MEMORY}"
     if free < need:
         return Finding("host memory", "fail", detail, "close programs, or pass a smaller --device-memory")
     if free < DEMO_BYTES:
@@ -141,7 +141,7 @@ def _host_memory() -> Finding:
 
 
 def _free_memory() -> int | None:
-    """Bytes that this process may still take: the machine's, or fewer in a container with a limit."""
+    """Return the free memory of the machine, or of the container if it has a lower limit, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -157,17 +157,17 @@ def _free_memory() -> int | None:
 
 def _grpc_port() -> Finding:
     with socket.socket() as probe:
-        # As a server would: a port whose last connection has just closed is free.
+        # Servers set this option too: a port is free as soon as its last connection is closed.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", GRPC_PORT))
         except OSError as error:
             detail = f"port {GRPC_PORT} is not free: {error.strerror}"
-            return Finding("gRPC port", "warn", detail, "a server will have to use another port")
+            return Finding("gRPC port", "warn", detail, "start a server with another --port")
     return Finding("gRPC port", "ok", f"port {GRPC_PORT} is free")
 
 
-# Settings of the environment first: starting JAX fills them in.
+# Environment variables come first, because the start of JAX sets them.
 HOST_CHECKS = (
     _cpu_threads,
     _nccl_splitting,

@@ -1,4 +1,4 @@
-"""A server in this process, over an `LLM` that this process made: for `amoeba demo`, and for trying things out."""
+"""A gRPC server in the process of its `LLM`, for `amoeba demo` and experiments."""
 
 import asyncio
 import threading
@@ -22,10 +22,10 @@ def local_server(
     config: ServerConfig | None = None,
     on_report: OnReport = lambda report: None,
 ) -> Iterator[tuple[str, Scheduling]]:
-    """Serve an LLM over gRPC in an event loop of its own, until the block ends; yields address and scheduler.
+    """Serve an LLM over gRPC until the block ends; yield the address and the scheduler.
 
-    The default `config` binds any free port of this machine alone, without metrics. The LLM stays open, and places its
-    requests itself again afterwards. Raises `ConfigError` for a port that cannot be bound.
+    The default `config` binds a free port of the loopback interface, without metrics. The LLM stays open after the
+    block, and its own scheduler places requests again. Raises `ConfigError` for a port that cannot be bound.
     """
     loop = _LoopThread()
     config = config or ServerConfig(port=0, metrics_port=None)
@@ -53,7 +53,7 @@ async def _start(config: ServerConfig) -> Server:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """Event loop in a background thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

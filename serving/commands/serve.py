@@ -1,4 +1,4 @@
-"""`amoeba serve`: a server from its start to its end."""
+"""`amoeba serve`: start, readiness and shutdown of a server."""
 
 import asyncio
 import gc
@@ -36,16 +36,18 @@ _READINESS_INTERVAL_S = 0.5
 def run_server(
     server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: str | None
 ) -> int:
-    """Serve until a signal comes (exit code 0) or the engine fails (70); ends the process if the engine is stuck.
+    """Serve until a signal arrives, and return the exit code: 0, or 70 if the engine fails.
 
-    `warm_up` tells what it waits for before it is ready: the programs of the first layout ("start": the others are
-    compiled while it serves), all ("all"), or none (None: each is compiled when it is needed).
+    If the engine is stuck, this ends the process. Raises the errors of loading a model, and `ConfigError` for a port
+    that cannot be bound.
 
-    Raises what loading the model raises, and `ConfigError` for a port that cannot be bound.
+    Args:
+        warm_up: programs that must be compiled before the server is ready: "start" for the programs of the first layout
+            (the others follow while it serves), "all", or None for no programs (each is compiled on first use).
     """
-    # Importing Orbax has set up a log without times.
+    # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.raiseExceptions = False  # a log that cannot be written stops nothing
+    logging.raiseExceptions = False  # The server continues if a log line cannot be written.
     logging.getLogger("amoeba.scheduler").setLevel(logging.INFO)
     return asyncio.run(_serve(server_config, engine_config, scheduling_config, warm_up))
 
@@ -65,7 +67,7 @@ async def _serve(
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             await server.stop()
-            # Nothing is served yet. Loading cannot be interrupted, and must not go on while the interpreter ends.
+            # Loading cannot be interrupted, and the interpreter would wait for it.
             os._exit(0)
         llm = loading.result()
         scheduling = Scheduling(llm, scheduling_config, server.metrics)
@@ -76,7 +78,7 @@ async def _serve(
         await asyncio.wait([stop, server.dead], return_when=asyncio.FIRST_COMPLETED)
         warming.cancel()
         if not server.dead.done():
-            say(f"stopping: running requests may go on for {server_config.shutdown_timeout_s:g} s")
+            say(f"stopping: running requests have {server_config.shutdown_timeout_s:g} s to finish")
             drain = asyncio.ensure_future(server.drain(server_config.shutdown_timeout_s))
             await asyncio.wait([drain, server.dead], return_when=asyncio.FIRST_COMPLETED)
             if drain.done():
@@ -88,7 +90,7 @@ async def _serve(
         if isinstance(error, EngineStuckError):
             await server.stop()
             await _close(tracing)
-            # Its thread never ends, and the interpreter would wait for it.
+            # The dispatcher thread never ends, and the interpreter would wait for it.
             os._exit(EXIT_ENGINE_FAILED)
         return EXIT_ENGINE_FAILED
     finally:
@@ -101,17 +103,17 @@ async def _serve(
 
 
 def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
-    """Say what has become of a server whose model is loaded. Return whether it serves."""
+    """Report the state of the server after loading, and return whether it serves."""
     where = f"{name} on {join_address(server.config.host, server.port)}"
     if (state := server.request_handler.state) is State.READY:
         say(f"ready: {where}, policy {policy_name}")
     elif state is State.DRAINING:
-        say(f"loaded, and not ready: {where} was drained while it was loading, and takes no requests: stop it")
+        say(f"not ready: {where} was drained while it was loading, and accepts no requests; stop it")
     return state is State.READY
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":
-    """Spans for a collector, if there is one. Raises `ConfigError` where the packages are missing."""
+    """Return an exporter of spans if an endpoint is set. Raises `ConfigError` if packages are missing."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -133,8 +135,10 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Have the programs of these degrees compiled while the server serves, and say which have become ready. Where that
-    fails, it is logged: the server goes on, and compiles what is missing when it is needed."""
+    """Compile the programs of these degrees while the server serves, and report each degree that becomes ready.
+
+    A failure is logged. The server then compiles missing programs on first use.
+    """
     ready: set[int] = set()
     try:
         if not degrees or not await asyncio.to_thread(lambda: llm.warmup(degrees, background=True)):
@@ -147,14 +151,14 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
             await asyncio.sleep(_READINESS_INTERVAL_S)
         gc.freeze()
     except EngineClosedError:
-        pass  # others say so
+        pass  # The shutdown is reported elsewhere.
     except Exception:
         missing = ", ".join(f"TP{degree}" for degree in degrees if degree not in ready)
-        logger.exception("the programs of %s are not compiled beside serving", missing)
+        logger.exception("cannot compile the programs of %s in the background: each is compiled on first use", missing)
 
 
 def _load(config: EngineConfig, warm_up: str | None):
-    """The model on its devices, with the programs compiled and run once that are to be there before it is ready."""
+    """Load the model, and compile and run the programs that the server must have before it is ready."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -162,10 +166,10 @@ def _load(config: EngineConfig, warm_up: str | None):
     if warm_up:
         degrees = _degrees(config) if warm_up == "all" else [config.tensor_parallel_size]
         names = ", ".join(f"TP{degree}" for degree in degrees)
-        say(f"compiling the programs of {names} meanwhile, or loading them from the compile cache")
+        say(f"compiling the programs of {names}, or loading them from the compile cache")
     llm = LLM(**settings, progress=sys.stderr.isatty(), warmup=degrees)
-    # What is there now stays: looking through half a million objects for garbage takes some tenths of a second, in
-    # which no step is launched.
+    # Exempt the objects that exist now from garbage collection: a full collection of half a million objects delays
+    # steps by some tenths of a second.
     gc.collect()
     gc.freeze()
     return llm
@@ -184,7 +188,7 @@ def _serve_metrics(server: Server) -> MetricsServer | None:
 
 
 def _stop_signal() -> "asyncio.Future[None]":
-    """Done with the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Return a future that completes at the first SIGTERM or SIGINT. The second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
 
@@ -200,7 +204,7 @@ def _stop_signal() -> "asyncio.Future[None]":
 
 
 def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run in a thread that the process need not wait for at its end."""
+    """Call a function in a daemon thread, for which the interpreter does not wait at exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""The settings of `amoeba serve`: from a file, and from flags, which win."""
+"""Settings of `amoeba serve`, from a YAML file and from options; options take precedence."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,7 +20,7 @@ _FILES = {field.name for field in fields(SecretFiles)}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, by the names of the flags. Raises `ConfigError`."""
+    """Return the settings of a YAML file by option name. Raises `ConfigError`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -33,7 +33,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a YAML file, if there is one, and of flags, which win. Raises `ConfigError`."""
+    """Return the settings of an optional YAML file and of options, which take precedence. Raises `ConfigError`."""
     values = read_file(file) if file else {}
     return values | {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
@@ -41,7 +41,7 @@ def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any
 def serve_settings(
     values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
-    """All configurations from settings by name, tokens possibly from the environment. Raises `ConfigError`."""
+    """Build the configurations from settings by name, and tokens from the environment. Raises `ConfigError`."""
     known = _ENGINE | _SCHEDULING | _LIMITS | _SERVER | _FILES
     unknown = sorted(set(values) - known)
     if unknown:
@@ -62,7 +62,7 @@ def serve_settings(
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The same values; raises `ConfigError` where YAML gave a text for a number or the other way round."""
+    """Return the values. Raises `ConfigError` if YAML has a text for a number, or a number for a text."""
     for name, value in values.items():
         texts = ("host", "otlp_traces_endpoint")
         wanted = str if name in texts else (int, float) if name.endswith("_s") else int
@@ -82,7 +82,7 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Clients' tokens: one on each line of a file that has any, or one from the environment."""
+    """Return the tokens of clients: one for each line of a file, or one from the environment."""
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 

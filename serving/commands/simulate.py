@@ -1,4 +1,4 @@
-"""The options of `amoeba simulate`."""
+"""Options of `amoeba simulate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,87 +11,113 @@ from serving.errors import clean_exit
 def simulate(
     ctx: typer.Context,
     more_slo: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="config.json, or its directory.")] = None,
-    device: Annotated[str, typer.Option(help="A100-40, A100-80, A800, H100, H200, H20, or a .json file.")] = "H100",
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Model: a config.json, or its directory.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Device: A100-40, A100-80, A800, H100, H200, H20, or a JSON file.")
+    ] = "H100",
     num_devices: Annotated[int | None, typer.Option(help="Devices of the cluster.", show_default="8")] = None,
     devices_per_scheduler: Annotated[
-        int | None, typer.Option(help="Devices that one scheduler decides about.", show_default="those of a host")
+        int | None, typer.Option(help="Devices of each scheduler.", show_default="the devices of a host")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="With commas between: amoeba, flying, static-tp1, static-mixed, seesaw, ...")
+        str, typer.Option(help="Policies with commas between: amoeba, flying, static-tp1, static-mixed, seesaw, ...")
     ] = "amoeba,least_load_first,static-tp1",
-    dataset_name: Annotated[str, typer.Option(help="random, mix (short and long requests), burst or trace.")] = "mix",
-    trace: Annotated[Path | None, typer.Option(help=".npz, .csv or .jsonl file of times and lengths.")] = None,
-    trace_length_scale: Annotated[float, typer.Option(help="Factor of a trace's lengths.")] = 1.0,
-    trace_time_scale: Annotated[float, typer.Option(help="Factor of its times; below 1 is faster.")] = 1.0,
-    trace_rate_scale: Annotated[float, typer.Option(help="Factor of its requests in the same time.")] = 1.0,
-    duration_s: Annotated[float | None, typer.Option("--duration", help="Seconds in which requests come.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="The most requests.")] = None,
-    request_rate: Annotated[float | None, typer.Option(help="Requests a second.")] = None,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson arrivals; less: in bursts; more: regular.")] = 1.0,
+    dataset_name: Annotated[
+        str, typer.Option(help="Workload: random, mix (short and long requests), burst or trace.")
+    ] = "mix",
+    trace: Annotated[Path | None, typer.Option(help="File of arrival times and lengths: .npz, .csv or .jsonl.")] = None,
+    trace_length_scale: Annotated[float, typer.Option(help="Factor of the lengths of a trace.")] = 1.0,
+    trace_time_scale: Annotated[
+        float, typer.Option(help="Factor of the arrival times of a trace; below 1 is faster.")
+    ] = 1.0,
+    trace_rate_scale: Annotated[
+        float, typer.Option(help="Factor of the number of requests of a trace in the same time.")
+    ] = 1.0,
+    duration_s: Annotated[float | None, typer.Option("--duration", help="Seconds in which requests arrive.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Maximum number of requests.")] = None,
+    request_rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of arrivals: 1 is a Poisson process, less is burstier.")
+    ] = 1.0,
     random_input_len: Annotated[int, typer.Option(help="Prompt tokens of random and burst.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Both are drawn from (1 - ratio) to (1 + ratio).")] = 0.0,
-    short_input_len: Annotated[int, typer.Option(help="Prompt tokens of the mix's short requests.")] = 1000,
-    short_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
-    short_per_minute: Annotated[float, typer.Option(help="How many come in a minute.")] = 60.0,
-    long_input_len: Annotated[int, typer.Option(help="Prompt tokens of the mix's long requests.")] = 50000,
-    long_output_len: Annotated[int, typer.Option(help="Tokens that they generate.")] = 128,
-    long_per_minute: Annotated[float, typer.Option(help="How many come in a minute.")] = 1.0,
-    low_rate: Annotated[str, typer.Option(help="Requests a second in burst's low phases, a range.")] = "2:5",
-    high_rate: Annotated[str, typer.Option(help="Requests a second in burst's high phases, a range.")] = "10:30",
-    phase_s: Annotated[float, typer.Option("--phase-s", help="Seconds of a phase of burst.")] = 30.0,
+    random_output_len: Annotated[int, typer.Option(help="Output tokens of random and burst.")] = 128,
+    random_range_ratio: Annotated[
+        float, typer.Option(help="Spread of these lengths: factors from 1 - ratio to 1 + ratio.")
+    ] = 0.0,
+    short_input_len: Annotated[int, typer.Option(help="Prompt tokens of short requests in mix.")] = 1000,
+    short_output_len: Annotated[int, typer.Option(help="Output tokens of short requests in mix.")] = 128,
+    short_per_minute: Annotated[float, typer.Option(help="Short requests per minute in mix.")] = 60.0,
+    long_input_len: Annotated[int, typer.Option(help="Prompt tokens of long requests in mix.")] = 50000,
+    long_output_len: Annotated[int, typer.Option(help="Output tokens of long requests in mix.")] = 128,
+    long_per_minute: Annotated[float, typer.Option(help="Long requests per minute in mix.")] = 1.0,
+    low_rate: Annotated[str, typer.Option(help="Range of requests per second in low phases of burst.")] = "2:5",
+    high_rate: Annotated[str, typer.Option(help="Range of requests per second in high phases of burst.")] = "10:30",
+    phase_s: Annotated[float, typer.Option("--phase-s", help="Seconds of each phase of burst.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Seed of lengths, arrivals, priorities and the router.")] = 0,
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            help="Limits in seconds for ttft, tpot, e2el, such as ttft:10 tpot:0.1: amoeba and flying decide by the "
-            "first two."
+            help="Limits in seconds of ttft, tpot, e2el, such as ttft:10 tpot:0.1. The policies amoeba and flying use "
+            "ttft and tpot."
         ),
     ] = None,
-    slo_share: Annotated[float, typer.Option(help="Share of requests that must keep them.")] = 0.99,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that a device runs at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 2048,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    slo_share: Annotated[float, typer.Option(help="Share of requests that must meet the limits.")] = 0.99,
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests of a device.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum prompt tokens of one step.")] = 2048,
+    max_model_len: Annotated[int | None, typer.Option(help="Maximum tokens of prompt and output.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens that clients allow.", show_default="those that come")
+        int | None, typer.Option(help="Output limit that clients send.", show_default="the output length")
     ] = None,
-    memory_utilization: Annotated[float, typer.Option(help="Share of a device's memory to use.")] = 0.9,
-    activation_gb: Annotated[float | None, typer.Option(help="Temporaries of a device.")] = None,
-    layers_per_step: Annotated[int, typer.Option(help="Layers that a transformation changes between steps.")] = 1,
-    linger_s: Annotated[float, typer.Option(help="amoeba: seconds that a merged instance waits.")] = 60.0,
-    merge_to: Annotated[int, typer.Option(help="amoeba: merges go to this degree at least.")] = 1,
+    memory_utilization: Annotated[float, typer.Option(help="Share of a device's memory that serving may use.")] = 0.9,
+    activation_gb: Annotated[float | None, typer.Option(help="Gigabytes of temporaries on each device.")] = None,
+    layers_per_step: Annotated[int, typer.Option(help="Layers that a transformation changes between two steps.")] = 1,
+    linger_s: Annotated[float, typer.Option(help="Seconds before an idle merged instance splits (amoeba).")] = 60.0,
+    merge_to: Annotated[int, typer.Option(help="Minimum degree of merges (amoeba).")] = 1,
     merge_again_after_s: Annotated[
-        float | None, typer.Option(help="amoeba: a long request that waited this long may cause another merge.")
+        float | None,
+        typer.Option(help="Seconds of waiting after which a long request may cause another merge (amoeba)."),
     ] = None,
-    preemption: Annotated[str, typer.Option(help="flying: hard, soft or sequential, for urgent requests.")] = "hard",
+    preemption: Annotated[
+        str, typer.Option(help="Preemption by urgent requests (flying): hard, soft or sequential.")
+    ] = "hard",
     urgent_degree: Annotated[
-        int | None, typer.Option(help="flying: degree of groups for urgent requests.", show_default="the highest")
+        int | None, typer.Option(help="Degree of groups for urgent requests (flying).", show_default="the highest")
     ] = None,
-    max_pause_s: Annotated[float, typer.Option(help="flying: seconds for which requests pause at most.")] = 10.0,
-    reserved_growth: Annotated[float, typer.Option(help="Share kept free of what requests may still grow by.")] = 0.0,
-    deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which a request ends.")] = None,
-    urgent_share: Annotated[float, typer.Option(help="Share of requests of higher priority.")] = 0.0,
+    max_pause_s: Annotated[float, typer.Option(help="Maximum seconds of a pause (flying).")] = 10.0,
+    reserved_growth: Annotated[
+        float, typer.Option(help="Reserved share of the tokens that requests may still generate.")
+    ] = 0.0,
+    deadline_s: Annotated[
+        float | None, typer.Option("--deadline", help="Seconds after which a request is cancelled.")
+    ] = None,
+    urgent_share: Annotated[float, typer.Option(help="Share of requests with a higher priority.")] = 0.0,
     fail: Annotated[
         list[str] | None, typer.Option(help="Failures: transformations:2, or device:3@120+60 (at 120 s, for 60 s).")
     ] = None,
-    router: Annotated[str, typer.Option(help="Of several schedulers: two_choices, round_robin.")] = "two_choices",
+    router: Annotated[
+        str, typer.Option(help="Router of several schedulers: two_choices or round_robin.")
+    ] = "two_choices",
     profile: Annotated[list[Path] | None, typer.Option(help="Operator profiles of the device (vidur's CSV).")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="File that --calibrate wrote: simulate its engine.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File of --calibrate, whose engine is simulated.")] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Measure our own engine with --calibrate-model here, write this file and end.")
+        Path | None, typer.Option(help="File to write measurements of this machine's engine to; simulates nothing.")
     ] = None,
-    calibrate_model: Annotated[str, typer.Option(help="The model that --calibrate runs.")] = "smollm2-135m",
-    kv_cache_tokens: Annotated[int | None, typer.Option(help="--calibrate: tokens of a device's KV cache.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File; the same seed gives the same bytes.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture, such as run.png; needs matplotlib.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why policies lost.")] = False,
-    find_max_rate: Annotated[bool, typer.Option("--find-max-rate", help="Find the highest rate within --slo.")] = False,
+    calibrate_model: Annotated[str, typer.Option(help="Model that --calibrate measures.")] = "smollm2-135m",
+    kv_cache_tokens: Annotated[int | None, typer.Option(help="Tokens of a device's KV cache for --calibrate.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the results; the same seed gives the same bytes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot, such as run.png; needs matplotlib.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Reasons why policies are slower than the best.")] = False,
+    find_max_rate: Annotated[
+        bool, typer.Option("--find-max-rate", help="Search for the highest rate within --slo.")
+    ] = False,
     find_min_devices: Annotated[
-        bool, typer.Option("--find-min-devices", help="Find the fewest devices within --slo.")
+        bool, typer.Option("--find-min-devices", help="Search for the fewest devices within --slo.")
     ] = False,
 ) -> None:
-    """Simulate policies with a trace or a synthetic load, on devices that need not be here. docs/simulation.md."""
+    """Simulate scheduling policies on devices that this machine need not have.
+
+    The load is a trace or synthetic. See docs/simulation.md.
+    """
     flags = dict(locals())
     sources = {name: ctx.get_parameter_source(name) for name in flags}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

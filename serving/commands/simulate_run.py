@@ -1,4 +1,4 @@
-"""`amoeba simulate` from its start to its end."""
+"""`amoeba simulate`: configuration, runs and output."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,14 +27,22 @@ _MEASURED = (
     "device", "devices_per_scheduler", "max_num_seqs", "max_num_batched_tokens", "memory_utilization", "activation_gb",
     "layers_per_step", "profile",
 )  # fmt: skip
-"""What a calibration says, and no flag can change."""
+"""Options that a calibration determines."""
 _WIDTH = 150
-"""Columns of tables that go into a file."""
+"""Width of tables if stdout is no terminal, in characters."""
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """What is shown, and where it goes. Raises `ConfigError` for what could not be written after the run."""
+    """Outputs of a simulation. Raises `ConfigError` if a file cannot be written.
+
+    Attributes:
+        json: file for the results.
+        plot: file for a plot.
+        explain: whether to print why policies are slower than the best.
+        find_max_rate: whether to search for the highest rate within the limits.
+        find_min_devices: whether to search for the fewest devices within the limits.
+    """
 
     json: Path | None = None
     plot: Path | None = None
@@ -46,18 +54,23 @@ class OutputConfig:
         for name in ("json", "plot"):
             path = getattr(self, name)
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ConfigError(f"--{name} {path} cannot be written: it must be a file in a directory that exists")
+                raise ConfigError(f"--{name} {path} cannot be written: it must be a file in an existing directory")
         if self.plot is not None:
             load_matplotlib()
         if self.find_max_rate and self.find_min_devices:
-            raise ConfigError("--find-max-rate and --find-min-devices are two questions: ask one at a time")
+            raise ConfigError("--find-max-rate and --find-min-devices cannot be combined")
 
 
 def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> SimulationConfig:
-    """From the flags of `amoeba simulate` by name, and which of them were given. Raises `ConfigError`."""
+    """Return the configuration of a simulation. Raises `ConfigError`.
+
+    Args:
+        flags: values of all options of `amoeba simulate` by name.
+        given: names of the options on the command line.
+    """
     slo, more = flags["slo"] or [], flags["more_slo"] or []
     if more and not slo:
-        raise ConfigError(f"unexpected arguments {' '.join(more)}: only --slo takes several")
+        raise ConfigError(f"unexpected arguments {' '.join(more)}: only --slo takes several values")
     workload = {item.name: flags[item.name] for item in fields(WorkloadConfig) if item.name in flags}
     if flags["trace"] is not None and flags["dataset_name"] == "mix":
         workload["dataset_name"] = "trace"
@@ -71,9 +84,9 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
     calibration = None if flags["calibration"] is None else Calibration.load(flags["calibration"])
     if calibration is not None and (ignored := [name for name in _MEASURED if name in given]):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
-        raise ConfigError(f"{names} cannot be combined with --calibration {flags['calibration']}: these were measured")
+        raise ConfigError(f"{names} cannot be combined with --calibration {flags['calibration']}, which sets them")
     if flags["model"] is None and calibration is None:
-        raise ConfigError("--model is missing: give a config.json, the directory that has it, or --calibration")
+        raise ConfigError("--model is missing: pass a config.json, its directory, or --calibration")
     own = {item.name: flags[item.name] for item in fields(SimulationConfig) if item.name in flags}
     own |= {
         "model": flags["model"] or calibration.model if calibration is not None else flags["model"],
@@ -92,11 +105,13 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 
 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
-    """Simulate all policies, print and save. Returns the exit code: 1 where no request completed, 0 otherwise. Raises
-    `ConfigError`."""
+    """Simulate all policies, print and save the results, and return the exit code.
+
+    The exit code is 1 if no request completed, else 0. Raises `ConfigError`.
+    """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in config.policies:
-        make_setup(config, name)  # what cannot be simulated is refused before anything runs
+        make_setup(config, name)  # Raises for all policies before the first run.
     if output.find_max_rate or output.find_min_devices:
         return _search(config, output, console)
     requests = request_table(config)
@@ -140,7 +155,7 @@ def _search(config: SimulationConfig, output: OutputConfig, console: Console) ->
             answers.append(find(config, name, tell))
     limits = ", ".join(f"{name} {limit:g} s" for name, limit in config.slo.limits_s.items())
     best = "Most" if output.find_max_rate else "Fewest"
-    console.print(f"{best} {what} at which {config.slo.share:.1%} of requests keep {limits}:", highlight=False)
+    console.print(f"{best} {what} at which {config.slo.share:.1%} of requests meet {limits}:", highlight=False)
     console.print(answers_table(answers, what))
     if output.json is not None:
         content = report(config, {})
@@ -153,7 +168,7 @@ def _search(config: SimulationConfig, output: OutputConfig, console: Console) ->
 
 
 def _progress() -> Progress:
-    """A bar on stderr where that is a terminal."""
+    """Return a progress bar on stderr; it is hidden if stderr is no terminal."""
     columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 

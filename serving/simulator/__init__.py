@@ -1,4 +1,4 @@
-"""A serving cluster in virtual time: the scheduler's own policies over a step-level cost model. Imports no JAX.
+"""Simulator of a serving cluster in virtual time: the scheduler's policies over a cost model of steps.
 
-docs/simulation.md explains it; `serving.simulator.simulate` is the Python API, `amoeba simulate` the command.
+Imports no JAX. `serving.simulator.simulate` is the Python API, `amoeba simulate` the command; see docs/simulation.md.
 """

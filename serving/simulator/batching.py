@@ -1,4 +1,4 @@
-"""Which chunks of prompts a step takes beside its decodes."""
+"""Choice of the prompt chunks that a step computes beside its decodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,22 +6,27 @@ from typing import Protocol
 
 
 class Batching(Protocol):
-    """Chooses prompt chunks. Decodes never wait: a step has one token of every sequence that decodes."""
+    """Rule that chooses prompt chunks. Decodes never wait: each step has one token of every decoding sequence."""
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Tokens taken of the first prompts, in order, of those that have `left` tokens to compute, beside that many
-        decodes of an instance of that degree."""
+        """Return the tokens that one step computes of each prompt, beginning with the first.
+
+        Args:
+            left: tokens of each prompt that are not computed yet.
+            decodes: decoding sequences in the same step.
+            degree: degree of the instance.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Prompts in order, up to a number of tokens a step, as vLLM's chunked prefill has it."""
+    """Rule of vLLM's chunked prefill: prompts in order, up to a number of tokens in each step."""
 
     max_num_batched_tokens: int = 2048
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """See `Batching.chunks`. The budget is for prompts alone."""
+        """See `Batching.chunks`. Decodes do not count in the budget."""
         budget, taken = self.max_num_batched_tokens, []
         for tokens in left:
             if budget <= 0:
@@ -36,9 +41,14 @@ _COARSE, _MIN_CHUNK = 4, 16
 
 @dataclass(frozen=True)
 class EngineBuckets:
-    """Prompts as amoeba-jax's own engine batches them for its compiled shapes (`amoeba_jax.programs.buckets`): one
-    chunk size a step, set by the first prompt, and 1 or 4 prompts of that size. Each device of an instance brings
-    `max_num_seqs` sequences."""
+    """Rule of this project's engine, which has compiled shapes (`amoeba_jax.programs.buckets`).
+
+    The first prompt determines the chunk size of a step. A step has 1 or 4 chunks of that size.
+
+    Attributes:
+        max_num_seqs: maximum number of sequences for each device of an instance.
+        max_num_batched_tokens: maximum prompt tokens of a step.
+    """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -51,21 +61,23 @@ class EngineBuckets:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Tokens of prompt chunks, ascending: the budget, a quarter of it, and so on."""
+        """Chunk sizes in tokens, ascending: the budget divided by powers of four."""
         sizes = [self.max_num_batched_tokens]
         while sizes[0] >= _COARSE * _MIN_CHUNK:
             sizes.insert(0, sizes[0] // _COARSE)
         return tuple(sizes)
 
     def chunk_size(self, length: int) -> int:
-        """For a prompt with `length` tokens left: the smallest that holds them, or the next smaller if they would not
-        fill half of it."""
+        """Return the chunk size for a prompt with `length` tokens left.
+
+        This is the smallest size that holds them, or the next smaller size if they would not fill half of it.
+        """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
-        """Prompts of one step: four, where three or more wait and there is room, or one."""
+        """Return the number of prompts in one step: up to four if at least three wait and there is room, else one."""
         most = self.max_num_seqs * degree
         several = _COARSE * chunk <= self.max_num_batched_tokens and most >= _COARSE
         if several and waiting + 1 >= _COARSE and decodes + _COARSE <= most:

@@ -1,4 +1,4 @@
-"""Equal steps in a row, as one event."""
+"""Consecutive steps of equal composition, as one event."""
 
 import math
 
@@ -6,16 +6,17 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Steps of one composition. Each decode step takes `slope_s` longer than the one before, as contexts grow.
+    """Steps of one composition. Each decode step takes `slope_s` longer than the previous step, because contexts grow.
 
     Attributes:
-        start_s: when the first one starts.
-        steps: how many there are.
-        first_s: seconds of the first.
-        plain_s: seconds of a step of the same decodes without prompts and without a transformation.
-        chunks: prompts that the only step computes, with the tokens taken of each.
-        switches: layers that a transformation switches before the only step.
-        interference_s, switch_s: of the step, what prompts and what the transformation added for those that decode.
+        start_s: start of the first step.
+        steps: number of steps.
+        first_s: seconds of the first step.
+        plain_s: seconds of a step with the same decodes, without prompts and without a transformation.
+        chunks: prompts that the only step computes, with the number of tokens of each.
+        switches: number of layers that a transformation switches before the only step.
+        interference_s: seconds that prompts add to the step for decoding requests.
+        switch_s: seconds that a transformation adds to the step for decoding requests.
     """
 
     __slots__ = (
@@ -38,21 +39,21 @@ class Block:
         self.interference_s = self.switch_s = 0.0
 
     def time_s(self, steps: int) -> float:
-        """Seconds of the first `steps` steps."""
+        """Return the seconds of the first `steps` steps."""
         return steps * self.first_s + self.slope_s * steps * (steps - 1) / 2
 
     @property
     def end_s(self) -> float:
-        """When the last step ends."""
+        """End of the last step."""
         return self.start_s + self.time_s(self.steps)
 
     def done(self, now_s: float) -> int:
-        """Steps that have ended."""
+        """Return the number of steps that have ended."""
         whole = int(self._position(now_s - self.start_s) + 1e-9)
         return min(max(whole, 0), self.steps)
 
     def cut(self, now_s: float) -> bool:
-        """End the block with the step that runs now: something waits for it. Returns whether that changed its end."""
+        """End the block with the running step, and return whether its end changed."""
         elapsed_s = now_s - self.start_s
         begun = 0 if elapsed_s <= 0 else max(math.ceil(self._position(elapsed_s) - 1e-9), 1)
         if begun >= self.steps:
@@ -61,8 +62,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Cut the block, and return the step that runs now, as a block of its own; None if all have ended. The caller
-        takes that step from this one."""
+        """Cut the block and return the running step as a block; None if all steps have ended.
+
+        The caller removes that step from this block.
+        """
         self.cut(now_s)
         if self.steps == 0:
             self.chunks, self.switches = [], 0
@@ -78,12 +81,12 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Steps, and the share of the one that runs, after that many seconds."""
+        """Return the number of steps after `elapsed_s` seconds, with the fraction of the running step."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:
             return elapsed_s / self.first_s
-        # The root of half * n^2 + linear * n = elapsed, in the form that holds for small slopes too.
+        # Root of half * n^2 + linear * n = elapsed, in the form that is accurate for small slopes.
         half = self.slope_s / 2
         linear, elapsed_s = self.first_s - half, max(elapsed_s, 0.0)
         return 2 * elapsed_s / (linear + math.sqrt(linear * linear + 4 * half * elapsed_s))

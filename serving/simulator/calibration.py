@@ -1,4 +1,4 @@
-"""What a short run of our own engine measured: enough to simulate this machine."""
+"""Measurements of this project's engine on a machine, as the input of a simulation."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times and sizes of an engine, by degree. Written by `amoeba simulate --calibrate`."""
+    """Times and sizes of an engine by degree, written by `amoeba simulate --calibrate`."""
 
     model: str
     num_devices: int
@@ -26,27 +26,25 @@ class Calibration:
     num_layers: int
     layers_per_step: int
     capacity_tokens: dict[int, int]
-    """Tokens that an instance holds."""
+    """Degree -> tokens that an instance holds."""
     max_requests: dict[int, int]
     decode_s: dict[int, dict[int, float]]
-    """Degree -> rows -> seconds of a step of an instance that runs alone."""
+    """Degree -> rows -> seconds of a decode step, while no other instance runs."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> chunk -> seconds of a step with it, one of several in a row. Its rows for decodes are computed
-    whether there are any or not."""
+    """Degree -> chunk size -> seconds of a step with one chunk. The step computes its rows for decodes in any case."""
     prompts_s: dict[int, dict[int, float]]
-    """The same of a step with four chunks of that size, of those sizes that the engine takes four of."""
+    """Degree -> chunk size -> seconds of a step with four chunks, for the sizes of which a step can have four."""
     few_rows: int
-    """Rows of a step with one chunk. One with more decodes has all rows."""
+    """Rows of a step with one chunk. A step with more decodes computes all rows."""
     latency_s: float
-    """Seconds of a request's way besides its steps: from the caller to the first launch, and from the last result to
-    the caller."""
+    """Seconds of a request outside of its steps: from the call to the first launch, and from the last result to the
+    caller."""
     context_s: dict[int, float]
     """Degree -> seconds per token of context."""
     crowding: dict[int, float]
-    """Busy instances -> how many times as long their steps take as those of one that is busy alone: devices of one CPU
-    share it."""
+    """Number of busy instances -> duration of a step relative to one busy instance, because devices share a CPU."""
     prompt_crowding: dict[int, float]
-    """The same of a step with a prompt, beside instances that decode."""
+    """Number of busy instances -> relative duration of a step with a prompt, while the other instances decode."""
     up_layer_s: float
     down_layer_s: float
     page_layer_s: float = 0.0
@@ -54,22 +52,22 @@ class Calibration:
     version: int = VERSION
 
     def step_cost(self) -> TableStepCost:
-        """The cost of steps."""
+        """Return the cost of steps."""
         return TableStepCost(self.decode_s, self.prompt_s, self.prompts_s, self.few_rows, self.context_s)
 
     def transformation(self) -> MeasuredTransformation:
-        """The cost of transformations."""
+        """Return the cost of transformations."""
         return MeasuredTransformation(
             self.num_layers, self.up_layer_s, self.down_layer_s, self.page_layer_s, self.page_size
         )
 
     def limits(self) -> tuple[DegreeLimits, ...]:
-        """Limits of all degrees that were measured."""
+        """Return the limits of all measured degrees."""
         degrees = sorted(self.capacity_tokens)
         return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
 
     def save(self, path: Path) -> None:
-        """Write as JSON. Raises `SimulationError`."""
+        """Write a JSON file. Raises `SimulationError`."""
         try:
             path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -77,7 +75,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
-        """Read what `save` wrote. Raises `SimulationError`."""
+        """Read a file of `save`. Raises `SimulationError`."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls._from_json(data)

@@ -1,4 +1,4 @@
-"""Mechanisms of other systems, each as its own paper describes it."""
+"""Cost models of other systems, as their papers describe them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Seesaw (arXiv 2503.06433): the model is re-sharded from host memory, where the KV cache waits meanwhile. No step
-    runs: pages go out and come back, and weights are loaded, at the rate of each device's host link."""
+    """Changes of Seesaw (arXiv 2503.06433): weights are loaded from host memory, and the KV cache goes there and back.
+
+    No step runs meanwhile. Each device transfers at the rate of its host link.
+    """
 
     model: ModelShape
     device: DeviceSpec
@@ -24,7 +26,7 @@ class HostMemoryCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`. Devices transfer side by side."""
+        """See `TransformationCost.change`. All devices transfer at the same time."""
         devices = max(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / devices
         weights_device = self.model.other_bytes / to_degree + self.model.ffn_bytes / to_degree
@@ -34,9 +36,11 @@ class HostMemoryCost:
 
 @dataclass(frozen=True)
 class LayerExchangeCost:
-    """KunServe's changes (its 4.2 and 4.4): devices that drop layers exchange the keys and values of the others'
-    layers, and take the parameters back from each other afterwards. Requests whose pages move wait for it; dropping
-    takes no time."""
+    """Changes of KunServe (sections 4.2 and 4.4).
+
+    Devices drop parameters of layers at no cost, and exchange the keys and values of these layers. Later they copy the
+    parameters back from each other. Requests wait while their pages move.
+    """
 
     model: ModelShape
     device: DeviceSpec
@@ -59,13 +63,15 @@ class LayerExchangeCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """KunServe (arXiv 2412.18169): devices that dropped parameters form a pipeline of whole layers. A step has as many
-    micro-batches as stages, so that all stages are busy; each token passes all stages."""
+    """Steps of KunServe (arXiv 2412.18169): devices that dropped parameters form a pipeline of whole layers.
+
+    A step has one micro-batch for each stage, so that all stages are busy. Each token passes all stages.
+    """
 
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: a micro-batch through all stages, and a transfer between two of them."""
+        """See `StepCost.fixed_s`: one micro-batch through all stages, and the transfers between stages."""
         if degree == 1:
             return self.base.fixed_s(1, shape)
         part = _part(shape, degree)
@@ -75,7 +81,7 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """Each stage reads its layers' part of the cache, of one micro-batch."""
+        """See `StepCost.context_s`. Each stage reads the cache of its layers, for one micro-batch."""
         return self.base.context_s(1) / degree
 
     def pair_s(self, degree: int) -> float:
@@ -84,19 +90,23 @@ class PipelineCost:
 
 @dataclass(frozen=True)
 class SequenceParallelCost:
-    """LoongServe (arXiv 2404.09526): devices keep whole models and share sequences. Prompts are striped over devices;
-    in decodes each device is master of a part of the batch, and attention runs where keys and values lie. What shares
-    sequences may itself be several devices at tensor parallelism."""
+    """Steps of LoongServe (arXiv 2404.09526): parts with whole models share sequences.
+
+    Prompts are striped over the parts. In decodes each part is the master of some sequences, and attention runs on the
+    part that stores the keys and values. A part may have several devices with tensor parallelism.
+    """
 
     base: ModelStepCost
     tensor_degree: int = 1
-    """Devices of each part: a step's degree counts parts."""
+    """Devices of each part. The degree of a step counts parts."""
     masters: int | None = None
-    """Parts that compute a decode step's other layers. None: all."""
+    """Parts that compute everything but attention in decodes. None: all."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: a part of the tokens on each device. In each layer prompts send keys and values
-        round the ring, and decodes send queries out and partial results back."""
+        """See `StepCost.fixed_s`: each part computes some of the tokens.
+
+        In each layer, prompts send keys and values around the ring; decodes send queries and receive partial results.
+        """
         tensor = self.tensor_degree
         if degree == 1:
             return self.base.fixed_s(tensor, shape)
@@ -118,8 +128,10 @@ class SequenceParallelCost:
 
 @dataclass(frozen=True)
 class UlyssesCost:
-    """Sequence parallelism of Ulysses, as Shift Parallelism (arXiv 2509.16495) serves with it: each device computes a
-    part of the tokens with all weights; two all-to-alls a layer change between parts of tokens and parts of heads."""
+    """Steps with Ulysses' sequence parallelism, as in Shift Parallelism (arXiv 2509.16495).
+
+    Each device computes some of the tokens with all weights. Two all-to-alls in each layer exchange tokens for heads.
+    """
 
     base: ModelStepCost
 
@@ -144,8 +156,10 @@ class UlyssesCost:
 
 @dataclass(frozen=True)
 class ShiftCost:
-    """Shift Parallelism: each step runs at tensor or sequence parallelism, whichever is faster for its size. Both have
-    the same layout of the cache, so that nothing moves."""
+    """Steps of Shift Parallelism: each step uses the faster one of tensor and sequence parallelism.
+
+    Both have the same layout of the cache, so no page moves between steps.
+    """
 
     base: ModelStepCost
 
@@ -161,14 +175,14 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """One device's part of a step's tokens."""
+    """Return the share of one device in a step."""
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Sizes of pipelines: each stage keeps a part of all layers' parameters, and their part of the cache."""
+    """Return the limits of pipelines, in which each stage keeps the parameters and the cache of some layers."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:
@@ -180,14 +194,13 @@ def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Sizes of sequence parallelism: each device keeps all weights, so that `p` of them hold `p` times as much."""
+    """Return the limits of sequence parallelism, in which each device keeps all weights."""
     one = memory.limits((1,), max_num_seqs)[0].capacity_tokens
     return tuple(DegreeLimits(degree, one * degree, max_num_seqs * degree) for degree in degrees)
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Sizes of Shift Parallelism: each device keeps all weights for sequence parallelism, and its shard for tensor
-    parallelism."""
+    """Return the limits of Shift Parallelism, in which each device keeps all weights and a shard of them."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:

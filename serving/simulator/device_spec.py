@@ -1,4 +1,4 @@
-"""Accelerators as data: `devices/*.json`, each with the sources of its numbers."""
+"""Data of accelerators from `devices/*.json`, with the sources of the numbers."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ _FOLDER = Path(__file__).parent / "devices"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator and its links within a host. Peak rates are of dense bf16; efficiencies are shares of them."""
+    """One accelerator and its links within a host. Peak rates are for dense bf16; efficiencies are relative to them."""
 
     name: str
     memory_bytes: float
@@ -26,7 +26,7 @@ class DeviceSpec:
     host_bandwidth: float
     """Bytes per second between a device and host memory."""
     devices_per_host: int
-    """Devices that share a host and its links: instances never reach across hosts."""
+    """Devices of one host. An instance never spans hosts."""
     flops_efficiency: float
     """Share of `flops` that large matrix products reach."""
     memory_efficiency: float
@@ -34,13 +34,13 @@ class DeviceSpec:
     attention_efficiency: float
     """Share of `memory_bandwidth` that reads of the KV cache by decodes reach."""
     launch_s: float
-    """Seconds that the shortest operator takes."""
+    """Seconds of the shortest operator."""
     all_reduce_latency_s: dict[int, float] = field(default_factory=dict)
-    """By number of ranks: seconds of the smallest all-reduce."""
+    """Number of ranks -> seconds of the smallest all-reduce."""
     link_efficiency: float = 0.7
     """Share of `link_bandwidth` that collectives reach."""
     step_overhead_s: float = 0.004
-    """Seconds of host work of a step that the device waits for."""
+    """Seconds of host work in each step, while the device waits."""
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,21 +57,21 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
-        """Raises `SimulationError` for a field that is missing or not known."""
+        """Build a device from JSON data. Raises `SimulationError` for a missing or unknown field."""
         known = {item.name for item in fields(cls)}
         for name in data:
             if name not in known:
-                raise SimulationError(f"{origin}: {name!r} is no field of a device: known are {', '.join(known)}")
+                raise SimulationError(f"{origin}: {name!r} is no device field; fields are {', '.join(known)}")
         values = dict(data)
         values["all_reduce_latency_s"] = {int(k): float(v) for k, v in data.get("all_reduce_latency_s", {}).items()}
         values["sources"] = tuple(data.get("sources", ()))
         try:
             return cls(**values)
         except TypeError as error:
-            raise SimulationError(f"{origin}: the device is incomplete: {error}") from error
+            raise SimulationError(f"{origin}: a field of the device is missing: {error}") from error
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Seconds of an all-reduce of `num_bytes` on each of `ranks` devices: a latency, and a ring's traffic."""
+        """Return the seconds of an all-reduce of `num_bytes` over `ranks` devices: latency and ring traffic."""
         if ranks == 1:
             return 0.0
         latency = self.all_reduce_latency_s.get(ranks) or max(self.all_reduce_latency_s.values(), default=2e-5)
@@ -80,7 +80,7 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Devices that come with the package."""
+    """Return the names of the devices in this package."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
 
 
@@ -90,7 +90,7 @@ def _key(name: str) -> str:
 
 @cache
 def find_device(name: str) -> DeviceSpec:
-    """A device by its name, such as `H100` or `A100-80`, or by the path of a JSON file. Raises `SimulationError`."""
+    """Return a device by name (`H100`, `A100-80`) or by the path of a JSON file. Raises `SimulationError`."""
     by_key = {_key(known): known for known in device_names()}
     if _key(name) in by_key:
         path = _FOLDER / f"{by_key[_key(name)]}.json"
@@ -98,7 +98,7 @@ def find_device(name: str) -> DeviceSpec:
         path = Path(name)
     else:
         known = ", ".join(device_names())
-        raise SimulationError(f"--device {name[:100]!r} is not known: it must be one of {known}, or a .json file")
+        raise SimulationError(f"--device {name[:100]!r} is unknown: it must be one of {known}, or a .json file")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""What a simulation cannot work with."""
+"""Errors of the simulator."""
 
 from amoeba_jax.errors import ConfigError
 
 
 class SimulationError(ConfigError):
-    """A setting, file or combination of both cannot be simulated. Names the value, the limit and what to do."""
+    """Error for settings or files that cannot be simulated. The message has the value and its limit."""

@@ -1,4 +1,4 @@
-"""The virtual clock: hosts with a scheduler each, arrivals, and what happens next."""
+"""Event loop in virtual time: arrivals, steps and decisions of several hosts."""
 
 import heapq
 import math
@@ -23,34 +23,36 @@ from serving.simulator.sim_executor import SimExecutor
 from serving.simulator.tally import Records, Tally
 
 TICK_S = 1.0
-"""Seconds between decisions where nothing happens, as of `EngineScheduler.interval_s`."""
+"""Seconds between decisions if no event happens, as in `EngineScheduler.interval_s`."""
 IDLE_TICK_S = 5.0
-"""The same for hosts where no request waits, in a cluster of several: that spares most of a large cluster's ticks, and
-merged instances split up to 4 s later for it."""
+"""Seconds between decisions of a host without waiting requests, if there are several hosts.
+
+This avoids most decisions in a large cluster. Merged instances split up to 4 s later.
+"""
 _AGAIN_S = 1e-3
-"""Seconds from a decision that took requests off their instances to the next one."""
+"""Seconds from a decision that preempted requests to the next decision."""
 _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
-"""Policies that decide nothing while no request waits and all instances are as they started: no need to ask them."""
+"""Policies that make no decision while no request waits and all instances have their first layout."""
 _BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
 
 Progress = Callable[[float, float], None]
-"""Called now and then with the virtual seconds, and the share of all requests that have come."""
+"""Callback that receives the virtual time in seconds and the share of requests that have arrived."""
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long a simulation goes on."""
+    """Limits of a simulation."""
 
     until_s: float | None = None
     """Virtual seconds to simulate. None: until all requests have ended."""
     drain_s: float = 3600.0
-    """Where `until_s` is None: no longer than this after the last arrival."""
+    """Maximum seconds after the last arrival, if `until_s` is None."""
     queue_limit: int | None = None
-    """Stop once that many requests wait at one host. None: never."""
+    """Number of waiting requests of one host that stops the simulation. None: no limit."""
 
 
 class Host:
-    """Devices under one scheduler."""
+    """Devices with one scheduler."""
 
     __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "not_before_s", "scheduler")
 
@@ -62,7 +64,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """No decision can come of time alone."""
+        """Whether time alone cannot cause a decision."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -71,10 +73,10 @@ class Host:
 
 
 class Cluster:
-    """Hosts that serve a table of requests. `run` does it all.
+    """Hosts that serve a table of requests.
 
     Attributes:
-        now_s: the virtual clock.
+        now_s: virtual time in seconds.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve all requests, or go on until the time is over."""
+        """Serve all requests, until they have ended or a limit is reached."""
         config = config or LoopConfig()
         arrivals, total = self.requests.arrival_s, len(self.requests)
         last_s = float(arrivals[-1]) if total else 0.0
@@ -169,7 +171,7 @@ class Cluster:
         self._close()
 
     def _handle(self, event: tuple, host: Host) -> bool:
-        """Let an event happen. Returns whether the host's scheduler should decide."""
+        """Process an event, and return whether the scheduler of the host must decide."""
         kind, executor = event[2], host.executor
         if kind == _BLOCK:
             instance, version = event[4], event[5]
@@ -232,7 +234,7 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Take in what has happened by the end of steps that were still under way."""
+        """Account for the steps that have ended in blocks that still run."""
         for host in self.hosts:
             executor = host.executor
             for instance in executor.instances:

@@ -1,4 +1,4 @@
-"""Why a policy lost: where the time of its requests goes, beside the one that won."""
+"""Comparison of each policy with the best policy: where the time of requests goes."""
 
 from collections.abc import Mapping
 
@@ -7,17 +7,17 @@ from serving.simulator.tally import Ending
 
 _PARTS = {
     "ttft_queue_s": "waiting in the queue",
-    "ttft_prefill_s": "computing prompts, those of others in the same steps included",
+    "ttft_prefill_s": "computing prompts, including prompts of other requests in the same steps",
     "token_decode_s": "decoding",
     "token_prompts_s": "prompts in the same steps",
     "token_transformations_s": "transformations",
 }
 _WORTH_TELLING = 0.02
-"""Differences below this share of the winner's total are not told."""
+"""Minimum difference to report, as a share of the total of the best policy."""
 
 
 def winner(results: Mapping[str, PolicyResult]) -> str:
-    """The policy with most requests within the objectives; of equals the one with the least mean TTFT."""
+    """Return the policy with the most requests within the objectives; a tie goes to the lower mean TTFT."""
 
     def key(name: str) -> tuple[float, float]:
         result = results[name]
@@ -28,11 +28,11 @@ def winner(results: Mapping[str, PolicyResult]) -> str:
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """A line on the winner, and for each other policy what it lost and to what."""
+    """Return one line about the best policy, and one line for each other policy."""
     best = winner(results)
     lines = [f"{best}: most requests within the objectives ({results[best].kept_share:.1%})."]
     if unfit := int((results[best].ending == Ending.NEVER_FITS).sum()):
-        lines[0] += f" Yet {unfit} requests fit none of its instances."
+        lines[0] += f" But {unfit} requests fit none of its instances."
     return lines + [_against(result, results[best]) for name, result in results.items() if name != best]
 
 
@@ -43,7 +43,7 @@ def _against(result: PolicyResult, best: PolicyResult) -> str:
     if refused[Ending.NEVER_FITS] > int((best.ending == Ending.NEVER_FITS).sum()):
         parts.append(f"{refused[Ending.NEVER_FITS]} requests fit none of its instances.")
     if refused[Ending.OPEN]:
-        parts.append(f"{refused[Ending.OPEN]} requests had not ended: it was overloaded.")
+        parts.append(f"{refused[Ending.OPEN]} requests had not ended: overloaded.")
     for title, names, form in (
         ("Mean TTFT", ("ttft_queue_s", "ttft_prefill_s"), "{:.2f} s"),
         ("A token", ("token_decode_s", "token_prompts_s", "token_transformations_s"), "{:.4f} s"),
@@ -64,5 +64,5 @@ def _against(result: PolicyResult, best: PolicyResult) -> str:
             f"{moved:.1f} GB moved."
         )
     if len(parts) == 1:
-        parts.append("No difference worth telling.")
+        parts.append("No relevant difference.")
     return " ".join(parts)

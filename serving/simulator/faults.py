@@ -7,8 +7,10 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """At `at_s` the instance on `device` loses its cache, and takes no requests for `down_s` seconds. Its requests wait
-    again and are computed from their tokens, as `amoeba_jax.engine.recovery` has it."""
+    """Failure of a device: its instance loses the cache at `at_s` and accepts no requests for `down_s` seconds.
+
+    Its requests wait again and are computed from their tokens, as after a failure in the engine.
+    """
 
     device: int
     at_s: float
@@ -22,15 +24,15 @@ class DeviceFault:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong."""
+    """Failures of a simulation."""
 
     transformations: int = 0
-    """That many transformations of each host end without effect."""
+    """Number of transformations of each host that end without effect."""
     devices: tuple[DeviceFault, ...] = ()
 
     @classmethod
     def from_text(cls, texts: list[str]) -> "Faults":
-        """From `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s). Raises `SimulationError`."""
+        """Parse `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s). Raises `SimulationError`."""
         transformations, devices = 0, []
         for text in texts:
             kind, _, value = text.partition(":")
@@ -49,6 +51,6 @@ class Faults:
                 raise
             except ValueError:
                 raise SimulationError(
-                    f"--fail {text!r} is not understood: it must be transformations:N or device:D@SECONDS+SECONDS"
+                    f"--fail {text!r} is invalid: it must be transformations:N or device:D@SECONDS+SECONDS"
                 ) from None
         return cls(transformations, tuple(devices))

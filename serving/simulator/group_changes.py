@@ -1,4 +1,4 @@
-"""Transformations of a simulated host: groups of devices that change their degree while requests run."""
+"""Transformations of a simulated host."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from serving.simulator.pauses import deal, pause, put_back, resume
 
 
 class GroupChanges:
-    """Begins and ends transformations.
+    """Running transformations of a host.
 
     Attributes:
-        failing: transformations under way that will end without effect: when they end, and their instances.
-        waiting: merges that begin when the requests of their members have ended.
+        failing: end time and instances of each transformation that will end without effect.
+        waiting: merges that wait until the requests of their members have ended.
     """
 
     def __init__(self, executor: Host):
@@ -24,10 +24,10 @@ class GroupChanges:
 
     def _check_group(self, devices: Sequence[int], degree: int) -> list[SimInstance]:
         if degree not in self._executor.limits:
-            raise Refusal(f"TP{degree} is no degree here: degrees are {sorted(self._executor.limits)}")
+            raise Refusal(f"TP{degree} is not a degree of this host, which has {sorted(self._executor.limits)}")
         members = [i for i in self._executor.instances if not set(devices).isdisjoint(i.devices)]
         if sorted(d for i in members for d in i.devices) != sorted(devices):
-            raise Refusal(f"devices {list(devices)} cut an instance in two, or are not all there")
+            raise Refusal(f"devices {list(devices)} do not consist of whole instances")
         if any(i.change is not None or i.waits_for is not None for i in members):
             raise Refusal(f"devices {list(devices)} are being transformed")
         for member in members:
@@ -37,18 +37,18 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Begin a merge. Raises `Refusal`."""
+        """Start a merge. Raises `Refusal`."""
         devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
         if devices != aligned or devices[0] % degree:
-            raise Refusal(f"devices {list(devices)} are no aligned group of {degree}")
+            raise Refusal(f"devices {list(devices)} are not an aligned group of {degree}")
         members = self._check_group(devices, degree)
         if len(members) < 2:
             raise Refusal(f"devices {list(devices)} are one instance already")
         if action.running == "pause" and action.release_weights:
-            raise Refusal("running='pause' needs release_weights=False: pages of paused requests stay where they are")
+            raise Refusal("running='pause' needs release_weights=False: paused requests keep their pages")
         if action.running == "pause" and len({i.degree for i in members}) > 1:
-            raise Refusal(f"the instances on devices {list(devices)} have several degrees: pauses need one")
+            raise Refusal(f"the instances on devices {list(devices)} must have equal degrees for a pause")
         if host.failing_transformations > 0:
             host.failing_transformations -= 1
             self._fail_change(action, members, min(i.degree for i in members))
@@ -62,7 +62,7 @@ class GroupChanges:
             self._merge(action, members)
 
     def proceed(self) -> bool:
-        """Begin merges whose members have no requests any more. Returns whether there was one."""
+        """Start merges whose members have no running requests, and return whether a merge started."""
         due = [entry for entry in self.waiting if not any(member.runs for member in entry[1])]
         for entry in due:
             self.waiting.remove(entry)
@@ -87,11 +87,11 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Begin a split, or have paused requests go on. Raises `Refusal`."""
+        """Start a split, or resume paused requests. Raises `Refusal`."""
         devices, degree, host = action.devices, action.degree, self._executor
         members = self._check_group(devices, degree)
         if len(members) != 1 or members[0].degree <= degree or members[0].degree % degree:
-            raise Refusal(f"devices {list(devices)} are no instance of a degree above {degree}")
+            raise Refusal(f"devices {list(devices)} are not one instance of a degree above {degree}")
         (instance,) = members
         if not instance.has_paused:
             instance.paused = ()
@@ -99,7 +99,7 @@ class GroupChanges:
         elif instance.runs:
             dealt = deal(list(instance.runs.values()), instance.steps, list(instance.paused), host.config.page_size)
             if any(part is None for _, part in dealt):
-                raise Refusal(f"the requests on devices {list(devices)} do not fit beside those that are paused there")
+                raise Refusal(f"the requests on devices {list(devices)} do not fit beside the paused requests there")
         if host.failing_transformations > 0:
             host.failing_transformations -= 1
             self._fail_change(action, members, degree)
@@ -141,7 +141,7 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """The members go on as they are, take no requests, and nothing comes of it."""
+        """Start a transformation without effect, during which the members accept no requests."""
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
         for member in members:
@@ -149,7 +149,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End transformations that fail by now. Returns whether there was one."""
+        """End transformations that have failed, and return whether there was one."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -159,7 +159,7 @@ class GroupChanges:
 
     def end(self, instance: SimInstance) -> None:
         change, instance.change = instance.change, None
-        assert change is not None, "its last layer has just switched"
+        assert change is not None, "a change must be running"
         to_degree, now_s = change.action.degree, self._executor.now_s
         seconds = now_s - change.start_s
         self._executor.tally.changes.append((now_s, change.from_degree, to_degree, seconds))
@@ -172,7 +172,7 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Deal the requests to instances of a lower degree: those that were paused, if there are such."""
+        """Distribute the requests over instances of a lower degree; paused instances return in place of new ones."""
         host = self._executor
         if instance.paused:
             parts = put_back(host, instance)

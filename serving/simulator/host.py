@@ -1,4 +1,4 @@
-"""What changes of degree need of the executor that they are made for."""
+"""Interface of the executor for changes of degree."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """See `SimExecutor`."""
+    """Part of `SimExecutor` that changes of degree use."""
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -22,34 +22,34 @@ class Host(Protocol):
     failing_transformations: int
 
     def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
-        """Make an instance without requests; `capacity_tokens` where it holds less than its degree can."""
+        """Return an instance without requests. `capacity_tokens` lowers its capacity below that of its degree."""
         ...
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Put instances in the place of others."""
+        """Replace instances by other instances on the same devices."""
         ...
 
     def begin(self, instance: SimInstance) -> None:
-        """Begin an instance's next steps."""
+        """Start the next steps of an instance."""
         ...
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Take note that a request has ended."""
+        """Record the end of a request."""
         ...
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Have a request wait again."""
+        """Preempt a request."""
         ...
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """End the instance's block with the step that runs, and say when that is."""
+    """End the block of an instance with the running step, and return its end in seconds."""
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Take in the steps of an instance's block, whose end events are void from now on."""
+    """Account for all steps of an instance's block, and cancel its end event."""
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):
             host.finish(run, Ending.COMPLETED)

@@ -1,4 +1,4 @@
-"""What a simulated host is made of, and what waits there."""
+"""Configuration of a simulated host, and its queue entries."""
 
 from dataclasses import dataclass
 
@@ -9,49 +9,49 @@ from serving.simulator.transformation_cost import TransformationCost
 
 
 class ForbiddenActionError(AssertionError):
-    """A policy asked for what it must never ask for. Raised by strict executors instead of a refusal."""
+    """Forbidden action of a policy. Strict executors raise it in place of a refusal."""
 
 
 class Refusal(Exception):
-    """Why an action is not taken on."""
+    """Refused action, with the reason."""
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    """What a host is made of. `limits` has the degrees that its instances may have, lowest first."""
+    """Configuration of a host. `limits` has the possible degrees of instances in ascending order."""
 
     num_devices: int
     limits: tuple[DegreeLimits, ...]
     pricing: Pricing
     transformation: TransformationCost
     degrees_at_start: tuple[int, ...]
-    """Degrees of the instances at the start, in the order of devices."""
+    """Degrees of the first instances, in the order of devices."""
     page_size: int = 16
     max_model_len: int | None = None
     layers_per_step: int = 1
     regroup_s: float = 0.0
-    """Seconds for which no step runs when requests pause, or go on: only views of buffers change."""
+    """Seconds without steps when requests pause or resume, because views of buffers change."""
     launch_ahead: LaunchAhead | None = None
-    """When an instance launches its next step. None: when the present one ends."""
+    """Rule for the launch of the next step. None: at the end of the running step."""
     shows_timing: bool = False
-    """Snapshots tell what steps and transformations took, as those of an engine do."""
+    """Whether snapshots contain measured times, like snapshots of an engine."""
     strict: bool = False
-    """Raise `ForbiddenActionError` for what a policy must never ask for, instead of refusing it."""
+    """Whether to raise `ForbiddenActionError` for forbidden actions, in place of refusing them."""
 
     @property
     def num_slots(self) -> int:
-        """Requests that the devices of one instance may have, paused ones included."""
+        """Maximum number of running and paused requests on the devices of one instance."""
         return max(limits.max_requests for limits in self.limits)
 
     @property
     def base_degree(self) -> int:
-        """Degree that instances start with and split to."""
+        """Lowest degree of the first instances, to which instances split."""
         return min(self.degrees_at_start)
 
 
 @dataclass
 class Waiting:
-    """A request in the queue, and what only the simulation knows of it."""
+    """Waiting request, with data that policies do not see."""
 
     request: WaitingRequest
     index: int

@@ -1,4 +1,4 @@
-"""One simulated serving replica: its running requests, and the steps that they share."""
+"""Simulated instance: its running requests and their steps."""
 
 import heapq
 from dataclasses import dataclass
@@ -15,13 +15,16 @@ from serving.simulator.tally import Records, Tally
 
 @dataclass(eq=False)
 class Change:
-    """A transformation under way.
+    """Running transformation.
 
     Attributes:
-        left: layers that have not switched.
-        lower: the lower one of the two degrees.
-        lane_tokens: what an instance of that degree holds.
-        fails: it ends without effect.
+        left: number of layers that have not switched.
+        total: number of layers.
+        lower: lower degree of the transformation.
+        layer_s: seconds of the switch of a layer.
+        pause_s: seconds before the first switch, while no step runs.
+        lane_tokens: tokens that an instance of the lower degree holds.
+        fails: whether the transformation ends without effect.
     """
 
     action: ScaleUp | ScaleDown
@@ -37,18 +40,23 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Tokens that a request may begin with meanwhile, where others use that many: as on one instance of the lower
-        degree, over which requests are spread evenly."""
+        """Return the maximum prompt tokens of a request that starts during the transformation.
+
+        The `used_tokens` of running requests count as spread evenly over instances of the lower degree.
+        """
         if self.fails:
             return 0
         lanes, size = instance.degree // self.lower, instance.page_size
-        used_tokens += size * len(instance.runs)  # a page for the next tokens of each
+        used_tokens += size * len(instance.runs)  # One page of each request is for its next tokens.
         free = min(self.lane_tokens - -(-used_tokens // lanes), instance.room_tokens - used_tokens)
         return max(free // size * size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
-        """A step between two layouts: layers that have switched run at the new degree, the others at the old one. One
-        prompt has a chunk in it. Where nothing runs all layers switch at once."""
+        """Return a step during the transformation.
+
+        Switched layers run at the new degree, the others at the old degree. The step has a chunk of at most one prompt.
+        If no request runs, all layers switch at once.
+        """
         count, prompts = instance.num_decoding, instance.prompts
         switches = min(self.layers_per_step, self.left) if count or prompts else self.left
         switch_s = switches * self.layer_s + (self.pause_s if self.left == self.total else 0.0)
@@ -67,7 +75,7 @@ class Change:
         return block
 
     def _step_s(self, instance: "SimInstance", low_share: float, chunk: int, pairs: float) -> float:
-        """Seconds of a step with a chunk of a prompt, or none, of whose layers that share is at the lower degree."""
+        """Return the seconds of a step if `low_share` of its layers run at the lower degree."""
         pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
         seconds = []
         for at, share in ((self.lower, low_share), (degree, 1 - low_share)):
@@ -79,20 +87,22 @@ class Change:
 
 
 class SimInstance:
-    """Runs steps of its requests. A step has one token of each request that decodes, and chunks of prompts.
+    """Instance that runs steps of its requests: one token of each decoding request, and chunks of prompts.
 
     Attributes:
-        steps: decode steps that have ended, counted since the instance was made.
-        context: tokens of all requests that decode.
-        paused: instances that it has taken the place of, whose requests keep their pages and make no progress.
-        room_tokens, max_requests: tokens and requests that it may have beside paused ones.
-        ready_s: no step begins before this time.
-        paused_s: when its requests paused last.
-        step_s, step_rows: seconds and sequences of its latest decode step without a prompt; None before the first.
-        prompt_tokens_per_s: rate of its latest step with prompts.
-        waits_for: the merge that begins when the requests of its devices have ended.
-        step_began_s: when its latest step that has ended began.
-        version: changes whenever the end of its block does, so that events of earlier ends are known to be void.
+        steps: number of ended decode steps.
+        context: tokens of all decoding requests.
+        paused: instances on the same devices whose requests are paused and keep their pages.
+        room_tokens: maximum tokens of its requests beside paused requests.
+        max_requests: maximum number of its requests beside paused requests.
+        ready_s: earliest start of the next step.
+        paused_s: start of the latest pause of its requests.
+        step_s: seconds of the latest decode step without a prompt; None before the first one.
+        step_rows: sequences of that step.
+        prompt_tokens_per_s: rate of the latest step with prompts.
+        waits_for: merge that starts when the requests on its devices have ended.
+        step_began_s: start of the latest ended step.
+        version: number of changes to the end of its block. Events with an older number are obsolete.
     """
 
     __slots__ = (
@@ -135,7 +145,7 @@ class SimInstance:
         self.prompt_tokens_per_s: float | None = None
         self.waits_for: ScaleUp | None = None
 
-    # What it has
+    # Room
 
     @property
     def capacity_tokens(self) -> int:
@@ -143,11 +153,11 @@ class SimInstance:
 
     @property
     def has_paused(self) -> bool:
-        """Requests are paused on its devices."""
+        """Whether requests are paused on its devices."""
         return any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
-        """Take in how many pages paused requests have: the device with fewest free ones limits all."""
+        """Update the room beside paused requests, which the device with the fewest free pages limits."""
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
@@ -163,11 +173,11 @@ class SimInstance:
     # Requests
 
     def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
-        """Return the requests as a policy sees them, when the instance has decoded `steps` times."""
+        """Return the requests as policies see them after `steps` decode steps."""
         return tuple(run.view(steps) for run in self.runs.values())
 
     def add(self, run: Run) -> None:
-        """Take a request, from the next step on."""
+        """Add a request, which joins the next step."""
         if run.blocks is not None:
             self.prefixes.shrink(self.room_tokens - self.used_tokens())
             found = self.prefixes.find(run.blocks, run.request.prompt_tokens)
@@ -178,7 +188,7 @@ class SimInstance:
         self.joining.append(run)
 
     def take_over(self, runs: dict[str, Run], steps: int) -> None:
-        """Take requests with their pages from an instance that has decoded `steps` times."""
+        """Take requests with their pages from an instance after its `steps` decode steps."""
         for name, run in runs.items():
             self.runs[name] = run
             if run.blocks is not None:
@@ -191,7 +201,7 @@ class SimInstance:
                 self.joining.append(run)
 
     def remove(self, run: Run) -> None:
-        """Give up a request and its pages, between two steps."""
+        """Remove a request and its pages between two steps."""
         self._forget(run)
         if run.base:
             self.num_decoding -= 1
@@ -209,7 +219,7 @@ class SimInstance:
         del self.runs[run.request.request_id]
 
     def last_in_order(self) -> Run:
-        """The request that is preempted next."""
+        """Return the request to preempt next."""
         return max(self.runs.values(), key=lambda run: run.order)
 
     def _decode(self, run: Run) -> None:
@@ -220,9 +230,9 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Plan the next steps, which start now: as many as have the same composition. None if there is nothing to do.
+        """Plan the next steps of equal composition, starting now. Returns None if no request runs.
 
-        Requests have pages for them: see `pages_short`.
+        The caller makes sure that requests have pages for them (`pages_short`).
         """
         self._take_joining(now_s)
         if self.change is not None and not self.change.fails:
@@ -237,7 +247,7 @@ class SimInstance:
         return self.block
 
     def _take_joining(self, now_s: float) -> None:
-        """Have requests join the next step, which starts now, that came before it was launched."""
+        """Add requests to the next step if they arrived before its launch."""
         came = self.joining
         if self.launch_ahead is not None and (self.prompts or self.num_decoding):
             launched_s = self.launch_ahead.launched_s(self.step_began_s, now_s)
@@ -266,12 +276,12 @@ class SimInstance:
         context_s = pricing.context_s(degree)
         steps = min(self._ends[0][0] - self.steps, steps_with_pages(self))
         if pricing.crowding or self.joining:
-            steps = 1  # others may begin or end a step at any time, and change its speed; who joins waits for one
+            steps = 1  # Other instances may change its speed after each step, and requests may join.
         first_s = pricing.fixed_s(degree, StepShape(count)) + context_s * self.context
         return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
-        """Take in the steps of the block. Returns the requests that have generated all their tokens."""
+        """Account for the steps of the block, and return the finished requests."""
         block, self.block = self.block, None
         if block is None or block.steps == 0:
             return []
@@ -301,7 +311,7 @@ class SimInstance:
         return finished
 
     def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
-        """A chunk of a prompt is done; with the last one comes a token."""
+        """Record a computed chunk of a prompt; the last chunk generates a token."""
         run.prompt_left -= length
         self.tally.prompt_tokens += length
         if run.prompt_left:
@@ -323,7 +333,7 @@ class SimInstance:
             self._decode(run)
 
     def cut(self, now_s: float) -> bool:
-        """End the block with the step that runs now. Returns whether its end changed."""
+        """End the block with the running step, and return whether its end changed."""
         if self.block is None or not self.block.cut(now_s):
             return False
         self.version += 1
@@ -331,7 +341,7 @@ class SimInstance:
 
 
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
-    """What a policy sees of an instance."""
+    """Return the view of an instance for policies."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
     step_s = instance.step_s if shows_timing else None
     if at_rest and not instance.runs and not instance.has_paused:
@@ -364,7 +374,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Decode steps for which an instance has pages in any case."""
+    """Return a number of decode steps for which the instance has enough pages."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -374,7 +384,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Whether the next step finds too few pages."""
+    """Return whether pages are missing for the next step."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

@@ -1,4 +1,4 @@
-"""What an instance of each degree holds: the devices' memory less weights, activations and what else is reserved."""
+"""Tokens that an instance of each degree holds: memory of its devices less weights and activations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from serving.simulator.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the bytes of a device go."""
+    """Division of a device's memory."""
 
     model: ModelShape
     device: DeviceSpec
     utilization: float = 0.9
-    """Share of the device's memory that is used."""
+    """Share of the device's memory that may be used."""
     activation_bytes: float | None = None
-    """Temporaries of steps on each device. None: those of a step of 8,192 tokens, and logits of 256 rows."""
+    """Bytes of temporaries on each device. None: a step of 8,192 tokens, and logits of 256 rows."""
     page_size: int = 16
     changes_degree: bool = True
-    """Instances can be merged and split: each device keeps what is not FFN whole at every degree, and at degree `p`
-    a `p`-th of the FFN (AMOEBA 3.2). Otherwise all weights are divided."""
+    """Whether instances merge and split. If so, the degree divides FFN weights only, and each device keeps all other
+    weights (AMOEBA 3.2). Otherwise it divides all weights."""
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -38,20 +38,22 @@ class MemoryPlan:
         return tokens + 256 * model.vocab_size * 4
 
     def weight_bytes(self, degree: int) -> float:
-        """Weights on each device of an instance that needs no others."""
+        """Return the bytes of weights on each device of an instance."""
         if self.changes_degree:
             return self.model.other_bytes + self.model.ffn_bytes / degree
         return self.model.weight_bytes / degree
 
     def capacity_tokens(self, degree: int) -> int:
-        """Tokens that an instance holds, in whole pages; 0 or less where the weights leave nothing."""
+        """Return the tokens that an instance holds, in whole pages; 0 or less if weights leave no room."""
         free = self.device.memory_bytes * self.utilization - self.weight_bytes(degree) - self.activations
         return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
 
     def limits(self, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-        """Limits of the degrees at which the model fits; `max_num_seqs` requests for each device.
+        """Return the limits of the degrees at which the model fits. Raises `SimulationError` if there is none.
 
-        Raises `SimulationError` where it fits at none."""
+        Args:
+            max_num_seqs: maximum number of requests for each device.
+        """
         fitting = tuple(
             DegreeLimits(degree, capacity, max_num_seqs * degree)
             for degree in degrees
@@ -61,8 +63,8 @@ class MemoryPlan:
             most = max(degrees)
             needed = self.weight_bytes(most) + self.activations
             raise SimulationError(
-                f"{self.model.name} fits nowhere: at TP{most} its weights and activations take {needed / 1e9:.1f} GB, "
-                f"of the {self.device.memory_bytes * self.utilization / 1e9:.1f} GB of an {self.device.name}: "
+                f"{self.model.name} fits at no degree: at TP{most} weights and activations take {needed / 1e9:.1f} GB, "
+                f"but a device ({self.device.name}) has {self.device.memory_bytes * self.utilization / 1e9:.1f} GB: "
                 "use a device with more memory or a higher degree"
             )
         return fitting

@@ -1,4 +1,4 @@
-"""Sizes of a decoder from its `config.json`: parameters, KV cache, and the matrices that a step multiplies."""
+"""Sizes of a decoder from its `config.json`: parameters, KV cache, and matrices."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix of one layer. `split` says which side tensor parallelism divides."""
+    """Weight matrix of one layer. Tensor parallelism divides the side that `split` names."""
 
     name: str
     inputs: int
@@ -21,7 +21,7 @@ class Matrix:
     """`outputs` or `inputs`."""
 
     def at(self, degree: int) -> tuple[int, int]:
-        """`(inputs, outputs)` of one rank's part."""
+        """Return `(inputs, outputs)` of the part of one rank."""
         if self.split == "outputs":
             return self.inputs, -(-self.outputs // degree)
         return -(-self.inputs // degree), self.outputs
@@ -29,7 +29,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the cost model needs to know of a decoder with gated FFNs, dense or of experts."""
+    """Sizes of a decoder with gated FFNs, dense or with experts."""
 
     name: str
     hidden_size: int
@@ -38,7 +38,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Inner features of the FFN, or of each expert."""
+    """Width of the FFN, or of each expert."""
     vocab_size: int
     max_position: int
     num_experts: int = 1
@@ -48,7 +48,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, name: str, config: dict[str, Any]) -> "ModelShape":
-        """Read a `config.json` in Hugging Face form. Raises `SimulationError` naming the field."""
+        """Read a `config.json` in Hugging Face form. Raises `SimulationError` with the name of the field."""
 
         def positive(*names: str, default: int | None = None) -> int:
             value = next((config[n] for n in names if config.get(n) is not None), default)
@@ -62,7 +62,7 @@ class ModelShape:
         dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _ITEM_BYTES:
             known = ", ".join(_ITEM_BYTES)
-            raise SimulationError(f"{name}: dtype={dtype!r} in config.json is not known: it must be one of {known}")
+            raise SimulationError(f"{name}: dtype={dtype!r} in config.json is unknown: it must be one of {known}")
         ffn = positive("moe_intermediate_size", "intermediate_size") if experts > 1 else positive("intermediate_size")
         return cls(
             name=name,
@@ -82,7 +82,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """From a `config.json` or the directory that has it. Raises `SimulationError`."""
+        """Read a `config.json`, or the one in a directory. Raises `SimulationError`."""
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ class ModelShape:
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of one layer's attention: the fused query, key and value projection, and the output projection."""
+        """Matrices of the attention of one layer: the fused projection to queries, keys and values, and the output."""
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (
             Matrix("qkv", self.hidden_size, rows, "outputs"),
@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def ffn_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of one layer's FFN, or of one expert: gate and up as one matrix, and down."""
+        """Matrices of the FFN of one layer, or of one expert: fused gate and up, and down."""
         return (
             Matrix("gate_up", self.hidden_size, 2 * self.ffn_size, "outputs"),
             Matrix("down", self.ffn_size, self.hidden_size, "inputs"),
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def head_matrix(self) -> Matrix:
-        """The projection to logits."""
+        """Projection to logits."""
         return Matrix("head", self.hidden_size, self.vocab_size, "outputs")
 
     @property
@@ -133,7 +133,9 @@ class ModelShape:
         return self.ffn_bytes + self.other_bytes
 
     def kv_token_bytes(self, degree: int = 1) -> float:
-        """Bytes of one token's keys and values, all layers, on one rank. With fewer KV heads than ranks each is stored
-        several times."""
+        """Return the bytes of keys and values of one token in all layers on one rank.
+
+        If there are fewer KV heads than ranks, each rank stores one head.
+        """
         heads = max(self.num_kv_heads / degree, 1.0)
         return self.num_layers * heads * 2 * self.head_dim * self.item_bytes

@@ -1,4 +1,4 @@
-"""Measured times of matrix products, in the CSV form of microsoft/vidur, and what lies between the measured points."""
+"""Measured times of matrix products in the CSV form of microsoft/vidur, with interpolation."""
 
 import bisect
 import csv
@@ -21,7 +21,7 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """The median time of one product: `tokens` rows by a matrix of `inputs` x `outputs`, one rank's part."""
+    """Median time of the product of `tokens` rows and the `inputs` x `outputs` matrix of one rank."""
 
     operator: str
     inputs: int
@@ -31,7 +31,7 @@ class OperatorPoint:
 
 
 def read_points(path: Path) -> list[OperatorPoint]:
-    """Points of a profile file, `.csv` or `.csv.gz`. Raises `SimulationError` for a file that is none."""
+    """Read the points of a profile, `.csv` or `.csv.gz`. Raises `SimulationError` for an invalid file."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -71,7 +71,7 @@ def _points(row: dict[str, str]) -> Iterable[OperatorPoint]:
 
 
 class OperatorProfile:
-    """Times of the matrix shapes that were measured; linear between two numbers of tokens."""
+    """Times of the measured matrix shapes, interpolated linearly between numbers of tokens."""
 
     def __init__(self, points: Iterable[OperatorPoint]):
         samples: dict[tuple[int, int], dict[int, list[float]]] = {}
@@ -84,17 +84,19 @@ class OperatorProfile:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "OperatorProfile":
-        """All points of several files of one device. Raises `SimulationError`."""
+        """Read all points of several files of one device. Raises `SimulationError`."""
         return cls(point for path in paths for point in read_points(path))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """`(inputs, outputs)` of the matrices that were measured."""
+        """`(inputs, outputs)` of the measured matrices."""
         return tuple(self._tables)
 
     def seconds(self, inputs: int, outputs: int, tokens: int) -> float | None:
-        """The time of a product, or None for a matrix that was not measured. Beyond the last number of tokens it goes
-        on in proportion."""
+        """Return the time of a product, or None if the matrix was not measured.
+
+        Above the largest measured number of tokens, the time is proportional.
+        """
         if (table := self._tables.get((inputs, outputs))) is None:
             return None
         counts, times = table

@@ -1,5 +1,4 @@
-"""Instances whose requests pause while one over all of their devices serves, as `amoeba_jax.transform.pausing` has it:
-pages stay where they are, and nothing moves."""
+"""Pauses: requests keep their pages and make no progress while another instance serves on their devices."""
 
 from serving.simulator.host import Host, drained_s, take_in
 from serving.simulator.instance import SimInstance
@@ -7,8 +6,10 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Put an instance over the devices of several, with their weights kept, in their place. It serves from the end of
-    the steps that run."""
+    """Replace several instances by one on the same devices, and pause their requests.
+
+    The new instance keeps all weights, and starts at the end of the running steps.
+    """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
         take_in(host, member)
@@ -24,7 +25,7 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Have paused requests go on, in the place of an instance that has none."""
+    """Resume paused requests, in place of an instance without requests."""
     ready_s = drained_s(host, group)
     take_in(host, group)
     members = put_back(host, group)
@@ -36,7 +37,7 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """The paused instances of a group, which has them no more. Their requests have waited for a token meanwhile."""
+    """Remove the paused instances from a group and return them. Records how long their requests have waited."""
     members, group.paused = list(group.paused), ()
     for member in members:
         host.tally.degrees.append((host.now_s, member.degree, member.degree))
@@ -46,8 +47,10 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """The request that is preempted next for want of pages, and its instance: a paused one where that has the pages and
-    is not ahead of those that run."""
+    """Return the request to preempt if pages are missing, and its instance.
+
+    This is a paused request if it has pages and no higher priority than the last running request.
+    """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
     if free:
@@ -59,15 +62,17 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Take in that requests were taken off: they may have been paused."""
+    """Update the room of instances after requests were removed, because these may have been paused."""
     for instance in instances:
         if instance.paused:
             instance.count_room()
 
 
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
-    """Each request of an instance that splits and the part that takes it, longest first, each to where most is free;
-    None for one that fits none."""
+    """Distribute the requests of a splitting instance, the longest first, to the part with the most free tokens.
+
+    Returns each request with its part, or with None if it fits no part.
+    """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]
     dealt: list[tuple[Run, SimInstance | None]] = []

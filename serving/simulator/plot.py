@@ -1,4 +1,4 @@
-"""Pictures of simulations: throughput, TTFT, and devices by degree."""
+"""Plots of simulations: throughput, TTFT, and devices by degree."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 
 def load_matplotlib() -> Any:
-    """matplotlib's `Figure`. Raises `SimulationError` where it is not installed."""
+    """Return matplotlib's `Figure`. Raises `SimulationError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -23,7 +23,7 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
-    """Write the picture; the ending of `path` says in which format. Raises `SimulationError`."""
+    """Write the plot in the format of the file name. Raises `SimulationError`."""
     try:
         draw(results).savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -31,8 +31,10 @@ def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Output tokens per second over time, the distribution of TTFT, and for each policy devices by degree over time.
-    Raises `SimulationError` without matplotlib."""
+    """Return a figure with throughput over time, the distribution of TTFT, and each policy's devices by degree.
+
+    Raises `SimulationError` if matplotlib is not installed.
+    """
     rows = 2 + len(results)
     figure = load_matplotlib()(figsize=(10, 2.6 * rows), layout="constrained")
     axes = figure.subplots(rows, 1)
@@ -56,7 +58,7 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Times in seconds, and for each degree the devices of its instances from each of these times on."""
+    """Return times in seconds, and for each degree the number of its devices from each time on."""
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)
     times, counts = [], {degree: [] for degree in degrees}

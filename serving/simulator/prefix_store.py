@@ -1,4 +1,4 @@
-"""Which prefixes an instance still has: blocks of tokens by id."""
+"""Prefix cache of a simulated instance: blocks of tokens by id."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class PromptBlocks:
-    """The blocks of a prompt. A block's id stands for all tokens of the prompt up to its end, as in Mooncake's traces.
+    """Blocks of a prompt. The id of a block identifies all tokens up to its end, as in Mooncake's traces.
 
     Attributes:
-        tokens: of one block.
-        num_held: how many of the first ones the instance of the request has.
+        ids: ids of the blocks in order.
+        tokens: tokens of one block.
+        num_held: number of leading blocks that the request holds on its instance.
     """
 
     ids: tuple[int, ...]
@@ -20,33 +21,35 @@ class PromptBlocks:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Ids of the blocks that its instance has."""
+        """Ids of the blocks that the request holds."""
         return self.ids[: self.num_held]
 
 
 class PrefixStore:
-    """Blocks of prompts that were computed before. Those of running requests are part of what these use; the others
-    take only room that no request uses, and those used least recently go first, the ends of prompts before their
-    beginnings."""
+    """Cache of computed prompt blocks.
+
+    Blocks of running requests are held and count as their tokens. Idle blocks use free room only, and are evicted in
+    the order of their last use, the end of a prompt before its beginning.
+    """
 
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()
         self._idle: OrderedDict[int, float] = OrderedDict()
-        """Tokens of the blocks that no request holds, least recently used first."""
+        """Tokens of idle blocks, least recently used first."""
         self._idle_tokens = 0.0
         self._before: dict[int, int | None] = {}
-        """The block before each one, in its prompt."""
+        """Block -> previous block of its prompt."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders or block in self._idle
 
     @property
     def idle_tokens(self) -> float:
-        """Tokens of the blocks that no request holds."""
+        """Tokens of all idle blocks."""
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Have a prompt hold its first blocks that are here. Returns their tokens, never the prompt's last one."""
+        """Hold the cached leading blocks of a prompt, and return their tokens without the prompt's last token."""
         for block in prompt.ids[prompt.num_held :]:
             if block not in self:
                 break
@@ -55,7 +58,7 @@ class PrefixStore:
         return min(int(prompt.num_held * prompt.tokens), max(prompt_tokens - 1, 0))
 
     def add(self, prompt: PromptBlocks) -> None:
-        """Have a prompt that was computed hold all of its blocks."""
+        """Add the blocks of a computed prompt, which holds them."""
         before = prompt.ids[prompt.num_held - 1] if prompt.num_held else None
         for block in prompt.ids[prompt.num_held :]:
             self._before.setdefault(block, before)
@@ -68,7 +71,7 @@ class PrefixStore:
         self._holders[block] += 1
 
     def release(self, prompt: PromptBlocks) -> None:
-        """A request has ended, or lost its pages."""
+        """Release the blocks of a request that has ended or lost its pages."""
         for block in reversed(prompt.held):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -81,14 +84,14 @@ class PrefixStore:
         self._idle_tokens += tokens
 
     def shrink(self, free_tokens: int) -> None:
-        """Drop blocks that no one holds until they take no more than `free_tokens`."""
+        """Evict idle blocks until they take at most `free_tokens`."""
         while self._idle and self._idle_tokens > free_tokens:
             block, tokens = self._idle.popitem(last=False)
             self._idle_tokens -= tokens
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """A request has come with its pages, from another instance."""
+        """Add the blocks of a request that arrives with its pages from another instance."""
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)
@@ -96,16 +99,18 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Take blocks, by default all, that no one holds from an instance that this one takes the place of. Requests
-        have come before."""
+        """Take idle blocks, by default all, from the store of a replaced instance, after its requests."""
         for block in other._idle if blocks is None else blocks:
             if block not in self:
                 self._before[block] = other._before[block]
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Give the blocks that no one holds to the parts of an instance that splits, those of one beginning together:
-        to the part with a request that has this beginning, or to the one with fewest so far."""
+        """Distribute idle blocks over the parts of a splitting instance.
+
+        Blocks with the same first block stay together. They go to the part that has this first block, or to the part
+        with the fewest idle tokens.
+        """
         groups: dict[int, list[int]] = {}
         for block in self._idle:
             groups.setdefault(self._beginning(block), []).append(block)

@@ -1,4 +1,4 @@
-"""The cost of steps, kept for the shapes that were asked for before."""
+"""Step costs with a cache of results."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from serving.simulator.step_cost import StepCost, StepShape
 
 
 class Pricing:
-    """A `StepCost` that keeps what it has worked out."""
+    """Cache of a `StepCost`, with slowdowns by other busy instances."""
 
     def __init__(
         self,
@@ -19,18 +19,17 @@ class Pricing:
     ):
         self.cost, self.batching = cost, batching
         self.crowding = dict(crowding or {})
-        """By the number of busy instances: how many times as long their steps take as those of one alone. Where devices
-        share a processor; empty elsewhere."""
+        """Number of busy instances -> relative duration of a step; empty unless devices share a processor."""
         self.prompt_crowding = dict(prompt_crowding or self.crowding)
-        """The same of steps with a prompt, beside instances that decode."""
+        """Number of busy instances -> relative duration of a step with a prompt, while the others decode."""
         self.latency_s = latency_s
-        """Seconds between a step and its tokens' being seen, in which the device goes on."""
+        """Seconds from the end of a step until the client sees its tokens."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
         self._context: dict[int, float] = {}
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """How many times as long a step takes while that many instances are busy, its own among them."""
+        """Return the relative duration of a step while `busy` instances run, including its own."""
         table = self.prompt_crowding if prompts else self.crowding
         measured = [count for count in table if count <= busy]
         return table[max(measured)] if measured else 1.0

@@ -1,4 +1,4 @@
-"""Requests as columns: a day of traffic in tens of megabytes."""
+"""Table of requests in columns, so that a day of traffic takes tens of megabytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,27 @@ from serving.simulator.prefix_store import PromptBlocks
 
 @dataclass(frozen=True)
 class RequestTable:
-    """A row for each request, in the order of arrival."""
+    """Table with a row for each request, in the order of arrival."""
 
     arrival_s: np.ndarray
     input_len: np.ndarray
     output_len: np.ndarray
-    """Tokens that will be generated."""
+    """Tokens that each request generates."""
     max_tokens: np.ndarray
-    """Tokens that the client allows: what a scheduler knows of the output."""
+    """Output limit of the client, which the scheduler knows."""
     kinds: np.ndarray
     """Index into `kind_names`."""
     kind_names: tuple[str, ...] = ("all",)
     priority: np.ndarray | None = None
     deadline_s: np.ndarray | None = None
-    """Seconds after arrival; NaN for none, as the next two."""
+    """Seconds after arrival; NaN means no limit, here and in the next two columns."""
     ttft_slo_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ids of the blocks of a prompt by the request's row, where they are known."""
+    """Row -> ids of the known prompt blocks."""
     prefix_block_tokens: float = BLOCK_TOKENS
     names: Sequence[str] | None = None
-    """Ids of requests; by default `r` and the row."""
+    """Ids of requests; the default is `r` and the row."""
 
     def __post_init__(self) -> None:
         size = len(self.arrival_s)
@@ -44,7 +44,7 @@ class RequestTable:
         if size and (np.diff(self.arrival_s) < 0).any():
             raise SimulationError("arrival_s must ascend")
         if size and self.arrival_s[0] < 0:
-            raise SimulationError(f"arrival_s begins at {self.arrival_s[0]:g}: no request may come before 0")
+            raise SimulationError(f"arrival_s begins at {self.arrival_s[0]:g}: no request may arrive before 0")
         if size and (self.input_len.min() < 1 or self.output_len.min() < 1):
             raise SimulationError("lengths must be at least 1 token")
 
@@ -57,18 +57,18 @@ class RequestTable:
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     def name(self, index: int) -> str:
-        """Id of a request."""
+        """Return the id of a request."""
         return f"r{index}" if self.names is None else self.names[index]
 
     def prompt_blocks(self, index: int) -> PromptBlocks | None:
-        """The blocks of a prompt; None where they are not known."""
+        """Return the blocks of a prompt, or None if they are unknown."""
         if (ids := self.prefix_blocks.get(index)) is None:
             return None
         size = self.prefix_block_tokens
         return PromptBlocks(ids[: math.ceil(int(self.input_len[index]) / size)], size)
 
     def waiting(self, index: int) -> WaitingRequest:
-        """A request as it comes."""
+        """Return a request as the scheduler sees it at arrival."""
         prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
         limit_s = _number(self.deadline_s, index)
         deadline_s = None if limit_s is None else arrival_s + limit_s
@@ -85,5 +85,5 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """An element of a column; None for NaN, or where there is no column."""
+    """Return an element of a column; None for NaN or without a column."""
     return None if column is None or np.isnan(column[index]) else float(column[index])

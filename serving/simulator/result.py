@@ -1,4 +1,4 @@
-"""What came of a simulation: figures by the names of `amoeba bench`, and what they are made of."""
+"""Results of a simulation, with the field names of `amoeba bench`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """One policy's run. Arrays have a row for each request, NaN where something did not happen."""
+    """Result of one policy. Arrays have a row for each request; NaN means that the event did not happen."""
 
     policy: str
     duration_s: float
@@ -25,23 +25,23 @@ class PolicyResult:
     tpot_s: np.ndarray
     e2el_s: np.ndarray
     queue_s: np.ndarray
-    """In the queue, after preemptions too."""
+    """Seconds in the queue, including waits after preemptions."""
     prefill_s: np.ndarray
-    """From the first dispatch to the first token."""
+    """Seconds from the first dispatch to the first token."""
     kept: np.ndarray
     """Whether each request completed within the objectives."""
     judged: np.ndarray
-    """Which requests tell how well the objectives were kept. Where a run stopped before all had ended, those that had
-    ended by then if they kept them: of those that came later the quick ones alone would count."""
+    """Whether each request counts in `kept_share`. If a run stopped early, these are the requests that had time to end
+    within the objectives; of later requests only the quick ones have ended."""
     ending: np.ndarray
     requests: RequestTable
     tally: Tally
     counters: dict[str, int]
-    """Counters of all schedulers together."""
+    """Sums of the counters of all schedulers."""
     num_devices: int
     preempted: int
     overloaded: bool
-    """The run was stopped because too many requests waited."""
+    """Whether the run stopped because too many requests waited."""
 
     @property
     def completed(self) -> np.ndarray:
@@ -50,23 +50,23 @@ class PolicyResult:
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens per second, of requests that completed."""
+        """Generated tokens of completed requests per second."""
         return float(self.requests.output_len[self.completed].sum()) / self.duration_s if self.duration_s else 0.0
 
     @property
     def kept_share(self) -> float:
-        """Share of the requests that completed within the objectives, of those that are `judged`; 1 if none is."""
+        """Share of the `judged` requests that completed within the objectives; 1 if there are none."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     def device_seconds(self) -> dict[int, float]:
-        """Degree -> devices x seconds that its instances had."""
+        """Return the device seconds of instances by degree."""
         seconds: dict[int, float] = {}
         for at_s, degree, change in self.tally.degrees:
             seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
         return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
 
     def report(self) -> dict[str, Any]:
-        """For JSON: the fields of `amoeba bench` that apply, and `explain`."""
+        """Return the result for JSON: the applicable fields of `amoeba bench`, and `explain`."""
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
             "duration": self.duration_s,
@@ -118,7 +118,7 @@ class PolicyResult:
         return figures
 
     def parts(self) -> dict[str, float]:
-        """Where the time goes: means over completed requests and over generated tokens, in seconds."""
+        """Return mean seconds by cause, over completed requests and over generated tokens."""
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
         return {
@@ -135,7 +135,7 @@ class PolicyResult:
 
 
 def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> PolicyResult:
-    """Read the figures of a cluster that has run."""
+    """Collect the results of a cluster after its run."""
     records, requests = cluster.records, cluster.requests
     dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
     ending = np.array(records.ending)
@@ -146,7 +146,7 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
     tpot_s = np.where(done & (requests.output_len > 1), (end - first) / more, np.nan)
     kept = done & slo.kept(ttft_s, tpot_s, e2el_s, requests.ttft_slo_s, requests.tpot_slo_s)
     last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
-    stopped = cluster.now_s < requests.span_s  # before all had come: it was overloaded
+    stopped = cluster.now_s < requests.span_s  # It was overloaded before all requests arrived.
     counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]
     return PolicyResult(
         policy=policy,

@@ -1,4 +1,4 @@
-"""Which host a request goes to, where there are several."""
+"""Routers of requests to hosts."""
 
 import random
 from array import array
@@ -11,19 +11,19 @@ ROUTERS = ("two_choices", "round_robin")
 
 
 class Router(Protocol):
-    """Spreads requests over hosts."""
+    """Rule that chooses the host of each request."""
 
     def choose(self, index: int, requests: RequestTable) -> int:
-        """The host for a request that has come."""
+        """Return the host for a request that has arrived."""
         ...
 
     def ended(self, index: int, requests: RequestTable) -> None:
-        """A request has ended, in whatever way."""
+        """Record the end of a request."""
         ...
 
 
 class OneHost:
-    """All requests go to the only host."""
+    """Router for a single host."""
 
     def choose(self, index: int, requests: RequestTable) -> int:
         return 0
@@ -33,7 +33,7 @@ class OneHost:
 
 
 class RoundRobinRouter:
-    """Hosts take turns."""
+    """Router that uses the hosts in turn."""
 
     def __init__(self, num_hosts: int):
         self._num_hosts = num_hosts
@@ -46,7 +46,7 @@ class RoundRobinRouter:
 
 
 class TwoChoicesRouter:
-    """Choose, of two hosts drawn at random, the one with fewer tokens of requests that have not ended."""
+    """Router that draws two hosts at random and chooses the one with fewer tokens of open requests."""
 
     def __init__(self, num_hosts: int, seed: int, num_requests: int):
         self._random = random.Random(seed)
@@ -68,9 +68,9 @@ class TwoChoicesRouter:
 
 
 def make_router(name: str, num_hosts: int, seed: int, num_requests: int) -> Router:
-    """A router by its name. Raises `SimulationError` for one that is not known."""
+    """Return a router by name. Raises `SimulationError` for an unknown name."""
     if name not in ROUTERS:
-        raise SimulationError(f"router {name[:100]!r} is not known: it must be one of {', '.join(ROUTERS)}")
+        raise SimulationError(f"router {name[:100]!r} is unknown: it must be one of {', '.join(ROUTERS)}")
     if num_hosts == 1:
         return OneHost()
     return TwoChoicesRouter(num_hosts, seed, num_requests) if name == "two_choices" else RoundRobinRouter(num_hosts)

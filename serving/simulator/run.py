@@ -1,4 +1,4 @@
-"""A request on a simulated instance."""
+"""Running request of a simulated instance."""
 
 from dataclasses import replace
 
@@ -7,18 +7,19 @@ from serving.simulator.prefix_store import PromptBlocks
 
 
 class Run:
-    """A request that an instance computes.
+    """Running request.
 
     Attributes:
-        request: as it waited.
-        index: its row in the records.
-        output_left: tokens that it will still generate.
-        prompt_left: prompt tokens that are still to be computed.
-        base, joined: tokens that it had when it began to decode, and the instance's count of decode steps then.
-        last_token_s: when it got its last token, before it was preempted; None if it never ran.
-        added_s: when its instance got it.
-        queued_s: for how long it has waited in the queue, all times together.
-        blocks: those of its prompt; None where the trace has none.
+        request: request as the scheduler saw it in the queue.
+        index: row of the request in the records.
+        output_left: tokens left to generate, at `joined` if the request decodes.
+        prompt_left: prompt tokens left to compute.
+        base: tokens of the request when it started to decode; 0 before.
+        joined: decode steps of its instance at that time.
+        last_token_s: time of its last token before a preemption; None if it never ran.
+        added_s: time of its dispatch.
+        queued_s: seconds in the queue, including waits after preemptions.
+        blocks: blocks of its prompt; None if unknown.
     """
 
     __slots__ = (
@@ -50,28 +51,28 @@ class Run:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sorts the requests of an instance: those to be served first in front."""
+        """Sort key of requests: the first to serve is the smallest."""
         return (self.request.priority, self.request.arrival_s, self.index)
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that are computed, or were found in the prefix cache."""
+        """Prompt tokens that are computed or were in the prefix cache."""
         return self.request.prompt_tokens - self.prompt_left
 
     def num_tokens(self, steps: int) -> int:
-        """Tokens that it has pages for, when its instance has decoded `steps` times."""
+        """Return the tokens in its pages after `steps` decode steps of its instance."""
         return self.base + steps - self.joined if self.base else self.request.prompt_tokens
 
     def left(self, steps: int) -> int:
-        """Tokens that it will still generate, when its instance has decoded `steps` times."""
+        """Return the tokens left to generate after `steps` decode steps of its instance."""
         return self.output_left - (steps - self.joined) if self.base else self.output_left
 
     def start_decoding(self, num_tokens: int, steps: int) -> None:
-        """From now on each step of the instance adds a token."""
+        """Start to decode: each further step of the instance adds a token."""
         self.base, self.joined = num_tokens, steps
 
     def view(self, steps: int) -> RunningRequest:
-        """What a policy sees of it."""
+        """Return the view of the request for policies."""
         r = self.request
         return RunningRequest(
             r.request_id,
@@ -86,6 +87,6 @@ class Run:
         )
 
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
-        """The request after its pages are lost: its output so far is prompt now. What it has waited before counts."""
+        """Return the request for the queue after a preemption. Its output becomes prompt; earlier waits count."""
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

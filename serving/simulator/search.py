@@ -1,4 +1,4 @@
-"""Capacity questions: the highest rate, or the fewest devices, at which a policy keeps its objectives."""
+"""Search for the highest rate, or the fewest devices, at which a policy meets the objectives."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from serving.simulator.settings import SimulationConfig
 from serving.simulator.simulate import request_table, simulate
 
 _CLOSE_ENOUGH = 1.05
-"""The search ends when the lowest rate that failed is no more than this times the highest that did not."""
+"""Ratio of the lowest failed rate to the highest passed rate at which the search ends."""
 _LARGEST_FACTOR = 2.0**14
 _WAITING_PER_DEVICE = 50
-"""Requests that may wait for each device before a run counts as overloaded and is stopped."""
+"""Waiting requests for each device at which a run is overloaded and stops."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found. `value` is None where even the least load, or all devices, were too little."""
+    """Result of a search. `value` is None if even the lowest rate, or all devices, failed."""
 
     policy: str
     value: float | None
     trials: tuple[Trial, ...]
     at_limit: bool = False
-    """The search ended at its limit: the answer may be better than `value`."""
+    """Whether the search ended at its limit, so that the best value may be better."""
 
 
 _RATES = ("low_rate", "high_rate")
@@ -45,8 +45,10 @@ OnTrial = Callable[[Trial], None]
 
 
 def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
-    """The same kind of traffic with `factor` times as many requests a second, over the same time. Raises
-    `SimulationError` for a workload whose requests all come at once, `ConfigError` for more than there may be."""
+    """Return the workload with `factor` times the request rate over the same time.
+
+    Raises `SimulationError` if all requests arrive at once, `ConfigError` if there are too many requests.
+    """
     if workload.dataset_name == "mix":
         return replace(
             workload,
@@ -61,23 +63,23 @@ def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
     if workload.dataset_name == "trace":
         count = None if workload.num_prompts is None else max(1, int(workload.num_prompts * factor))
         return replace(workload, trace_rate_scale=workload.trace_rate_scale * factor, num_prompts=count)
-    raise SimulationError(f"request_rate={workload.request_rate} cannot be scaled: give a finite one")
+    raise SimulationError(f"request_rate={workload.request_rate} cannot be scaled: set a finite rate")
 
 
 def _check(config: SimulationConfig) -> None:
     if not config.slo.limits_s:
-        raise SimulationError("a capacity question needs an objective: give --slo, such as ttft:10 tpot:0.1")
+        raise SimulationError("the search needs an objective: set --slo, such as ttft:10 tpot:0.1")
 
 
 def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """The most requests per second at which `slo.share` of them keep the objectives, within 5%.
+    """Find the highest rate, within 5%, at which a share of `slo.share` of the requests meets the objectives.
 
-    Factors of the workload's rate are doubled or halved until one is within and the next is not, then halved between.
-    Raises `SimulationError` without an objective, and where all requests come at once.
+    The rate is doubled or halved until it crosses the limit, then bisected. Raises `SimulationError` without an
+    objective, or if all requests arrive at once.
     """
     _check(config)
     if not request_table(config).span_s:
-        raise SimulationError("all requests come at once: a rate needs a trace with times, or a request_rate")
+        raise SimulationError("all requests arrive at once: the search needs a trace with times, or a request_rate")
     trials: list[Trial] = []
 
     def passes(factor: float) -> bool:
@@ -90,7 +92,7 @@ def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lam
         try:
             while high <= _LARGEST_FACTOR and passes(high):
                 low, high = high, high * 2
-        except ConfigError:  # there may be no more requests than that
+        except ConfigError:  # The workload has too many requests.
             high = math.inf
         if high > _LARGEST_FACTOR:
             return Answer(policy, _best(trials), tuple(trials), at_limit=True)
@@ -98,7 +100,7 @@ def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lam
         try:
             while low >= 1 / 1024 and not passes(low):
                 low, high = low / 2, low
-        except ConfigError:  # of a trace no request is left
+        except ConfigError:  # The trace has no request left.
             low = 0.0
         if low < 1 / 1024:
             return Answer(policy, None, tuple(trials), at_limit=True)
@@ -113,10 +115,10 @@ def _best(trials: list[Trial]) -> float | None:
 
 
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """The fewest devices, of at most `num_devices`, with which `slo.share` of the requests keep the objectives.
+    """Find the fewest devices with which a share of `slo.share` of the requests meets the objectives.
 
-    Sizes are powers of two within a host, and whole hosts above. A larger size is taken to serve what a smaller one
-    does. Raises `SimulationError` without an objective.
+    Sizes are powers of two within a host, and whole hosts up to `num_devices`. The search assumes that a larger size
+    passes if a smaller size passes. Raises `SimulationError` without an objective.
     """
     _check(config)
     sizes = _sizes(config)

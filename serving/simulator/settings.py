@@ -1,4 +1,4 @@
-"""What to simulate."""
+"""Configuration of a simulation."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,46 +22,46 @@ MAX_DEVICES = 100_000
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """A cluster and its traffic. Raises `SimulationError` for what cannot be, naming the value and the limit."""
+    """Cluster and traffic of a simulation. Raises `SimulationError` with the value and its limit."""
 
     model: str | Path | ModelShape
-    """`config.json`, the directory that has it, or a shape."""
+    """Path of a `config.json` or its directory, or a shape."""
     workload: WorkloadConfig
     device: str | DeviceSpec = "H100"
-    """Name of a device that comes with the package, or a JSON file."""
+    """Name of a device of this package, or path of a JSON file."""
     num_devices: int = 8
     devices_per_scheduler: int | None = None
-    """Devices that one scheduler decides about, as those of one `amoeba serve`. None: those of a host, 8 of most."""
+    """Devices of each scheduler. None: the devices of a host, usually 8."""
     policies: tuple[str, ...] = ("amoeba",)
     slo: Slo = field(default_factory=Slo)
     degrees: tuple[int, ...] = DEGREES
-    """Degrees that instances may have."""
+    """Possible degrees of instances."""
     max_num_seqs: int = 64
-    """Requests that an instance runs at once, for each of its devices."""
+    """Maximum running requests for each device of an instance."""
     max_num_batched_tokens: int = 2048
-    """Prompt tokens of one step."""
+    """Maximum prompt tokens of one step."""
     memory_utilization: float = 0.9
     activation_gb: float | None = None
-    """Temporaries of a device in GB. None: estimated."""
+    """Temporaries of each device in GB. None: an estimate."""
     page_size: int = 16
     max_model_len: int | None = None
-    """None: the model's own."""
+    """Maximum tokens of prompt and output. None: the limit of the model."""
     layers_per_step: int = 1
     max_tokens: int | None = None
-    """Output tokens that clients allow: what the scheduler knows. None: what each request will generate."""
+    """Output limit of clients, which the scheduler knows. None: the output length of each request."""
     deadline_s: float | None = None
-    """Seconds after arrival at which a request is given up."""
+    """Seconds from the arrival of a request to its cancellation."""
     urgent_share: float = 0.0
     """Share of requests with priority -1."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
     flying_config: FlyingConfig = field(default_factory=FlyingConfig)
     """Settings of the policy `flying`."""
     router: str = "two_choices"
-    """How requests are spread over schedulers."""
+    """Router of requests to schedulers."""
     profiles: tuple[Path, ...] = ()
     """Operator profiles of the device (`serving.simulator.operator_profile`)."""
     calibration: Calibration | None = None
-    """A calibration of an engine on this machine, instead of a device's cost model."""
+    """Calibration of an engine, in place of the cost model of a device."""
     faults: Faults = field(default_factory=Faults)
     until_s: float | None = None
     drain_s: float = 3600.0
@@ -89,7 +89,7 @@ class SimulationConfig:
         if not 0 <= self.urgent_share <= 1:
             raise SimulationError(f"urgent_share={self.urgent_share!r} must be from 0 to 1")
         if not self.policies:
-            raise SimulationError("policies is empty: name at least one")
+            raise SimulationError("policies is empty: it must name at least one")
         for degree in self.degrees:
             if degree < 1 or degree & (degree - 1):
                 raise SimulationError(f"degrees has {degree!r}: each must be a power of two")
@@ -98,26 +98,26 @@ class SimulationConfig:
         if self.calibration is not None and self.num_devices > self.calibration.num_devices:
             raise SimulationError(
                 f"num_devices={self.num_devices} is more than the {self.calibration.num_devices} devices of the "
-                "calibration, whose steps say nothing of more: calibrate with as many"
+                "calibration: calibrate with at least as many devices"
             )
         for fault in self.faults.devices:
             if fault.device >= self.num_devices:
                 raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")
 
     def shape(self) -> ModelShape:
-        """The model's shape."""
+        """Return the shape of the model."""
         return self.model if isinstance(self.model, ModelShape) else ModelShape.read(Path(self.model))
 
     def device_spec(self) -> DeviceSpec:
-        """The device."""
+        """Return the device."""
         return self.device if isinstance(self.device, DeviceSpec) else find_device(self.device)
 
     def profile(self) -> OperatorProfile | None:
-        """Operator times, if there are files of them."""
+        """Return operator times, or None without profile files."""
         return OperatorProfile.read(self.profiles) if self.profiles else None
 
     def host_devices(self) -> int:
-        """Devices under one scheduler."""
+        """Return the number of devices of each scheduler."""
         if self.devices_per_scheduler is not None:
             return self.devices_per_scheduler
         if self.calibration is not None:
@@ -131,7 +131,7 @@ class SimulationConfig:
         return per_host
 
     def batching(self) -> Batching:
-        """How steps take prompts."""
+        """Return the rule that chooses prompt chunks."""
         if self.calibration is not None:
             return EngineBuckets(self.calibration.max_num_seqs, self.calibration.max_num_batched_tokens)
         return TokenBudget(self.max_num_batched_tokens)

@@ -1,4 +1,4 @@
-"""What a policy's name stands for in a simulation: the policy, the instances to start with, and the mechanism."""
+"""Setups of policies by name: policy, first instances, and cost models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from serving.simulator.transformation_cost import FixedTransformation, InPlaceCo
 
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
 REGROUP_S = 2e-3
-"""Seconds that a pause takes: the host assembles views of the cache, layer by layer, and nothing moves."""
+"""Seconds of a pause, in which the host assembles views of the cache and moves no page."""
 LAUNCH_AHEAD = LaunchAhead(lead_s=15e-3, short_step_s=40e-3)
 """As in `amoeba_jax.engine.launching`."""
 MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
@@ -33,7 +33,7 @@ MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
 
 @dataclass(frozen=True)
 class Setup:
-    """How to simulate one policy."""
+    """Setup of one policy."""
 
     name: str
     host: HostConfig
@@ -41,19 +41,19 @@ class Setup:
 
 
 def policy_names() -> tuple[str, ...]:
-    """All names that a simulation knows."""
+    """Return the names of all policies of simulations."""
     return (*POLICY_NAMES, *STATIC, *MECHANISMS)
 
 
 def check_policies(names: tuple[str, ...]) -> None:
-    """Raise `SimulationError` for a policy that is not known."""
+    """Raise `SimulationError` for an unknown policy."""
     for name in names:
         if name not in policy_names():
-            raise SimulationError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(policy_names())}")
+            raise SimulationError(f"policy {name[:100]!r} is unknown: it must be one of {', '.join(policy_names())}")
 
 
 def make_setup(config: SimulationConfig, name: str) -> Setup:
-    """The setup of a policy. Raises `SimulationError` for one that is not known or does not fit the cluster."""
+    """Return the setup of a policy. Raises `SimulationError` if it is unknown or does not fit the cluster."""
     check_policies((name,))
     if config.calibration is not None:
         return _calibrated(config, name)
@@ -122,16 +122,16 @@ def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...])
         largest = max((d for d in fitting if d <= max(devices // 2, 1)), default=largest)
         if largest is None:
             raise SimulationError(
-                f"policy {name!r} needs two instances: the model fits on {devices} devices at "
-                f"TP{', TP'.join(map(str, fitting))} alone"
+                f"policy {name!r} needs two instances, but on {devices} devices the model fits only at "
+                f"TP{', TP'.join(map(str, fitting))}"
             )
         return (largest,) + (fitting[0],) * _whole(devices - largest, fitting[0])
     if name.startswith("static-tp"):
         degree = int(name.removeprefix("static-tp"))
         if degree not in fitting:
             raise SimulationError(
-                f"policy {name!r} needs TP{degree}, and the model fits on {devices} devices at TP"
-                f"{', TP'.join(map(str, fitting))} alone"
+                f"policy {name!r} needs TP{degree}, but on {devices} devices the model fits only at TP"
+                f"{', TP'.join(map(str, fitting))}"
             )
         return (degree,) * _whole(devices, degree)
     degree = fitting[-1] if name == "shift" else fitting[0]
@@ -139,7 +139,7 @@ def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...])
 
 
 def _whole(devices: int, degree: int) -> int:
-    """Instances of a degree on that many devices, all of which they take."""
+    """Return the number of instances of a degree that fill all devices."""
     if devices % degree:
         raise SimulationError(f"{devices} devices are not a multiple of {degree}: an instance needs TP{degree}")
     return devices // degree
@@ -147,9 +147,11 @@ def _whole(devices: int, degree: int) -> int:
 
 def _calibrated(config: SimulationConfig, name: str) -> Setup:
     calibration = config.calibration
-    assert calibration is not None, "asked for with a calibration"
+    assert calibration is not None, "a calibration is required"
     if name in MECHANISMS:
-        raise SimulationError(f"policy {name!r} is no policy of the engine: a calibration has no figures for it")
+        raise SimulationError(
+            f"policy {name!r} is no policy of the engine, so it cannot be simulated with a calibration"
+        )
     devices = config.host_devices()
     limits = tuple(limit for limit in calibration.limits() if limit.degree <= devices)
     host = HostConfig(

@@ -1,4 +1,4 @@
-"""One host in virtual time: instances and a queue behind the scheduler's `Executor` protocol."""
+"""Host in virtual time: instances and a queue behind the scheduler's `Executor` protocol."""
 
 import math
 from collections.abc import Callable
@@ -38,19 +38,18 @@ Reschedule = Callable[[SimInstance, float], None]
 
 
 class SimExecutor:
-    """`Executor` over simulated instances. Its owner moves the clock: it sets `now_s`, and ends blocks of steps when
-    their time has come (`serving.simulator.event_loop`).
+    """`Executor` over simulated instances. The event loop sets `now_s` and ends blocks of steps.
 
     Args:
-        reschedule: called with an instance and the time at which its block ends, whenever that changes.
+        reschedule: callback that receives an instance and the new end of its block.
 
     Attributes:
-        log: actions that were taken on, with their times, if `keep_log`.
-        failing_transformations: that many transformations will end without effect.
-        changes: transformations under way, and those to come.
-        timings: what steps and transformations take here.
-        prompt_blocks: gives the blocks of a request's prompt, by its row in the records.
-        on_end: called with the row of each request that ends.
+        log: accepted actions with their times, if `keep_log`.
+        failing_transformations: number of further transformations that end without effect.
+        changes: running and waiting transformations.
+        timings: measured times of steps and transformations.
+        prompt_blocks: function from the row of a request to the blocks of its prompt.
+        on_end: callback that receives the row of each request that ends.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class SimExecutor:
             first += degree
 
     def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
-        """An empty instance, which is not yet one of `instances`; `capacity_tokens` where it keeps weights."""
+        """Return an empty instance that is not in `instances` yet. `capacity_tokens` lowers its capacity."""
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
             limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
@@ -86,7 +85,7 @@ class SimExecutor:
     # Executor
 
     def snapshot(self) -> ClusterView:
-        """The present state."""
+        """Return the state of the host."""
         c, now_s = self.config, self.now_s
         return ClusterView(
             now_s,
@@ -101,7 +100,7 @@ class SimExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Take on an action, or refuse it with nothing changed."""
+        """Start an action, or refuse it without a change."""
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
@@ -117,7 +116,7 @@ class SimExecutor:
                 case ScaleDown():
                     self.changes.scale_down(action)
                 case _:
-                    return Outcome(False, f"the simulation does not have {action}")
+                    return Outcome(False, f"the simulator does not support {action}")
         except Refusal as refusal:
             if self.config.strict:
                 raise ForbiddenActionError(f"{refusal}: {action}") from None
@@ -153,7 +152,7 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """Something waits for the instance's next step: end its block with the step that runs now."""
+        """End the block of an instance with the running step, so that its next step can change."""
         if instance.block is None:
             self.begin(instance)
         elif instance.cut(self.now_s):
@@ -162,7 +161,7 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Let an instance go on: make room for its next step, and plan it."""
+        """Preempt requests until the next step of an instance has pages, and plan the step."""
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
             return
@@ -174,7 +173,7 @@ class SimExecutor:
             self._reschedule(instance, block.end_s)
 
     def end_block(self, instance: SimInstance) -> bool:
-        """A block of steps has ended, now. Returns whether the scheduler should decide again."""
+        """Process the end of a block, and return whether the scheduler must decide."""
         finished = instance.end_block(self.now_s)
         for run in finished:
             self.finish(run, Ending.COMPLETED)
@@ -187,7 +186,7 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Take note of the end of a request that ran."""
+        """Record the end of a running request."""
         self._home.pop(run.request.request_id, None)
         self._end(run.index, ending)
 
@@ -203,13 +202,13 @@ class SimExecutor:
         self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
-        """End a running request whose deadline has passed. Returns whether it ran."""
+        """End a running request whose deadline has passed, and return whether it ran."""
         instance = self._home.get(request_id)
         if instance is None:
             return False
         self._between_steps(instance)
         if (run := instance.runs.get(request_id)) is None:
-            return False  # it has just generated its last token
+            return False  # It generated its last token in the step that has just ended.
         instance.remove(run)
         self.finish(run, Ending.DEADLINE)
         count_rooms(self.instances)
@@ -229,8 +228,10 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Take in the steps that have ended: requests are taken off between two steps. The one that runs goes on for
-        the others, and the next is planned after it."""
+        """Account for the steps that have ended, so that requests can be removed.
+
+        The running step continues for the other requests.
+        """
         block = instance.block
         if block is None:
             return
@@ -244,7 +245,7 @@ class SimExecutor:
         self._reschedule(instance, self.now_s if running is None else running.end_s)
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Take a request's pages, between two steps: it waits again."""
+        """Remove a request and its pages between two steps, and put it back into the queue."""
         request = run.waiting_again(instance.steps, self.now_s)
         instance.remove(run)
         self._home.pop(run.request.request_id, None)
@@ -257,10 +258,10 @@ class SimExecutor:
         count_rooms(self.instances)
 
     def fail_device(self, device: int, down_s: float) -> None:
-        """The instance on a device loses its cache: its requests wait again."""
+        """Clear the cache of the instance on a device, and preempt its requests."""
         instance = next(i for i in self.instances if device in i.devices)
         if (change := instance.change) is not None and not change.fails:
-            change.left = change.total  # the group starts its transformation over
+            change.left = change.total  # The transformation starts again.
         self._between_steps(instance)
         for each in (instance, *instance.paused):
             for run in list(each.runs.values()):
@@ -270,7 +271,7 @@ class SimExecutor:
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Put other instances on the same devices."""
+        """Replace instances by others on the same devices."""
         self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
         kept = [i for i in self.instances if i not in old]
         self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
@@ -280,14 +281,14 @@ class SimExecutor:
 
 
 def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) -> None:
-    """Raise `Refusal` if a request cannot begin on an instance now."""
+    """Raise `Refusal` if a request cannot start on an instance now."""
     name, size, change = instance.devices[0], instance.page_size, instance.change
     needs, used = -(-request.prompt_tokens // size) * size, instance.used_tokens()
     if instance.waits_for is not None or (change is not None and change.fails):
         raise Refusal(f"instance {name} is being transformed")
     capacity = instance.capacity_tokens if change is None else change.lane_tokens
     if capacity < request.max_total_tokens:
-        raise Refusal(f"instance {name} holds {capacity} tokens, and it needs {request.max_total_tokens}")
+        raise Refusal(f"instance {name} holds {capacity} tokens, but the request needs {request.max_total_tokens}")
     if needs > (instance.room_tokens - used if change is None else change.joinable_tokens(instance, used)):
         raise Refusal(f"instance {name} has no room for {request.prompt_tokens} tokens now")
     if len(instance.runs) >= instance.max_requests:
@@ -297,7 +298,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Slow an instance down by those that run steps beside it."""
+    """Set the slowdown of an instance by the number of busy instances."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

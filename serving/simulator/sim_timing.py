@@ -1,4 +1,4 @@
-"""What steps and transformations took in a simulation, as the snapshots of an engine tell it."""
+"""Measured times of steps and transformations in a simulation, for the snapshots of a host."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -10,7 +10,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Those of one host. Remembers figures of degrees that no instance has any more."""
+    """Measured times of one host, including degrees that no instance has at present."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -20,7 +20,7 @@ class SimTimings:
         self._throughput: dict[int, Throughput] = {}
 
     def take(self, instances: Collection[SimInstance]) -> Timing:
-        """The figures with those of present instances: medians over the instances of a degree."""
+        """Update the times from the present instances (medians for each degree), and return all times."""
         for degree in {len(instance.devices) for instance in instances}:
             alike = [instance for instance in instances if len(instance.devices) == degree]
             if steps := [instance.step_s for instance in alike if instance.step_s is not None]:
@@ -33,7 +33,7 @@ class SimTimings:
         )
 
     def _take_throughput(self, instances: Collection[SimInstance]) -> None:
-        """Take note of what all devices generate now, if all instances have one degree, and all of them decode."""
+        """Record the throughput of all devices if all instances decode at the same degree."""
         degrees = {len(instance.devices) for instance in instances}
         if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return
@@ -44,7 +44,7 @@ class SimTimings:
             self._throughput[degree] = Throughput(sequences, tokens_per_s)
 
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
-        """Take note of how long a transformation from one degree to another took."""
+        """Record the seconds of a transformation."""
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)
         self._transformations_s = self._transformations_s | {(before, after): _median(known)}

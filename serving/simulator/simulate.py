@@ -1,4 +1,4 @@
-"""Run policies on a simulated cluster: the Python API.
+"""Python API of the simulator.
 
 from serving.bench.workload import WorkloadConfig
 from serving.simulator.settings import SimulationConfig
@@ -30,7 +30,7 @@ _URGENT_STREAM = 7
 
 
 def request_table(config: SimulationConfig) -> RequestTable:
-    """The requests of a configuration: the same for all policies. Raises `ConfigError`."""
+    """Return the requests of a configuration, which are equal for all policies. Raises `ConfigError`."""
     calibration = config.calibration
     context = config.max_model_len or (
         config.shape().max_position if calibration is None else calibration.max_model_len
@@ -66,14 +66,12 @@ def simulate(
     progress: Progress | None = None,
     queue_limit: int | None = None,
 ) -> PolicyResult:
-    """Serve a workload with one policy.
+    """Simulate one policy. Raises `SimulationError` for an unknown policy, or if the model fits at no degree.
 
     Args:
-        requests: those of `request_table`, if there already.
-        progress: called now and then.
-        queue_limit: stop early once that many requests wait at one scheduler; those that had not ended are unfinished.
-
-    Raises `SimulationError` for a policy that is not known, or a model that fits nowhere.
+        requests: result of `request_table`; None: computed here.
+        progress: callback for the progress.
+        queue_limit: number of waiting requests of one scheduler that ends the run early.
     """
     setup = make_setup(config, policy)
     table = request_table(config) if requests is None else requests
@@ -86,7 +84,7 @@ def simulate(
 
 
 def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dict[str, Any]:
-    """All results and settings, for JSON. The same configuration gives the same report."""
+    """Return all results and settings for JSON. Equal configurations give equal reports."""
     settings = {}
     for name, value in vars(config).items():
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -95,7 +93,7 @@ def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dic
 
 
 def save_report(content: dict[str, Any], path: Path) -> None:
-    """Write it as JSON. Raises `SimulationError`."""
+    """Write a report as JSON. Raises `SimulationError`."""
     try:
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -103,7 +101,7 @@ def save_report(content: dict[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: infinity as text, of paths the last part."""
+    """Convert a value for JSON: infinity to text, a path to its last part."""
     if isinstance(value, Path):
         return value.name
     if isinstance(value, float) and not np.isfinite(value):

@@ -1,4 +1,4 @@
-"""Service-level objectives: limits of latencies that each request must keep."""
+"""Service-level objectives: limits of the latencies of each request."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in seconds; infinity for none. A simulation keeps it if at least `share` of its requests do."""
+    """Limits in seconds (infinity: no limit), and the share of requests that must meet them."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -29,12 +29,12 @@ class Slo:
 
     @classmethod
     def from_text(cls, texts: Sequence[str], share: float = 0.99) -> "Slo":
-        """From `["ttft:10", "tpot:0.1"]`, in seconds. Raises `SimulationError`."""
+        """Parse limits such as `["ttft:10", "tpot:0.1"]`, in seconds. Raises `SimulationError`."""
         limits: dict[str, float] = {}
         for text in texts:
             name, _, value = text.partition(":")
             if name not in _NAMES:
-                raise SimulationError(f"--slo {text!r}: it may have {', '.join(_NAMES)}, such as ttft:10")
+                raise SimulationError(f"--slo {text!r}: the name must be one of {', '.join(_NAMES)}, as in ttft:10")
             try:
                 limits[f"{name}_s"] = float(value)
             except ValueError:
@@ -43,7 +43,7 @@ class Slo:
 
     @property
     def limits_s(self) -> dict[str, float]:
-        """The limits that are set, in seconds by name."""
+        """Limits in seconds by name, without infinite ones."""
         return {n: limit for n in _NAMES if math.isfinite(limit := getattr(self, f"{n}_s"))}
 
     def kept(
@@ -54,10 +54,11 @@ class Slo:
         own_ttft_s: np.ndarray | None = None,
         own_tpot_s: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Which requests keep all limits. Requests without a second token keep any TPOT.
+        """Return whether each request meets all limits. A request without a second token meets any TPOT.
 
         Args:
-            own_ttft_s, own_tpot_s: limits of single requests, which win; NaN for none.
+            own_ttft_s: TTFT limits of single requests, which take precedence; NaN: no own limit.
+            own_tpot_s: TPOT limits of single requests, likewise.
         """
         tpot_kept = np.isnan(tpot_s) | (tpot_s <= _own(own_tpot_s, self.tpot_s))
         return (ttft_s <= _own(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
@@ -65,14 +66,17 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Seconds from its arrival within which a request that keeps all limits has ended; infinity if they do not say.
+        """Return the latest end of each request that meets all limits, in seconds after its arrival.
+
+        The end is infinite if the limits do not bound it.
 
         Args:
-            output_len: tokens that each request generates.
-            own_ttft_s, own_tpot_s: as in `kept`.
+            output_len: output tokens of each request.
+            own_ttft_s: see `kept`.
+            own_tpot_s: see `kept`.
         """
         more = np.maximum(output_len - 1, 0)
-        with np.errstate(invalid="ignore"):  # no limit of TPOT, and no second token
+        with np.errstate(invalid="ignore"):  # Infinity times 0: no limit of TPOT, and no second token.
             decoding_s = np.where(more > 0, more * _own(own_tpot_s, self.tpot_s), 0.0)
         return np.minimum(_own(own_ttft_s, self.ttft_s) + decoding_s, self.e2el_s)
 

@@ -1,4 +1,4 @@
-"""How long a step takes: linear operators, attention, collectives and the host."""
+"""Cost of a step: linear operators, attention, collectives and host work."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -8,62 +8,62 @@ from serving.simulator.model_shape import Matrix, ModelShape
 from serving.simulator.operator_profile import OperatorProfile
 
 PROMPT_ATTENTION_SHARE = 0.6
-"""Rate of a prompt's attention as a share of what matrix products reach: fused attention kernels reach 50% to 75% of
-the peak on A100 and H100 (FlashAttention-2 and -3, their benchmarks of causal attention)."""
+"""Rate of prompt attention, relative to the rate of matrix products. Fused kernels of causal attention reach 50% to 75%
+of the peak on A100 and H100 (benchmarks of FlashAttention-2 and -3)."""
 
 
 class StepShape(NamedTuple):
-    """What a step computes, without padding."""
+    """Work of a step, without padding."""
 
     decodes: int
-    """Sequences that get one token each."""
+    """Number of decoding sequences."""
     prompts: int = 0
-    """Chunks of prompts."""
+    """Number of prompt chunks."""
     prompt_tokens: int = 0
-    """Tokens of these chunks together."""
+    """Tokens of all chunks."""
     longest_chunk: int = 0
 
 
 class StepCost(Protocol):
-    """Seconds of a step of an instance: `fixed_s` plus the context's share, which is linear in both counts.
+    """Cost model of the steps of an instance.
 
-    A cost is asked for the same shapes again and again: simulations keep what `fixed_s` returned.
+    The seconds of a step are `fixed_s`, plus `context_s` for each token of context, plus `pair_s` for each pair.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """All but attention over the context."""
+        """Return the seconds of a step without attention over the context."""
         ...
 
     def context_s(self, degree: int) -> float:
-        """Seconds for each token of context that a decoding sequence has."""
+        """Return the seconds for each token of context of a decoding sequence."""
         ...
 
     def pair_s(self, degree: int) -> float:
-        """Seconds for each pair of a prompt token and a token that it attends to."""
+        """Return the seconds for each pair of a prompt token and a token that it attends to."""
         ...
 
 
 def prompt_pairs(start: int, length: int) -> float:
-    """Pairs of tokens for a chunk of `length` tokens after `start` that were computed before."""
+    """Return the number of attention pairs of a chunk of `length` tokens after `start` computed tokens."""
     return length * start + length * (length + 1) / 2
 
 
 @dataclass(frozen=True)
 class ModelStepCost:
-    """The cost of a model's steps on a device, operator by operator.
+    """Cost of the steps of a model on a device, operator by operator.
 
-    Matrix products are interpolated where `profile` has measured them, and follow the device's roofline otherwise.
-    Experts: each runs the tokens routed to it, spread evenly; all that get any are read.
+    A matrix product is interpolated if `profile` has its matrix, else it takes the time of the roofline. Tokens are
+    spread evenly over experts, and the weights of each expert with tokens are read.
     """
 
     model: ModelShape
     device: DeviceSpec
     profile: OperatorProfile | None = None
     overhead_s: float | None = None
-    """Host work of a step, in seconds. None: the device file's."""
+    """Seconds of host work in a step. None: the value of the device."""
 
     def product_s(self, matrix: Matrix, degree: int, tokens: float) -> float:
-        """One product of `tokens` rows with one rank's part of a matrix."""
+        """Return the seconds of the product of `tokens` rows and the part of a matrix on one rank."""
         inputs, outputs = matrix.at(degree)
         if self.profile is not None and float(tokens).is_integer():
             measured = self.profile.seconds(inputs, outputs, int(tokens))
@@ -72,7 +72,7 @@ class ModelStepCost:
         return roofline_s(self.device, inputs, outputs, tokens, self.model.item_bytes)
 
     def layer_s(self, degree: int, tokens: int) -> float:
-        """Matrix products, norms and all-reduces of one layer."""
+        """Return the seconds of matrix products, norms and all-reduces of one layer."""
         model, device = self.model, self.device
         seconds = sum(self.product_s(matrix, degree, tokens) for matrix in model.attention_matrices)
         if model.num_experts == 1:
@@ -80,7 +80,7 @@ class ModelStepCost:
         else:
             seconds += self._experts_s(degree, tokens)
         hidden_bytes = tokens * model.hidden_size * model.item_bytes
-        # Two norms, the activation, rotary positions and two sums: read and written once each.
+        # Two norms, the activation, rotary positions and two sums; each reads and writes the hidden states once.
         seconds += 6 * (device.launch_s + 2 * hidden_bytes / (device.memory_bandwidth * device.memory_efficiency))
         return seconds + 2 * device.all_reduce_s(hidden_bytes, degree)
 
@@ -103,7 +103,7 @@ class ModelStepCost:
         return self.model.num_layers * self.layer_s(degree, max(tokens, 1)) + head + overhead
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`: the bytes of the token's keys and values, read once."""
+        """See `StepCost.context_s`: the keys and values of the token are read once."""
         rate = self.device.memory_bandwidth * self.device.attention_efficiency
         return self.model.kv_token_bytes(degree) / rate
 
@@ -117,8 +117,10 @@ class ModelStepCost:
 def roofline_s(
     device: DeviceSpec, inputs: int, outputs: int, tokens: float, item_bytes: int, copies: float = 1.0
 ) -> float:
-    """Seconds of a product of `tokens` rows: a launch, and the longer of computing and reading. `copies` matrices are
-    read, over which the rows are spread."""
+    """Return the seconds of a product of `tokens` rows: a launch, and the longer one of computing and reading.
+
+    The rows are spread over `copies` matrices, which are all read.
+    """
     compute_s = 2 * tokens * inputs * outputs / (device.flops * device.flops_efficiency)
     read = (copies * inputs * outputs + tokens * (inputs + outputs)) * item_bytes
     return device.launch_s + max(compute_s, read / (device.memory_bandwidth * device.memory_efficiency))
@@ -126,26 +128,26 @@ def roofline_s(
 
 @dataclass(frozen=True)
 class TableStepCost:
-    """The cost of steps that were measured: seconds by degree, rows that decode and prompt tokens.
+    """Measured cost of steps by degree, decoding rows and prompt tokens.
 
-    A step costs as much as the smallest measured shape that holds it, as an engine that pads to compiled shapes has it;
-    beyond the largest it goes on in proportion.
+    A step costs as much as the smallest measured shape that holds it, because the engine pads to compiled shapes. Above
+    the largest shape, the cost is proportional.
     """
 
     decode_s: dict[int, dict[int, float]]
-    """Degree -> rows -> seconds of a step that only decodes."""
+    """Degree -> rows -> seconds of a decode step."""
     prompt_s: dict[int, dict[int, float]]
     """Degree -> tokens of one chunk -> seconds of a step with that chunk and `few_rows` rows."""
     prompts_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Degree -> tokens of each of several chunks -> seconds of a step with them and all rows."""
+    """Degree -> tokens of each chunk -> seconds of a step with several chunks and all rows."""
     few_rows: int = 1
     context: dict[int, float] = field(default_factory=dict)
     """Degree -> seconds per token of context."""
     pair: dict[int, float] = field(default_factory=dict)
-    """Degree -> seconds per pair; 0 where `prompt_s` has it."""
+    """Degree -> seconds per pair; 0 if `prompt_s` includes them."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`. A step with one chunk has few rows for decodes, or all."""
+        """See `StepCost.fixed_s`. A step with one chunk computes `few_rows` rows, or all rows."""
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
         several = self.prompts_s.get(degree, {})
@@ -165,7 +167,7 @@ class TableStepCost:
 
 
 def at_least(table: dict[int, float], wanted: int) -> float:
-    """The value at the smallest key that is at least `wanted`; beyond the largest key in proportion to it."""
+    """Return the value of the smallest key that is at least `wanted`; above the largest key it is proportional."""
     larger = [key for key in table if key >= wanted]
     if larger:
         return table[min(larger)]
@@ -175,14 +177,14 @@ def at_least(table: dict[int, float], wanted: int) -> float:
 
 @dataclass(frozen=True)
 class RateStepCost:
-    """The cost of instances that are known by their rates alone, in tokens per second by degree."""
+    """Cost of steps from rates in tokens per second by degree."""
 
     prefill: dict[int, float]
     """Prompt tokens per second of a step's chunk."""
     decode: dict[int, float]
-    """Generated tokens per second of all requests of an instance together, at most."""
+    """Maximum generated tokens per second of an instance."""
     decode_each: dict[int, float]
-    """Generated tokens per second of one request, at most."""
+    """Maximum generated tokens per second of one request."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`."""

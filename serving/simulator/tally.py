@@ -1,4 +1,4 @@
-"""What happened, by request and over time."""
+"""Records of requests, and sums over time."""
 
 import math
 from array import array
@@ -10,15 +10,15 @@ import numpy as np
 from serving.simulator.block import Block
 
 _BINS_PER_FACTOR = 100
-"""Bins of the gap histogram for each factor of e: each is 1% wide."""
+"""Bins of the gap histogram for each factor of e, so that each bin is 1% wide."""
 _SHORTEST_S = 1e-6
 
 
 class Ending(IntEnum):
-    """How a request ended."""
+    """End of a request."""
 
     OPEN = 0
-    """It had not ended when the simulation did."""
+    """No end before the end of the simulation."""
     COMPLETED = 1
     NEVER_FITS = 2
     DEADLINE = 3
@@ -26,26 +26,26 @@ class Ending(IntEnum):
 
 
 class Records:
-    """A column for each figure and a row for each request. Times in seconds, NaN where nothing happened."""
+    """Table with a row for each request. Times are in seconds; NaN means that the event did not happen."""
 
     def __init__(self, count: int):
         self.dispatch_s = array("d", [math.nan]) * count
         self.first_token_s = array("d", [math.nan]) * count
         self.end_s = array("d", [math.nan]) * count
         self.waited_s = array("d", [0.0]) * count
-        """In the queue, after preemptions too."""
+        """Seconds in the queue, including waits after preemptions."""
         self.prefix_tokens = array("l", [0]) * count
         self.preemptions = array("i", [0]) * count
         self.ending = array("b", [0]) * count
 
 
 class Tally:
-    """Sums over all tokens, and counts over time.
+    """Sums over all tokens, and events over time.
 
     Attributes:
-        decode_s, interference_s, switch_s: over all generated tokens, seconds that each waited for its step: the
-            decode itself, what prompts in the same step added, and what transformations added.
-        gaps: times between two tokens of a request, as a histogram.
+        decode_s: seconds of decode steps, summed over generated tokens.
+        interference_s: seconds that prompts in the same steps added, summed over generated tokens.
+        switch_s: seconds that transformations added, summed over generated tokens.
     """
 
     def __init__(self, bin_s: float):
@@ -56,15 +56,15 @@ class Tally:
         self.prefix_tokens = 0
         self.kv_bytes = self.weight_bytes = 0.0
         self.changes: list[tuple[float, int, int, float]] = []
-        """When each transformation ended, from and to which degree, and its seconds."""
+        """End, old degree, new degree and seconds of each transformation."""
         self.regroups: list[tuple[float, int, int]] = []
-        """When requests paused, or went on with nothing moved: seconds, and the degrees before and after."""
+        """Time, old degree and new degree of each pause and resumption."""
         self.degrees: list[tuple[float, int, int]] = []
-        """When instances changed: seconds, degree, and by how many devices there are more of it."""
+        """Time, degree and change in the number of devices of this degree, for each change of instances."""
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
-        """Spread generated tokens evenly over a time."""
+        """Add generated tokens, spread evenly over a time span."""
         self.generated_tokens += tokens
         first, last = int(start_s / self.bin_s), int(end_s / self.bin_s)
         bins = self.tokens_per_bin
@@ -80,7 +80,7 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Take note of the decode steps of `count` requests in a block that ends now."""
+        """Add the decode steps of `count` requests in a block that ends now."""
         steps = block.steps
         tokens = count * steps
         self.add_tokens(block.start_s, now_s, tokens)
@@ -96,12 +96,12 @@ class Tally:
         self.switch_s += count * block.switch_s
 
     def add_gaps(self, seconds: float, count: int) -> None:
-        """Take note of `count` gaps of that many seconds."""
+        """Add `count` gaps of `seconds`."""
         place = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BINS_PER_FACTOR)
         self._gaps[place] = self._gaps.get(place, 0) + count
 
     def gap_percentiles_s(self, percentiles: Sequence[float]) -> list[float | None]:
-        """Percentiles of the gaps, each within 1%."""
+        """Return percentiles of the gaps, accurate to 1%."""
         places = sorted(self._gaps)
         if not places:
             return [None] * len(percentiles)
@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean of the gaps."""
+        """Mean of the gaps in seconds."""
         count = sum(self._gaps.values())
         return sum(_gap_s(place) * number for place, number in self._gaps.items()) / count if count else None
 

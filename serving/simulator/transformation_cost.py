@@ -1,4 +1,4 @@
-"""How long a change of degree takes: layers x (bytes / link + launches), bytes being the migration planner's."""
+"""Cost of a change of degree: bytes over the link and launches for each layer."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,56 +14,64 @@ from serving.simulator.device_spec import DeviceSpec
 from serving.simulator.model_shape import ModelShape
 
 PHASE_PIECES = 64
-"""Pieces that two ranks exchange in a phase."""
+"""Pieces of pages that two ranks exchange in a phase."""
 PLANNED_DEGREE = 4
-"""Highest degree that the engine's planner knows."""
+"""Highest degree of the engine's planner."""
 _LARGEST_PLAN = 512
-"""Pages for which moves are planned piece by piece; more are in proportion."""
+"""Maximum pages to plan; the moves of more pages are proportional."""
 
 
 class MoveCount(NamedTuple):
-    """What the planner says of a group's pages."""
+    """Moves of a group's pages, as planned by the engine."""
 
     share: float
-    """Share of all pieces that change their device, on the device that sends most."""
+    """Share of the pieces that change their device, on the device that sends the most."""
     phases_per_page: float
 
 
 class Change(NamedTuple):
-    """What a transformation of a group takes."""
+    """Cost of a transformation of a group."""
 
     layer_s: float
-    """Seconds for which each layer's switch keeps its devices from steps."""
+    """Seconds of the switch of a layer, during which its devices run no step."""
     pause_s: float
-    """Seconds before the first layer for which no step runs at all."""
+    """Seconds without steps before the first layer."""
     kv_bytes: float
-    """Bytes of KV that the devices send, all together."""
+    """Bytes of keys and values that all devices send."""
     weight_bytes: float
-    """Bytes of weights that they send or load, all together."""
+    """Bytes of weights that all devices send or load."""
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of a transformation during which no step runs."""
+        """Return the seconds of a transformation if no step runs."""
         return self.pause_s + layers * self.layer_s
 
 
 class TransformationCost(Protocol):
-    """Prices changes of degree."""
+    """Cost model of changes of degree."""
 
     @property
     def layers(self) -> int:
-        """Layers of the model: each switches once."""
+        """Number of layers of the model."""
         ...
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Price a change of the instances of `from_degree` on `max(from_degree, to_degree)` devices, with `tokens` in
-        their cache. Where weights are `kept`, a split restores none."""
+        """Return the cost of a change of instances on `max(from_degree, to_degree)` devices.
+
+        Args:
+            from_degree: degree before the change.
+            to_degree: degree after the change.
+            tokens: tokens in the cache of the instances.
+            kept: whether all weights stayed resident, so that a split restores no weights.
+        """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
-    """Plan the moves of `pages_each` pages on each of `higher / lower` instances that merge, with the engine's own
-    planner (`kvcache.relayout`, `kvcache.migration`). A split moves the same pieces back."""
+    """Count the moves of a merge of `higher / lower` instances with `pages_each` pages each.
+
+    Uses the planner of the engine (`kvcache.relayout`, `kvcache.migration`). A split moves the same pieces back.
+    """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower
     tables = [np.tile(np.arange(pages_each, dtype=np.int32), (lower, 1)) for _ in range(instances)]
@@ -83,14 +91,16 @@ def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
 
 @dataclass(frozen=True)
 class InPlaceCost:
-    """The engine's `in_place_overlapped`: pages by all-to-all phases, weights released where they lie; a split reads
-    the FFN's missing parts from the peers that kept them (AMOEBA 3.1 and 3.2, docs/transformation.md)."""
+    """Changes of the engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2, docs/transformation.md).
+
+    Pages move between devices in phases. A merge releases weights in place; a split copies missing weights from peers.
+    """
 
     model: ModelShape
     device: DeviceSpec
     launches_per_layer: int = 4
     overlap: float = 0.0
-    """Share of the transfer that runs beside steps' own work."""
+    """Share of the transfer that overlaps with steps."""
     page_size: int = 16
 
     @property
@@ -104,9 +114,7 @@ class InPlaceCost:
         pages_each = -(-tokens // self.page_size // instances)
         share, phases = 0.0, 0.0
         if pages_each:
-            several = max(
-                higher // PLANNED_DEGREE, 1
-            )  # devices that move as one, where the planner knows no such degree
+            several = max(higher // PLANNED_DEGREE, 1)  # Devices that count as one above the planner's highest degree.
             counted = max(lower // several, 1), higher // several
             count = count_moves(*counted, min(_two_digits(pages_each), _LARGEST_PLAN))
             share, phases = count.share, count.phases_per_page * pages_each
@@ -123,7 +131,7 @@ class InPlaceCost:
 
 @dataclass(frozen=True)
 class FixedTransformation:
-    """A transformation that takes the same time whatever it moves."""
+    """Transformations of constant time."""
 
     total_s: float = 1.0
     layers: int = 10
@@ -134,7 +142,7 @@ class FixedTransformation:
 
 @dataclass(frozen=True)
 class MeasuredTransformation:
-    """What transformations of an engine took: seconds of each layer's switch by kind, and for each page."""
+    """Measured transformations of an engine: seconds of the switch of a layer, and for each page."""
 
     layers: int
     up_layer_s: float
@@ -149,6 +157,6 @@ class MeasuredTransformation:
 
 
 def _two_digits(number: int) -> int:
-    """Rounded up to two significant digits, so that few plans are made."""
+    """Round up to two significant digits, so that few plans are computed."""
     scale = 10 ** max(len(str(number)) - 2, 0)
     return -(-number // scale) * scale

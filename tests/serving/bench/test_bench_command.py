@@ -156,7 +156,7 @@ def test_tokens_come_from_files_and_instances_need_the_admins(start: Callable[..
     with_token = ["--target", live.target, *SMALL, "--num-prompts", "2", "--token-file", tmp_path / "token"]
     result = bench(*with_token)
     assert result.exit_code == 0, result.output
-    assert "Instances were not watched: PERMISSION_DENIED" in result.stdout
+    assert "No samples of instances: PERMISSION_DENIED" in result.stdout
     result = bench(*with_token, "--admin-token-file", tmp_path / "admin")
     assert "time of devices: TP1 100%" in result.stdout
 
@@ -201,7 +201,7 @@ def test_ctrl_c_reports_what_was_done(live: Live, tmp_path: Path, monkeypatch: p
     assert process.returncode == 130, err
     assert "stopping" in err
     assert "Traceback" not in err
-    assert "Interrupted: 2 requests were running, of 2 planned." in out
+    assert "Interrupted: 2 of 2 planned requests were running." in out
     report = json.loads((tmp_path / "result.json").read_text())
     assert (report["interrupted"], report["interrupted_requests"], report["completed"]) == (True, 2, 0)
     live.check_idle()
@@ -222,7 +222,7 @@ def test_ctrl_c_reports_what_was_done(live: Live, tmp_path: Path, monkeypatch: p
         (["--tls-certificate", "/nonexistent/a", "--tls-key", "/nonexistent/b"], "a client's certificate needs TLS"),
         (["--result-dir", "/nonexistent"], "result_dir=/nonexistent is no directory"),
         (["--result-filename", "/nonexistent/a.json"], "/nonexistent/a.json cannot be written"),
-        (["--request-id-prefix", "x" * 81], "request_id_prefix has 81 characters: the most is 80"),
+        (["--request-id-prefix", "x" * 81], "request_id_prefix has 81 characters: the maximum is 80"),
     ],
 )
 def test_bad_options_say_what_is_wrong(arguments: list[str], message: str):
@@ -235,7 +235,7 @@ def test_bad_options_say_what_is_wrong(arguments: list[str], message: str):
 def test_lengths_are_checked_against_the_servers_context(live: Live):
     result = bench("--target", live.target, "--random-input-len", "4090")
     assert result.exit_code == 2
-    assert "4090 + 128 = 4218 tokens, and the server's longest context is 4096" in result.stderr
+    assert "4090 + 128 = 4218 tokens, but the server's maximum context is 4096" in result.stderr
 
 
 def test_load_generator_needs_no_jax():

@@ -135,7 +135,7 @@ def test_no_completed_request_has_no_latency():
         (("ttft", "101", []), "metric_percentiles has 101: each must be from 0 to 100"),
         (("ttft", "nan", []), "metric_percentiles has nan"),
         (("ttft", "99", ["ttft"]), "goodput has 'ttft': it must be a name and milliseconds"),
-        (("ttft", "99", ["itl:5"]), "goodput has 'itl': it may have ttft, tpot, e2el"),
+        (("ttft", "99", ["itl:5"]), "goodput has 'itl': each must be one of ttft, tpot, e2el"),
         (("ttft", "99", ["ttft:-1"]), "goodput has ttft:-1: milliseconds must be"),
     ],
 )

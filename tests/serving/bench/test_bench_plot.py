@@ -34,7 +34,7 @@ def test_picture_has_three_panels_with_every_class(tmp_path: Path):
 def test_picture_of_nothing_says_so(tmp_path: Path):
     pytest.importorskip("matplotlib")
     run = make_run(0, ClusterWatch(problem="PERMISSION_DENIED: not the admin's"))
-    assert draw_run(run).axes[2].texts[0].get_text() == "instances were not watched"
+    assert draw_run(run).axes[2].texts[0].get_text() == "no samples of instances"
     with pytest.raises(ConfigError, match=r"run\.nonsense cannot be written"):
         save_plot(run, tmp_path / "run.nonsense")
 

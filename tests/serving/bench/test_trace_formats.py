@@ -43,14 +43,14 @@ def test_dates_and_prefix_blocks(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("t.csv", "arrival_s,output\n1,2\n", r"no column of prompt tokens: name it input_tokens; it has"),
+        ("t.csv", "arrival_s,output\n1,2\n", r"no column of prompt tokens named input_tokens; it has"),
         ("t.csv", "arrival_s,input,output\n-1,2,3\n", r"line 2: arrival_s='-1' must be seconds, 0 or more"),
         ("t.csv", "arrival_s,input,output\n1,-2,3\n", r"line 2: input='-2' must be a number of tokens, 0 or more"),
         ("t.csv", "arrival_s,input,output\n1,2,3\n1,2.5,3\n", r"line 3: input='2.5' must be a number of tokens"),
         ("t.csv", "timestamp,input,output\nnoon,2,3\n", r"timestamp='noon' must be milliseconds, 0 or more, or a date"),
         ("t.csv", "arrival_s,input,output\n", "has no rows"),
         ("t.jsonl", '{"input": 1, "output": 1}\n[1]\n', r"line 2: it must be an object, not list"),
-        ("t.jsonl", "{", r"line 1, is no JSON"),
+        ("t.jsonl", "{", r"line 1, is not JSON"),
         ("t.csv.gz", "a,b\n", "cannot be read"),
     ],
 )
@@ -118,5 +118,5 @@ def test_a_factor_that_leaves_no_request_is_named(tmp_path: Path):
     table.write_text("input_tokens,output_tokens\n1,1\n")
     with pytest.raises(ConfigError, match=r"trace_rate_scale=0\.25 leaves no request"):
         plan_columns(WorkloadConfig(dataset_name="trace", trace=table, trace_rate_scale=0.25, request_rate=1.0), 100)
-    with pytest.raises(ConfigError, match=r"trace_rate_scale=2e\+06 makes 2000000 requests, and the most is 1000000"):
+    with pytest.raises(ConfigError, match=r"trace_rate_scale=2e\+06 makes 2000000 requests, but the maximum is"):
         plan_columns(WorkloadConfig(dataset_name="trace", trace=table, trace_rate_scale=2e6), 100)

@@ -216,7 +216,7 @@ def test_what_is_no_trace_says_so(tmp_path: Path):
         ({"dataset_name": "trace"}, "needs a file"),
         ({"trace": Path("some.npz")}, "takes no trace"),
         ({"dataset_name": "mix", "request_rate": 1.0}, "request_rate=1.0 is not for the mix"),
-        ({"dataset_name": "mix", "short_per_minute": 0.0, "long_per_minute": 0.0}, "no request would ever come"),
+        ({"dataset_name": "mix", "short_per_minute": 0.0, "long_per_minute": 0.0}, "no request would arrive"),
         ({"duration_s": 10.0}, "duration_s=10 needs a request_rate"),
         ({"duration_s": 1e6, "request_rate": 1e3}, "about 1000000000 requests"),
     ],
@@ -232,5 +232,5 @@ def test_lengths_over_the_context_are_refused_before_anything_is_sent():
     with pytest.raises(ConfigError, match=r"1536 \+ 192 = 1728 tokens, .* context is 1727"):
         plan_requests(WorkloadConfig(random_range_ratio=0.5), 1727)
     assert plan_requests(WorkloadConfig(random_range_ratio=0.5), 1728)
-    with pytest.raises(ConfigError, match=r"no request comes within duration_s=1e-06"):
+    with pytest.raises(ConfigError, match=r"no request arrives within duration_s=1e-06"):
         plan(request_rate=1.0, duration_s=1e-6)

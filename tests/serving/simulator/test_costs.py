@@ -51,7 +51,7 @@ def test_kv_cache_of_a_token(shared_data: Path):
     [
         ({"hidden_size": None}, "hidden_size=None in config.json must be a positive integer"),
         ({"num_hidden_layers": -3}, "num_hidden_layers=-3 in config.json"),
-        ({"torch_dtype": "int3"}, "dtype='int3' in config.json is not known"),
+        ({"torch_dtype": "int3"}, "dtype='int3' in config.json is unknown"),
     ],
 )
 def test_bad_configs_name_the_field(change: dict, message: str):
@@ -63,11 +63,11 @@ def test_bad_configs_name_the_field(change: dict, message: str):
 
 
 def test_unknown_devices_and_bad_files_say_so(tmp_path: Path):
-    with pytest.raises(SimulationError, match=r"--device 'B9000' is not known: it must be one of A100-40"):
+    with pytest.raises(SimulationError, match=r"--device 'B9000' is unknown: it must be one of A100-40"):
         find_device("B9000")
     data = {name: getattr(find_device("H20"), name) for name in ("memory_bytes", "flops")}
     (tmp_path / "own.json").write_text(json.dumps({"name": "own", **data}))
-    with pytest.raises(SimulationError, match="the device is incomplete"):
+    with pytest.raises(SimulationError, match="a field of the device is missing"):
         find_device(str(tmp_path / "own.json"))
     assert find_device("a100-80GB").memory_bytes == 80e9
 
@@ -168,7 +168,7 @@ def test_capacity_is_what_weights_and_activations_leave():
     static = MemoryPlan(QWEN_32B, device, 1.0, 14.3e9, changes_degree=False)
     assert static.capacity_tokens(1) == plan.capacity_tokens(1)
     assert static.capacity_tokens(4) > plan.capacity_tokens(4), "attention weights are whole where degrees change"
-    with pytest.raises(SimulationError, match=r"Qwen2.5-32B fits nowhere: at TP1 its weights"):
+    with pytest.raises(SimulationError, match=r"Qwen2.5-32B fits at no degree: at TP1 weights"):
         MemoryPlan(QWEN_32B, find_device("A100-40")).limits((1,), 8)
 
 

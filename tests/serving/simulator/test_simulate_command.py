@@ -81,14 +81,14 @@ def test_capacity_questions(model: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "H900"], "'H900' is not known"),
-        (["--policies", "amoeba,magic"], "policy 'magic' is not known"),
+        (["--device", "H900"], "'H900' is unknown"),
+        (["--policies", "amoeba,magic"], "policy 'magic' is unknown"),
         (["--slo", "ttft:fast"], "'fast' must be a number of seconds"),
         (["--duration", "-3"], "duration_s=-3.0 must be above 0"),
-        (["--num-devices", "4", "--device", "A100-40"], "fits nowhere: at TP4|fits"),
-        (["--fail", "x"], "--fail 'x' is not understood"),
+        (["--num-devices", "4", "--device", "A100-40"], "fits at no degree: at TP4|fits"),
+        (["--fail", "x"], "--fail 'x' is invalid"),
         (["--find-max-rate", "--duration", "5"], "needs an objective"),
-        (["--json", "/nowhere/out.json"], "must be a file in a directory that exists"),
+        (["--json", "/nowhere/out.json"], "must be a file in an existing directory"),
         (["--trace", "none.csv"], "none.csv cannot be read"),
     ],
 )
