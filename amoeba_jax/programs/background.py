@@ -190,12 +190,8 @@ class BackgroundCompiler:
     def _work(self, index: int) -> None:
         while specs := self._next(index):
             left = {spec.key: spec for spec in specs}
-            portable = None
             try:
-                for spec in sorted(specs, key=lambda spec: spec.devices):
-                    executable, portable = compiling.compile_program(spec, portable)
-                    if next(_num_compiled) % _TRIM_EVERY == 0:
-                        trim_host_memory()
+                for spec, executable in self._compile(specs):
                     del left[spec.key]
                     self._arrive([Arrival(spec, executable, None)])
                     del executable
@@ -203,6 +199,15 @@ class BackgroundCompiler:
                         return
             except Exception as error:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
+
+    def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
+        """Compile the first program of a family, and load the others from its bytes."""
+        portable = None
+        for spec in sorted(family, key=lambda spec: spec.devices):
+            executable, portable = compiling.compile_program(spec, portable)
+            if next(_num_compiled) % _TRIM_EVERY == 0:
+                trim_host_memory()
+            yield spec, executable
 
     def _arrive(self, arrivals: list[Arrival]) -> None:
         with self._changed:
