@@ -1,16 +1,16 @@
-"""When changing degrees pays: a sweep of the gap between long requests, how long they run, and what a change takes.
+"""Gain of changing degrees, by gap and length of long requests and by duration of a change (simulated).
 
     python benchmarks/flapping.py [--policy amoeba] [--seeds 2] [--duration 900] [--settle-s 120] [--json flapping.json]
 
-Simulated: Qwen2.5-32B on 8 H20, short requests at a rate beyond what the devices serve (so that what a policy wastes is
-missing from its tokens), and a long request every `gap` seconds that runs for about as long as `tokens` take. A change
-of degree takes a fixed time, during which a layer at a time keeps its devices from steps. Beside the policy: fixed
-degrees that hold the long requests. Printed are tokens a second after the first `settle_s` seconds, in which the policy
-finds out what is best (it begins with single devices); its over the best fixed one's, with the 95% interval of the
-seeds' ratios; the same from the first second on; and how many changes it made, in all and after that time. For each gap
-and duration, the time of a change from which on the policy is below the best fixed one. The exit code is 1 where it is
-more than 2% below. Prompts and decodes come in waves of a minute that are in step over all devices, so runs of less
-than ten minutes measure where in a wave they end. By default it takes half an hour.
+The model is Qwen2.5-32B on 8 H20. Short requests arrive faster than the devices can serve them, so that lost time shows
+in the tokens per second. A long request with `tokens` output tokens arrives every `gap` seconds. A change of degree
+takes a fixed time. The policy is compared with fixed degrees that hold the long requests.
+
+The table has the tokens per second after the first `settle_s` seconds; the ratio of the policy to the best fixed
+degree, with the 95% interval over seeds; the ratio over the whole run; and the number of changes, in all and after
+`settle_s`. For each gap and length it prints the duration of a change from which on the policy is worse than the best
+fixed degree. The exit code is 1 if the policy is more than 2% worse. Load varies in waves of a minute, so runs should
+take at least ten minutes. The default takes half an hour.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MAX_LOSS = 0.02
 
 
 def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int) -> SimulationConfig:
-    """Short requests beyond the limit, and long ones."""
+    """Return the workload: too many short requests, and long requests."""
     load = WorkloadConfig(
         dataset_name="mix",
         duration_s=options.duration,
@@ -59,7 +59,7 @@ def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int)
 
 
 class Found(NamedTuple):
-    """Tokens a second and changes of degree, from the first second on and after the beginning."""
+    """Tokens per second and changes of degree, over the whole run and after `settle_s`."""
 
     all_tokens: float
     tokens: float
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 def run(config: SimulationConfig, name: str, change_s: float, settle_s: float) -> Found:
-    """One simulation."""
+    """Run one simulation."""
 
     def setup(config: SimulationConfig, name: str) -> Setup:
         made = make_setup(config, name)
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--gaps-s", type=float, nargs="+", default=[10.0, 30.0, 90.0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--changes-s", type=float, nargs="+", default=[0.1, 1.0, 10.0])
-    parser.add_argument("--settle-s", type=float, default=120.0, help="seconds that are not counted at first")
+    parser.add_argument("--settle-s", type=float, default=120.0, help="seconds at the start that do not count")
     parser.add_argument("--short-per-minute", type=float, default=900.0)
     parser.add_argument("--long-input-len", type=int, default=50_000)
     parser.add_argument("--duration", type=float, default=900.0)

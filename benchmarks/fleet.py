@@ -47,7 +47,7 @@ CASES = ("full", "flow", "urgent", "change")
 
 @dataclass(frozen=True)
 class Figures:
-    """Milliseconds of a tick, and of the policy's part."""
+    """Milliseconds of a tick, and of the policy in it."""
 
     policy: str
     case: str
@@ -58,7 +58,7 @@ class Figures:
 
 
 class Fleet:
-    """An executor that carries out dispatches and preemptions on paper, and refuses what changes instances."""
+    """Executor without devices. It applies dispatches and preemptions, and refuses changes of instances."""
 
     def __init__(self, instances: int, waiting: int):
         self.now_s, self._numbers, self.queue = 1_000.0, iter(range(10**9)), {}
@@ -89,13 +89,13 @@ class Fleet:
         return RunningRequest(f"r{number}", SHORT - 100, SHORT, priority=1, arrival_s=900.0 + number % 100)
 
     def arrive(self, priority: int = 1) -> None:
-        """A request comes, one in 20 of them a long one."""
+        """Add a request; one in 20 is long."""
         number = next(self._numbers)
         total = LONG if number % 20 == 0 else SHORT
         self.queue[f"w{number}"] = WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s)
 
     def step(self, changed: Iterator[int], count: int, ends: bool) -> None:
-        """Some instances have generated a token each; on the first of them a request has ended."""
+        """Generate a token on some instances, and end a request on the first of them."""
         self.now_s += 0.02
         for index in range(count):
             place = next(changed)
@@ -109,7 +109,7 @@ class Fleet:
                 self.views[place] = replace(view, running=(*view.running[:-1], grown))
 
     def change(self, place: int) -> None:
-        """The instances of four devices become one, or the other way round; as full as before."""
+        """Merge the instances of four devices, or split one, without a change of its requests."""
         first = self.views[place].devices[0] // 4 * 4
         here = [view for view in self.views if first <= view.id < first + 4]
         new = [self._full(first, 4)] if len(here) > 1 else [self._full(device, 1) for device in range(first, first + 4)]
@@ -142,7 +142,7 @@ class Fleet:
 
 
 def measure(name: str, case: str, options: argparse.Namespace) -> Figures:
-    """Time `options.ticks` decisions, after as many again."""
+    """Time `options.ticks` decisions, after the same number of warm-up decisions."""
     fleet = Fleet(options.instances, options.waiting)
     policy = make_policy(name)
     scheduler = Scheduler(policy, fleet)
@@ -175,13 +175,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=8, help="number of devices")
     parser.add_argument("--waiting", type=int, default=1_000)
-    parser.add_argument("--changed", type=int, default=8, help="instances with other views than before")
+    parser.add_argument("--changed", type=int, default=8, help="instances that change between two decisions")
     parser.add_argument("--ticks", type=int, default=300)
     parser.add_argument("--policies", nargs="+", default=list(POLICY_NAMES))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # a line of the log for each dispatch would be measured too
+    logging.disable(logging.WARNING)  # Each dispatch would write a line to the log.
     gc.freeze()
     title = f"{options.instances} devices, {options.waiting} requests wait, {options.changed} views change; ms"
     table = Table("policy", "case", "tick p50", "tick p99", "decide p50", "dispatched", title=title)

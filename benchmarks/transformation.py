@@ -1,15 +1,16 @@
-"""Merging 4 x TP1 into TP4 and splitting it again, with requests running: what it takes, by which means.
+"""Time and memory of merging 4 x TP1 into TP4 and splitting it again while requests run, by method.
 
     python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
 
-For every variant, the baselines of `baselines/movers.py`, and each number of layers a step: time and memory of moving
-the KV cache and the weights, steps and tokens meanwhile, and how long requests waited. `restart` closes the engine and
-opens one of the other degree. Requests decode greedily on all instances with the KV cache about as full as asked for.
-Then: what a layer's switch costs a step, against steps of the same hybrid work without one; weights released and
-restored, and weights kept, with nothing running; and what padding costs the FFN.
+For every variant, the baselines of `baselines/movers.py`, and each number of layers between two steps, it measures time
+and memory of moving the KV cache and the weights, steps and tokens meanwhile, and waits of requests. `restart` closes
+the engine and opens one with the other degree. Requests decode greedily on all instances, with the KV cache as full as
+requested. Further
+measurements: steps with the switch of a layer beside equal steps without one; idle changes with weights released and
+kept; and FFNs with padding.
 
-A step's time is from result to result: programs run in the order in which they were launched, so it is the step's own
-and that of all that was launched between it and the one before. SmolLM2 has its real weights.
+The time of a step is the time between two results. Programs run in launch order, so it includes all programs that were
+launched after the previous step. SmolLM2 has its real weights.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from amoeba_jax.transform.transition import Transition
 
 NEW_TOKENS = 192
 STEADY_STEPS = 6
-# Of merges and splits at once by each way: all requests still run after them.
+# Repeats of changes at once: all requests still run after them.
 TURNS = 3
 DEEP = MODELS["Llama-125M"] | {
     "hidden_size": 512,
@@ -59,7 +60,7 @@ IN_PLACE = ("in_place_overlapped", "in_place")
 
 @dataclass(frozen=True)
 class Step:
-    """A step that has run: when its result came, and what kind of step it was."""
+    """Finished step: arrival of its result, and its kind."""
 
     arrived: float
     device: int
@@ -70,7 +71,7 @@ class Step:
 
 @contextmanager
 def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
-    """All steps as they end. That many plain hybrid steps run between two that switch layers, in one direction."""
+    """Collect all steps. `plain` hybrid steps run between two steps that switch layers, in one direction."""
     found: list[Step] = []
     launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
@@ -88,7 +89,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         instance.pending[-1].result.add_done_callback(arrived)
 
     def switch(transition: Transition, step: StepPlan | None = None) -> None:
-        # The last switch ends the transition: before it too there are plain steps.
+        # The last switch ends the transition, and plain steps run before it too.
         extra = plain_steps if transition.up == (direction == "up") else 0
         switched[transition] = next(turns[transition]) % (extra + 1) == 0
         if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
@@ -102,7 +103,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
 
 
 class Running:
-    """Requests that decode on all instances, in the background."""
+    """Requests that decode on all instances in the background."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]]):
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -123,7 +124,7 @@ class Running:
 
 
 def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
-    """Until the first device's instance has run that many more."""
+    """Wait until the instance of the first device has run further steps."""
     wanted = sum(step.device == 0 for step in found) + count
     while sum(step.device == 0 for step in found) < wanted:
         if not llm._engine.has_requests:
@@ -134,7 +135,7 @@ def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
 def round_trip(
     llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0, direction: str = "up"
 ) -> dict[str, Any]:
-    """One merge and one split while requests decode. With plain steps, the other direction is done at once."""
+    """Merge and split once while requests decode. With plain steps, the other direction changes at once."""
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
         wait_for_steps(llm, found, STEADY_STEPS)
@@ -148,10 +149,10 @@ def round_trip(
 
 
 def in_turn(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]], repeats: int) -> list[list[dict[str, Any]]]:
-    """Merges and splits by several ways in turn, while the same requests decode: `repeats` of each way."""
+    """Merge and split `repeats` times with several methods in turn, while the same requests decode."""
     trips: list[list[dict[str, Any]]] = []
     with watched() as found:
-        for turns in (1, repeats):  # the first turn compiles
+        for turns in (1, repeats):  # The first turn compiles.
             trips = [[] for _ in ways]
             running = Running(llm, prompts)
             wait_for_steps(llm, found, STEADY_STEPS)
@@ -173,7 +174,7 @@ def merge_and_split(
     start: float,
     steps: int,
 ) -> dict[str, Any]:
-    """What it took, with that many steps after each; those since `start` are of the instances before."""
+    """Return the measurements of a change; steps since `start` belong to the instances before it."""
     marks = [start]
     result: dict[str, Any] = {"kv_use": kv_use(llm)}
     for name, degree, way in (("up", 4, up), ("down", 1, down)):
@@ -188,7 +189,7 @@ def merge_and_split(
 
 
 def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Literal["auto"] = "auto") -> TransformReport:
-    """Transform all devices in place, or by a baseline."""
+    """Transform all devices in place, or with a baseline."""
     if variant not in MOVERS:
         return llm.transform(degree, variant=variant, layers_per_step=layers_per_step)
     with baseline(variant):
@@ -196,7 +197,7 @@ def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Litera
 
 
 def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
-    """Close an engine while requests decode, and open one of the other degree that computes them again: both ways."""
+    """Close an engine while requests decode, and open one with the other degree that recomputes them, both ways."""
     result: dict[str, Any] = {}
     llm = open_llm(tensor_parallel_size=1)
     for name, degree in (("up", 4), ("down", 1)):
@@ -247,7 +248,7 @@ def figures(report: TransformReport) -> dict[str, Any]:
 
 
 def longest_gap(found: list[Step], start: float) -> float:
-    """The longest time between two results of the first device's requests since `start`, the one before included."""
+    """Return the longest time between two results of requests on the first device since `start`."""
     times = sorted(step.arrived for step in found if step.device == 0)
     first = max((i for i, t in enumerate(times) if t <= start), default=0)
     return float(np.diff(times[first:]).max())
@@ -259,7 +260,7 @@ def steady_step_s(found: list[Step], start: float, stop: float) -> float:
 
 
 def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
-    """For each boundary: seconds of the step behind the switch, and the median of plain steps at the same boundary."""
+    """Return the seconds of the step after each switch, and the median of plain steps at the same boundary."""
     costs = []
     for _, group in itertools.groupby(sorted(found, key=lambda s: s.arrived), key=lambda s: (s.boundary, s.degree)):
         steps = list(group)
@@ -273,7 +274,7 @@ def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything for one model."""
+    """Run all measurements of one model."""
     with tempfile.TemporaryDirectory() as scratch:
         model, settings = scratch, {"load_format": "random"}
         if name in REAL_MODEL:
@@ -312,7 +313,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 ways = [{"variant": "in_place_overlapped", "layers_per_step": 1}]
             results = []
             for way in ways:
-                round_trip(llm, prompts, way)  # compiles
+                round_trip(llm, prompts, way)  # Compiles.
                 trips = [round_trip(llm, prompts, way) for _ in range(options.repeats)]
                 results.append(way | {"trips": trips})
                 log(f"{name} {way}: {trips[0]['up']['seconds']:.2f} s up, {trips[0]['down']['seconds']:.2f} s down")
@@ -321,7 +322,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 results.append(way | {"trips": trips})
             log(f"{name}: all layers at once, {TURNS} times by each way in turn")
             switches = []
-            # So that requests still run at the end of a way with a plain step or more beside each switch.
+            # Enough tokens for runs with plain steps between switches.
             plain = min(3, (NEW_TOKENS - 4 * STEADY_STEPS) // layers - 1)
             for _ in range(options.repeats):
                 for direction in ("up", "down"):
@@ -339,7 +340,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 "ways": results,
                 "switches": switches,
                 "idle": idle,
-                "local_copy_s": min(local_s),  # a floor: the machine is not as fast at all times
+                "local_copy_s": min(local_s),  # The minimum is a lower bound, because the speed of the machine varies.
                 "ffn": {n: ffn_times(llm, n, 9) for n in (1, 8)},
             }
         if not options.brief:
@@ -349,7 +350,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 )
                 for _ in range(1 + options.repeats)
             ]
-            results.append({"variant": "restart", "trips": trips[1:]})  # the first compiles
+            results.append({"variant": "restart", "trips": trips[1:]})  # The first trip compiles.
             log(f"{name}: restarted")
         return result
 
@@ -361,11 +362,13 @@ def log(message: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
-    parser.add_argument("--requests", type=int, default=8, help="a multiple of 4")
-    parser.add_argument("--prompt", type=int, default=448, help="tokens of each: more fill the cache further")
+    parser.add_argument("--requests", type=int, default=8, help="number of requests, a multiple of 4")
+    parser.add_argument("--prompt", type=int, default=448, help="tokens of each prompt, which fill the cache")
     parser.add_argument("--layers-per-step", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--brief", action="store_true", help="only what the lines below the table compare")
+    parser.add_argument(
+        "--brief", action="store_true", help="only the measurements that the lines below the table compare"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = [measure(name, options) for name in options.models]

@@ -1,4 +1,4 @@
-"""What `transformation.py` prints of a model: a table of all variants, and how they compare."""
+"""Report of `transformation.py` for a model: a table of all variants, and comparisons."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -50,7 +50,7 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
 
 
 def summary(result: dict[str, Any]) -> Iterator[str]:
-    """Lines that compare the variants."""
+    """Return lines that compare the variants."""
     ways = {(way["variant"], way.get("layers_per_step")): way["trips"] for way in result["ways"]}
     layers = result["layers"]
 
@@ -118,7 +118,7 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
 
 
 def hybrid_step_s(trip: dict[str, Any], way: int) -> float:
-    """Median time of the steps of a merge (0) or the split behind it (1)."""
+    """Return the median time of the steps of a merge (0) or of the following split (1)."""
     steps = [step for step in trip["steps"] if step["device"] == 0]
     split = next(i for i in range(1, len(steps)) if steps[i]["boundary"] > steps[i - 1]["boundary"])
     part = (steps[:split], steps[split:])[way]

@@ -1,18 +1,17 @@
-"""Urgent requests among best-effort ones that fill all slots, under `flying`, beside an idle instance of all devices.
+"""TTFT of urgent requests with the policy `flying` while best-effort requests fill all slots.
 
     python benchmarks/urgent.py [--model smollm2-135m] [--urgent 9] [--preemption hard] [--json urgent.json]
 
-On 4 virtual devices with all weights kept. First the same urgent prompts one after the other on an idle TP4 instance.
-Then best-effort requests fill all slots of 4 x TP1, others wait, and urgent ones come one after the other: each has the
-best-effort ones pause and a TP4 instance made for it. With `--stream-s` urgent requests follow each other without a
-pause for that long, and `--max-pause-s` bounds what the others suffer.
+Runs on 4 virtual devices with all weights kept. First, the urgent prompts run one after the other on an idle TP4
+instance, for comparison. Then best-effort requests fill all slots of 4 x TP1 and others wait. Urgent requests arrive
+one after the other, and each one pauses the best-effort requests and gets a TP4 instance. With `--stream-s`, urgent
+requests follow each other without a break, and `--max-pause-s` limits the pauses.
 
-Times to the first token are those of the engine. A gap is one between two tokens of a best-effort request; it is
-compared with the time of the urgent request and 1.2 steps. Times of tokens are those at which the engine hands them
-out; beside them those at which the clients' threads have them, which wait for a processor among those that compute.
-Tokens are compared with those of undisturbed runs, and the exit code is 1 where they differ, or where a request was
-lost, or a best-effort one computed again under `hard`. (An urgent one is computed again where `max_pause_s` has others
-go on and leaves it no slot.) With `--stream-s 60` it takes 9 minutes on two cores.
+TTFT is measured by the engine. A gap between two tokens of a best-effort request is compared with the time of the
+urgent request plus 1.2 steps. Tokens are timed when the engine returns them, and again when the threads of the clients
+receive them, which compete with computation for processors. The exit code is 1 if tokens differ from undisturbed runs,
+if a request is lost, or if a best-effort request is recomputed with `hard`. With `--stream-s 60` the run takes 9
+minutes on two cores.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
 
 
 class HandedOut:
-    """When the engine hands out the tokens of each request, by its id."""
+    """Times at which the engine returns the tokens of each request, by its id."""
 
     def __init__(self, llm: LLM):
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -64,7 +63,7 @@ class HandedOut:
 
 
 class BestEffort:
-    """Best-effort requests in a thread for each, with the time of each token."""
+    """Best-effort requests, each in a thread, with the time of each token."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams):
         self.times: list[list[float]] = [[] for _ in prompts]
@@ -83,20 +82,20 @@ class BestEffort:
             self.outputs[index] = output
 
     def wait(self) -> list[RequestOutput]:
-        """Wait until they have ended, and return their last outputs."""
+        """Wait for the end of all requests, and return their last outputs."""
         for thread in self._threads:
             thread.join()
         return [output for output in self.outputs if output is not None]
 
 
 def gaps(times: Iterable[list[float]], begin: float, end: float) -> list[float]:
-    """Seconds between two tokens of one request, of those gaps that reach into a span."""
+    """Return the gaps between two tokens of a request that overlap a span, in seconds."""
     pairs = [pair for each in times for pair in itertools.pairwise(each)]
     return [b - a for a, b in pairs if b >= begin and a <= end]
 
 
 def timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[RequestOutput, float, float]:
-    """Serve one request; returns its output and its span."""
+    """Serve one request, and return its output and its span."""
     begin = time.perf_counter()
     return llm.generate(prompt, params)[0], begin, time.perf_counter()
 
@@ -110,12 +109,12 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def beyond(times: list[list[float]], spans: list[tuple[float, float]], step_s: float) -> list[float]:
-    """The longest gap around each urgent request, beyond that one's own time, in steps."""
+    """Return the longest gap around each urgent request beyond its own time, in steps."""
     return [(max(gaps(times, *span), default=0.0) - (span[1] - span[0])) / step_s for span in spans]
 
 
 def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """Both runs."""
+    """Run both parts."""
     dice = np.random.default_rng(options.seed)
     vocabulary = llm.dims.config.vocab_size
     count = DEVICES * options.max_num_seqs + options.waiting
@@ -135,7 +134,7 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     handed_out = HandedOut(llm)
     best_effort = BestEffort(llm, many, params)
     while sum(len(times) >= SETTLE_TOKENS for times in best_effort.times) < DEVICES * options.max_num_seqs:
-        time.sleep(0.01)  # until the instances know how long their steps take
+        time.sleep(0.01)  # Wait until the instances have measured their steps.
     rest_begin = time.perf_counter()
     time.sleep(options.rest_s)
     rest = rest_begin, time.perf_counter()
@@ -155,7 +154,7 @@ def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     scheduling.close()
     handed_out.close()
     alone = tokens([output for output, _, _ in idle])
-    # An urgent request ends with its last token.
+    # The span of an urgent request ends with its last token.
     own = [(begin, handed_out.times[o.request_id][-1]) for o, (begin, _) in zip(found, spans, strict=True)]
     by_engine = [handed_out.times[id] for id in best_effort.ids]
     at_rest, by_clients = (
@@ -192,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device-memory", default="2GiB")
-    parser.add_argument("--max-num-seqs", type=int, default=4, help="of each device")
+    parser.add_argument("--max-num-seqs", type=int, default=4, help="requests of each device")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a best-effort prompt")
     parser.add_argument("--best-effort-tokens", type=int, default=600)
     parser.add_argument("--waiting", type=int, default=4, help="best-effort requests beyond the slots")
@@ -201,8 +200,8 @@ def main() -> None:
     parser.add_argument("--urgent-tokens", type=int, default=16)
     parser.add_argument("--preemption", choices=("hard", "soft", "sequential"), default="hard")
     parser.add_argument("--max-pause-s", type=float, default=60.0)
-    parser.add_argument("--stream-s", type=float, default=0.0, help="urgent requests without a pause between them")
-    parser.add_argument("--rest-s", type=float, default=1.0, help="between two urgent requests")
+    parser.add_argument("--stream-s", type=float, default=0.0, help="seconds of urgent requests without a break")
+    parser.add_argument("--rest-s", type=float, default=1.0, help="seconds between two urgent requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,16 +1,14 @@
-"""How long requests wait while instances merge and split: for their next token, and new ones for their first.
+"""Waits of requests for tokens while instances merge and split.
 
     python benchmarks/waits.py [--models SmolLM2-135M Deep-48] [--devices 4] [--requests 16] [--repeats 3] [--json FILE]
 
-On virtual devices, requests decode on all instances. (Where devices share cores, steps differ at rest: with as many
-devices as cores, less so.) Measured in one process, with `layers_per_step="auto"`:
+Requests decode on all instances, on virtual devices, with `layers_per_step="auto"`. If devices share cores, the times
+of steps vary even without a change. The table has
 
-- the longest gap between two tokens of any request during a merge and a split, in steps of the slower of both layouts;
-  beside it the longest gap at rest in that layout, over as many tokens; and how long the whole takes, as a multiple of
-  switching all layers at once;
-- the time to the first token of a short prompt that comes at the start, in the middle and at the end of a change,
-  beside that of the same prompt at rest, in the layout before and in the layout after;
-- prompts that hit the prefix cache before: the share of their tokens that still does.
+- the longest gap between two tokens of a request during a merge and a split, in steps of the slower layout; the longest
+gap without a change in that layout, over as many tokens; and the duration relative to a change of all layers at once; -
+the TTFT of a short prompt that arrives at the start, in the middle and at the end of a change, relative to its TTFT
+without a change in both layouts; - the share of cached prompt tokens that are found after the change.
 """
 
 import argparse
@@ -39,11 +37,11 @@ SHORT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PLACES = ("start", "middle", "end")
 _SETTLE_TOKENS = 6
 _REST_TOKENS = 12
-"""About as many as a change takes steps."""
+"""Tokens of a short request: about the steps of a change."""
 
 
 class Watched:
-    """Requests whose tokens are timed as the engine hands them out."""
+    """Requests with the times at which the engine returns their tokens."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams):
         self.times: list[list[float]] = [[] for _ in prompts]
@@ -66,28 +64,28 @@ class Watched:
         return sink
 
     def submit(self) -> None:
-        """In the dispatcher's thread."""
+        """Record tokens, in the dispatcher thread."""
         self.submitted = time.perf_counter()
         self._llm._engine.submit([request.sequences[0] for request in self._requests])
 
     def start(self) -> "Watched":
-        """From another thread."""
+        """Submit requests, from another thread."""
         self._llm._dispatcher.call(self.submit).result()
         return self
 
     def wait_for(self, tokens: int) -> None:
-        """Until each has that many tokens, or all have ended."""
+        """Wait until each request has `tokens` tokens, or all have ended."""
         while not self.ended.is_set() and any(len(times) < tokens for times in self.times):
             time.sleep(0.002)
 
     def end(self) -> None:
-        """Cancel what still runs."""
+        """Cancel running requests."""
         engine, sequences = self._llm._engine, [request.sequences[0] for request in self._requests]
         self._llm._dispatcher.call(engine.finish, sequences, "abort").result()
         self._llm._registry.end(self._requests)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between two tokens of one request, of those gaps that reach into a span."""
+        """Return the gaps between two tokens of a request that overlap a span, in seconds."""
         pairs = [pair for times in self.times for pair in itertools.pairwise(times)]
         return [b - a for a, b in pairs if b >= begin and a <= end]
 
@@ -97,7 +95,7 @@ class Watched:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> float:
-    """Seconds to the first token of a request alone, or beside those that run."""
+    """Return the TTFT of a request in seconds."""
     watched = Watched(llm, [prompt], SHORT).start()
     watched.ended.wait()
     watched.end()
@@ -105,7 +103,7 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 
 
 def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: int | str = "auto"):
-    """Transform; in that place a short request comes. Returns the seconds of both and the span."""
+    """Transform, and submit a short request at `place`. Returns the seconds of both and the span."""
     late: list[Watched] = [] if prompt is None else [Watched(llm, [prompt], SHORT)]
     num_layers = llm._engine.dims.config.num_layers
     wanted = {"start": 0, "middle": num_layers // 2, "end": num_layers - 1}[place]
@@ -132,7 +130,7 @@ def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: 
 
 
 def measure(llm: LLM, devices: int, num_requests: int, repeats: int) -> dict[str, Any]:
-    """All figures of a model."""
+    """Return all measurements of a model."""
     random, vocab = np.random.default_rng(0), llm._engine.dims.config.vocab_size
     prompts = [random.integers(3, vocab, 64).tolist() for _ in range(num_requests)]
     short = [random.integers(3, vocab, 24).tolist() for _ in range(200)]
@@ -181,7 +179,7 @@ def measure(llm: LLM, devices: int, num_requests: int, repeats: int) -> dict[str
 
 
 def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, float]:
-    """The share of cached tokens that prompts find before a merge, after it, and after the split."""
+    """Return the share of cached tokens that prompts find before a merge, after it, and after the split."""
     llm.transform(1)
     llm.generate(prompts, SHORT)
     shares = {}
@@ -194,7 +192,7 @@ def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, floa
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """One table a model."""
+    """Print a table for each model."""
     table = Table(title=name)
     for column in ("", "merge", "split"):
         table.add_column(column)
@@ -217,11 +215,11 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Print and save the figures."""
+    """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
     parser.add_argument("--devices", type=int, choices=(2, 4), default=4)
-    parser.add_argument("--requests", type=int, default=16, help="a multiple of the devices")
+    parser.add_argument("--requests", type=int, default=16, help="number of requests, a multiple of the devices")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -18,8 +18,6 @@ NOT_REWRITTEN_YET = frozenset(
         "amoeba_jax/sampling",
         "amoeba_jax/transform",
         "amoeba_jax/weights",
-        "benchmarks",
-        "benchmarks/baselines",
         "docs/extending.md",
         "docs/notation.md",
         "docs/serving.md",

@@ -1,4 +1,4 @@
-"""Programs that move pages by copying all of them into new extents.
+"""Programs that copy all pages of a layer into new extents.
 
 Two programs for a layer. `migrate` sends all pieces that change their rank at once, into a separate buffer.
 `defragment` then fills new extents with the pieces that stay on their rank and with the received pieces, both at their

@@ -1,6 +1,6 @@
-"""Movers that transformations are compared with: by copying on the devices, and through host memory.
+"""Baselines of transformations: copies on the devices, and copies through host memory.
 
-`baseline` puts one of them in the place of `InPlaceMover`. Transform with `variant="in_place"` meanwhile.
+`baseline` replaces `InPlaceMover` by a baseline. Transform with `variant="in_place"` inside its block.
 """
 
 import math
@@ -30,7 +30,7 @@ compiled_migrate, compiled_defragment = lru_cache(compile_migrate), lru_cache(co
 
 @contextmanager
 def baseline(variant: str) -> Iterator[None]:
-    """Move pages and weights as `basic` or `host_memory` does. Not thread-safe: no transformation may be under way."""
+    """Use the baseline `basic` or `host_memory` for all transformations. Call it while no transformation runs."""
     hand_over = Transition.hand_over
 
     def with_weights(transition: Transition, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
@@ -46,9 +46,9 @@ def baseline(variant: str) -> Iterator[None]:
 
 
 class CopyMover(InPlaceMover):
-    """Copies of everything: all pages into fresh extents, and every shard of FFN weights into a fresh buffer.
+    """Mover that copies all pages into new extents, and every shard of FFN weights into a new buffer.
 
-    If more pages come than it was prepared for, it compiles larger programs.
+    It compiles larger programs if there are more pages than expected.
     """
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
@@ -112,14 +112,14 @@ class CopyMover(InPlaceMover):
 
 
 class HostMover(InPlaceMover):
-    """Copies of everything through host memory: pages into fresh extents, and every shard of FFN weights."""
+    """Mover that copies all pages and every shard of FFN weights through host memory."""
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         super().__init__(programs, weights)
         self._source = self._target = np.zeros((0, 2), np.int64)
 
     def prepare(self, max_pieces: int) -> int:
-        # A shard of weights is there twice for a moment. Of pages, only the host has two copies.
+        # A shard of weights exists twice for a moment; pages are copied in host memory only.
         itemsize = jnp.dtype(self._programs.dims.dtype).itemsize
         specs = [shard.spec for shard in self._weights.released(0, self._programs.dims.max_tp)]
         return max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
@@ -152,11 +152,11 @@ class HostMover(InPlaceMover):
             assemble(group, [jax.device_put(fresh[i * group.tp + r], d) for r, d in enumerate(group.devices)])
             for i in range(num_new)
         ]
-        jax.block_until_ready(put)  # the host's copies go with this call
+        jax.block_until_ready(put)  # This call frees the copies in host memory.
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Find the extents that hold pieces (rank, id): the extent's rank, by extent and rank, and the place there."""
+        """Return the extent and the place in it of each piece (rank, id)."""
         group, programs = self._programs.group, self._programs
         pages = max(programs.old_extents, programs.new_extents, key=len)[:num_extents]
         starts = np.cumsum([0, *pages])[:-1] * group.tp
@@ -189,7 +189,7 @@ MOVERS = {"basic": CopyMover, "host_memory": HostMover}
 
 
 def all_pieces(old: Tables, new: Tables) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (rank, id) of every piece in both views, those that stay in their places included."""
+    """Return the (rank, id) of every piece in both views, including pieces that do not move."""
     degree = max(len(table) for table in [*old, *new])
     source, target = (
         np.concatenate([np.zeros((0, 2), np.int64), *(_pieces(table, i, degree) for i, table in enumerate(tables))])
@@ -205,7 +205,7 @@ def num_changed(source: np.ndarray, target: np.ndarray) -> int:
 def replace_weights(
     store: WeightStore, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Put copies in the place of all shards of a layer that are released at some degree. Returns the copies."""
+    """Replace all releasable shards of a layer by copies, and return the copies."""
     copies = []
     for name in {released.spec.name: None for released in store.released(layer, store.dims.max_tp)}:
         store._forget_parameter(group, layer, name)
@@ -227,7 +227,7 @@ def _outputs(program: jax.stages.Compiled) -> int:
 
 
 def single_phase(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> Phase:
-    """Return one phase for moves between (rank, id) slots, of pieces that are written elsewhere than they are read."""
+    """Return one phase of moves from (rank, id) slots to slots of other buffers."""
     num_ids = int(max(source[:, 1].max(), target[:, 1].max())) + 1
     slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
     moves = np.stack([*slots, np.zeros(len(source), np.int64)], axis=1)
@@ -243,7 +243,7 @@ def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.A
 
 
 def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return host memory that `device_put` copies and never adopts; see `staging_shards`."""
+    """Return host memory that `device_put` copies and does not adopt; see `staging_shards`."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _misaligned(memory, dtype)

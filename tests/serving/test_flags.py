@@ -90,7 +90,7 @@ def test_a_wrong_value_names_the_option():
     assert "--size" in result.output
 
 
-@pytest.mark.parametrize(("name", "message"), [("pairs", "can be no option"), ("bare", "needs a docstring")])
+@pytest.mark.parametrize(("name", "message"), [("pairs", "cannot be an option"), ("bare", "needs a docstring")])
 def test_fields_that_can_be_no_option_are_refused(name: str, message: str):
     with pytest.raises(TypeError, match=message):
         command(without=(), only=(name,))
