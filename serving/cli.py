@@ -227,7 +227,7 @@ def transform(
         typer.Option(help="Method: 'in_place_overlapped', or 'in_place', which waits after each layer for timings."),
     ] = "in_place_overlapped",
     keep_weights: Annotated[
-        bool, typer.Option("--keep-weights", help="Weights stay resident; unneeded shards do not become KV cache.")
+        bool, typer.Option("--keep-weights", help="Resident weights: unneeded shards do not become KV cache.")
     ] = False,
     running: Annotated[
         str,
@@ -237,7 +237,7 @@ def transform(
         ),
     ] = "migrate",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for programs that are still being compiled, in place of an error.")
+        bool, typer.Option("--wait", help="Waiting for programs that are still being compiled, in place of an error.")
     ] = False,
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
