@@ -1,4 +1,4 @@
-"""The thread that turns what the engine reports into outputs, beside the dispatcher: text costs no step any time."""
+"""The thread that converts updates of the engine to outputs, so that detokenization does not delay steps."""
 
 import asyncio
 import contextlib
@@ -13,23 +13,20 @@ from amoeba_jax.request import Delivery, EndEarly, Request
 
 logger = logging.getLogger(__name__)
 
-# Updates of one request, by their weight, that are taken before the next request has its turn.
+# Most updates of one request (by weight) in one turn.
 _TURN = 64
-# Updates after which event loops are woken up, even if there are more of them already.
+# Most turns before event loops are woken up.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
-"""Updates that were not taken yet, of all requests, from which on `behind` is true: a fraction of a second's work. One
-of a prompt's log-probabilities counts as many times as it has entries."""
+"""Backlog (sum of update weights) from which on `behind` is true: a fraction of a second of work."""
 
 
 class OutputThread:
-    """Takes the updates of all requests, a turn each: none waits for more than one turn of every other.
-
-    What a request has got meanwhile is taken together and delivered once.
+    """A thread that serves the requests in turns. All updates of a turn are delivered together.
 
     Args:
-        end_early: ends a sequence for a stop string, or because its request failed (None).
-        on_room: called from this thread when it was `behind` and is no longer; must not block.
+        end_early: function that ends a sequence because of a stop string, or because its request failed (None).
+        on_room: function that this thread calls when it is no longer `behind`. It must not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -43,7 +40,7 @@ class OutputThread:
         self._thread.start()
 
     def put(self, request: Request, update: Update) -> None:
-        """Queue an update; never blocks for long. Only from the dispatcher thread."""
+        """Queue an update. Call this from the dispatcher thread only. It does not block for long."""
         with self._changed:
             if not request.inbox:
                 self._ready.append(request)
@@ -53,12 +50,12 @@ class OutputThread:
 
     @property
     def backlog(self) -> int:
-        """Updates that were not taken yet; see `MAX_BACKLOG`."""
+        """Sum of the weights of queued updates."""
         return self._backlog
 
     @property
     def behind(self) -> bool:
-        """The backlog is over its limit: no more steps should be launched until `on_room` is called."""
+        """Whether the backlog is over its limit. If so, launch no more steps until `on_room` is called."""
         if self._backlog < MAX_BACKLOG:
             return False
         with self._changed:
@@ -68,7 +65,7 @@ class OutputThread:
     def in_loop(
         self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
     ) -> Callable[[Delivery], None]:
-        """`deliver` for a `Request`, called in an event loop, which is woken up once for all requests of a step."""
+        """Return a `deliver` for `Request` that runs in an event loop. All requests of a step share one wake-up."""
 
         def deliver_later(delivery: Delivery) -> None:
             self._for_loops.setdefault(loop, []).append(partial(deliver, delivery))
@@ -76,7 +73,7 @@ class OutputThread:
         return deliver_later
 
     def close(self) -> None:
-        """Deliver what is queued and stop."""
+        """Deliver all queued updates and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -93,7 +90,7 @@ class OutputThread:
         self._wake_loops()
 
     def _take_turn(self) -> bool:
-        """Serve the next request, waiting for one. False: closed, and nothing is queued."""
+        """Wait for a request and serve it. Return False if the thread was closed and nothing is queued."""
         with self._changed:
             while not self._ready:
                 if self._closing:
@@ -121,12 +118,12 @@ class OutputThread:
     def _wake_loops(self) -> None:
         waiting, self._for_loops = self._for_loops, {}
         for loop, calls in waiting.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits there
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(_call_all, calls)
 
 
 def _weight(update: Update) -> int:
-    """The work for an update, in those of one token: log-probabilities of a prompt are many at once."""
+    """Return the work for an update, relative to an update of one token."""
     entries = update.prompt_logprobs
     return 1 if entries is None else max(1, len(entries.tokens) * (1 + entries.k))
 
@@ -135,5 +132,5 @@ def _call_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
         try:
             call()
-        except Exception:  # of one request: the others go on
+        except Exception:  # affects one request only
             logger.exception("an output cannot be delivered")

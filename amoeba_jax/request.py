@@ -1,4 +1,4 @@
-"""The caller's side of a request: what the engine reports becomes text, outputs and metrics."""
+"""The caller's side of a request, which converts updates of the engine to text, outputs and metrics."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ EndEarly = Callable[[Sequence, str | None], None]
 
 @dataclass(eq=False)
 class _Completion:
-    """One of a request's samples: what was added since the last delta, and how it ended."""
+    """One sample of a request: its output since the last delta, and its finish reason."""
 
     sequence: Sequence
     text_stream: TextStream
@@ -32,7 +32,7 @@ class _Completion:
     stop_reason: int | str | None = None
 
     def take_delta(self) -> CompletionDelta:
-        """Return what was added since the last call. Takes time for that alone."""
+        """Return the output since the last call. The time depends on the new output only."""
         wanted = self.sequence.params.logprobs is not None
         delta = CompletionDelta(
             self.sequence.index,
@@ -48,17 +48,19 @@ class _Completion:
 
 
 class Request:
-    """A request's samples and what the engine reports of them. `take` runs in one thread, the outputs' own.
+    """The samples of a request. Only the output thread calls `take`.
 
-    The work for an update is that of its tokens: it does not grow with the length or the number of the samples.
+    The work for an update depends on its tokens only, not on the length or the number of the samples.
 
     Args:
-        sequences: the leader first.
-        deliver: gets what each step has brought (or everything at the end, unless `every_token`), log-probabilities of
-            the prompt before its first token, or what the request failed with.
+        prompt: text of the prompt. None: the caller gave token ids.
+        sequences: sequences of the samples, the leader first.
+        tokenizer: tokenizer. None: there is no text.
+        deliver: function for deltas and for the error of a failed request.
+        every_token: whether to deliver after each step. If false, everything is delivered at the end.
 
     Attributes:
-        inbox: updates that were not taken yet. Belongs to the `OutputThread`.
+        inbox: queued updates. The `OutputThread` owns it.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class Request:
         return self._failed or not self._num_unfinished
 
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
-        """Process updates and deliver what they add; `end_early(sequence, stop string)` where a stop string ends one.
+        """Process updates and deliver the new output.
 
-        Where that fails, the request fails, and `end_early(sequence, None)` ends its sequences.
+        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If this method fails, the request
+        fails, and `end_early(sequence, None)` ends its sequences.
         """
         try:
             for update in updates:
@@ -125,15 +128,15 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """What came before an error is not lost to a stream, however late this thread is."""
+        """Deliver the output that came before an error."""
         if self._every_token and self._grown:
-            with contextlib.suppress(Exception):  # the error that it is for may be this one
+            with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())
 
     def _take(self, update: Update, end_early: EndEarly) -> None:
         completion = self._completions[update.sequence.index]
         if self.finished or completion.finish_reason is not None:
-            return  # tokens sampled behind a stop string
+            return  # tokens after a stop string
         if update.finished and (error := update.sequence.error) is not None:
             if isinstance(error, RequestError | NotANumberError | RequestFailedError):
                 self._fail(error, end_early)
@@ -186,7 +189,7 @@ class Request:
         return [{token: Logprob(it.logprob, it.rank, text(token)) for token, it in entry.items()} for entry in built]
 
     def _measure(self, completion: _Completion) -> None:
-        """Bring the metrics up to date with one completion that grew or ended."""
+        """Update the metrics for a sample with new output."""
         sequence, before = completion.sequence, self._metrics
         self._most_tokens = max(self._most_tokens, completion.num_tokens)
         queue_s, ttft_s = before.queue_s, before.ttft_s
@@ -212,7 +215,7 @@ class Request:
         )
 
     def _ended_at(self) -> float:
-        """When the last sample ended: now, where a stop string was found that the engine does not know of yet."""
+        """Return the time when the last sample ended: now, if the engine does not know of its stop string yet."""
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()
 
@@ -222,6 +225,6 @@ class Request:
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         leader = self.sequences[0]
         if leader.params.prompt_logprobs is not None and not self._began:
-            prompt_logprobs = (None, *prompt_logprobs)  # nothing comes before the first token
+            prompt_logprobs = (None, *prompt_logprobs)  # the first token has no log-probabilities
         self._began = True
         return RequestDelta(self.id, len(leader.prompt), completions, self._metrics, self.finished, prompt_logprobs)

@@ -1,4 +1,4 @@
-"""The requests of all threads: checked, known by their ids, given to the engine and ended."""
+"""The registry of unfinished requests, from which they go to the engine."""
 
 import contextlib
 import itertools
@@ -23,12 +23,15 @@ from amoeba_jax.valid_text import check_unicode
 
 
 class RequestRegistry:
-    """Requests from their prompt to their end. Methods may be called from any thread.
+    """All unfinished requests by id. Methods may be called from any thread.
 
     Args:
-        tokenizer: None for a model that takes token ids only.
-        eos_token_ids: that end a generation.
-        seed: from which the seeds of requests derive that set none.
+        engine: engine that runs the requests.
+        dispatcher: thread of the engine.
+        outputs: thread that converts updates to outputs.
+        tokenizer: tokenizer. None: the model takes token ids only.
+        eos_token_ids: token ids that end a generation.
+        seed: base of the seeds of requests without a seed.
     """
 
     def __init__(
@@ -44,15 +47,15 @@ class RequestRegistry:
         self._tokenizer, self._eos_token_ids, self._seed = tokenizer, eos_token_ids, seed
         self._vocab_size = engine.dims.config.vocab_size
         self._numbers = itertools.count()
-        # Makes the numbers different from ids that callers may choose, and from those of other processes.
+        # Makes generated ids different from ids of callers and of other processes.
         self._id_suffix = secrets.token_hex(4)
         self._requests: dict[str, Request] = {}
-        # Reentrant: the garbage collector may end an abandoned stream in a thread that is in here.
+        # Reentrant: the garbage collector may call `end` in a thread that holds this lock.
         self._lock = threading.RLock()
 
     @property
     def ids(self) -> list[str]:
-        """Ids of the requests that have not ended."""
+        """Ids of the unfinished requests."""
         with self._lock:
             return list(self._requests)
 
@@ -68,16 +71,21 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """A request whose prompt and settings are checked, to be registered, submitted and ended by the caller.
-
-        Changes nothing. Raises `RequestError` for what cannot be served.
+        """Check a prompt and settings and return a request. The caller registers, submits and ends it.
 
         Args:
-            deliver: called in the thread of all outputs; see `Request`.
-            every_token: whether `deliver` gets what each step brings, or everything at the end.
-            deadline: time of `time.monotonic()` until which the request may wait for an instance.
-            client: name whose share of slots and pages the request counts against.
-            arrival: time of `time.monotonic()` when it came; None: now.
+            prompt: text or token ids.
+            params: sampling settings. None: defaults.
+            deliver: function for outputs, called in the output thread (see `Request`).
+            request_id: id of the request. None: a generated id.
+            cache_salt: salt of cached prefixes. None: no salt.
+            every_token: whether to deliver after each step. If false, everything is delivered at the end.
+            deadline: time of `time.monotonic()` by which the request must start. None: no deadline.
+            client: owner of the request, for equal shares of slots and pages.
+            arrival: arrival time of `time.monotonic()`. None: now.
+
+        Raises:
+            RequestError: the prompt or a setting is invalid, or the request fits no instance.
         """
         arrival = time.monotonic() if arrival is None else arrival
         params = params or SamplingParams()
@@ -124,19 +132,19 @@ class RequestRegistry:
         return request
 
     def register(self, request: Request) -> None:
-        """Make a request known by its id. Raises `RequestError` if another one has it."""
+        """Register a request by its id. Raise `RequestError` if the id is taken."""
         with self._lock:
             if request.id in self._requests:
-                raise RequestError(f"request_id {shorten(request.id)} is taken by a request that is not finished yet")
+                raise RequestError(f"request_id {shorten(request.id)} is taken by an unfinished request")
             self._requests[request.id] = request
 
     def submit_soon(self, requests: list[Request]) -> "Future[None]":
-        """Give requests to the engine, all between the same two steps; done once it has them."""
-        # All in one call: steps would run between several, with batches of chance sizes (and compile those).
+        """Submit requests to the engine between two steps. The future is done when the engine has them."""
+        # One call for all: with several, steps of random batch sizes would run (and compile) in between.
         return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])
 
     def submit(self, requests: list[Request]) -> None:
-        """`submit_soon`, and wait until the engine has them."""
+        """Submit requests and wait until the engine has them."""
         self.submit_soon(requests).result()
 
     def cancel(self, request_id: str) -> bool:
@@ -149,20 +157,20 @@ class RequestRegistry:
         return True
 
     def end(self, requests: list[Request]) -> None:
-        """Forget requests; what has not finished is aborted."""
+        """Remove requests and abort their unfinished sequences."""
         with self._lock:
             for request in requests:
                 if self._requests.get(request.id) is request:  # the id may be another request's now
                     del self._requests[request.id]
         unfinished = [s for request in requests for s in request.sequences if not s.finished]
         if unfinished:
-            # Not waited for: the garbage collector may run this in any thread, the dispatcher's own included. Calls
-            # are served in order, so whatever is asked next sees the pages free.
+            # Do not wait: the garbage collector may run this in any thread, even in the dispatcher. Calls run in order,
+            # so the next call sees the pages free.
             with contextlib.suppress(EngineClosedError):
                 self._dispatcher.call(self._engine.finish, unfinished, "abort")
 
     def need_tokenizer(self, what: str) -> Tokenizer:
-        """The model's tokenizer. Raises `RequestError` if it has none, naming what needs it."""
+        """Return the tokenizer. Raise `RequestError`, with the feature `what` in it, if the model has none."""
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
         return self._tokenizer

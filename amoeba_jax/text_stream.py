@@ -1,4 +1,4 @@
-"""A request's tokens as text that may be shown, cut at its stop strings."""
+"""The text of a stream of tokens, cut at stop strings."""
 
 from collections import deque
 
@@ -6,20 +6,19 @@ from amoeba_jax.tokenizer import DetokenizeStream
 
 
 class TextStream:
-    """Turns tokens into text as they come, until a stop string completes.
+    """A converter of tokens to text that ends at a stop string.
 
-    The string that completes first in the text ends it; of several that complete with the same character, the
-    longest. This depends on the text alone, not on where tokens begin and end. The text is cut before the stop
-    string, or after it with `include_stop_str_in_output`.
+    The first stop string that is complete ends the text. If several are complete at the same character, the longest
+    counts. Token boundaries do not matter. The text is cut before the stop string, or after it with
+    `include_stop_str_in_output`.
 
-    The increments, `finish()` included, add up to the final text, and nothing is ever taken back: text that may be the
-    beginning of a stop string is held back until that is decided (or is shown, where the stop string is to be).
+    The increments of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
+    back until that is decided, unless stop strings are part of the output.
 
-    As in vLLM, only stop strings that end after the text of the first `min_tokens` tokens count. They may begin in it.
+    As in vLLM, only stop strings that end after the first `min_tokens` tokens count. They may start earlier.
 
-    Without a tokenizer there is no text: all increments are "".
-
-    The work is at most a few steps for each character and stop string, however long the strings are.
+    Without a tokenizer all increments are "". The work per character and stop string is bounded for strings of any
+    length.
     """
 
     def __init__(
@@ -34,31 +33,31 @@ class TextStream:
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        # Characters of the longest end of the text that is the beginning of a stop string. Empty if that is shown.
+        # Longest suffix of the text that is a prefix of a stop string. Empty if stop strings are part of the output.
         self._held: deque[str] = deque()
         self.stopped: str | None = None
-        """The stop string that ended the text. No token adds text after that."""
+        """Stop string that ended the text, or None. Later tokens add no text."""
 
     def push(self, token_id: int) -> str:
-        """The text that may be shown now that `token_id` has come: often ""."""
+        """Return the text that `token_id` adds. It is often ""."""
         if self._detokenizer is None or self.stopped is not None:
             return ""
         self._num_tokens += 1
         return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """The rest: what was held back, with U+FFFD for a character that was cut off. Ends the stream.
+        """End the stream and return the text that was held back, with U+FFFD for an incomplete character.
 
-        The U+FFFD can complete a stop string: look at `stopped` again afterwards.
+        The U+FFFD can complete a stop string, so check `stopped` again afterwards.
         """
         if self._detokenizer is None or self.stopped is not None:
             return ""
         text = self._take(self._detokenizer.flush())
-        # A beginning that is part of the output has been shown already.
+        # If stop strings are part of the output, nothing is held back.
         return text if self.stopped is not None else text + self._release(len(self._held), "")
 
     def _take(self, new: str) -> str:
-        """What to show after `new`, the text that the tokenizer gave out."""
+        """Return the text to show after the tokenizer has added `new`."""
         if not self._stop:
             return new
         counts = self._num_tokens > self._min_tokens
@@ -75,7 +74,7 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Hold `new` too and return the first `length` characters of what is held, which end their hold."""
+        """Add `new` to the held text, and remove and return its first `length` characters."""
         if not self._held and length == len(new):
             return new
         self._held.extend(new)
@@ -83,21 +82,21 @@ class TextStream:
 
 
 class _StopString:
-    """Finds a string in a text that comes in pieces (Knuth, Morris and Pratt).
+    """An incremental search for one string (Knuth, Morris and Pratt).
 
-    The table is computed as far as the text has matched: a stream with long stop strings costs nothing at its start.
+    The table is computed only as far as the text has matched, so that long stop strings take no time at the start.
     """
 
     def __init__(self, text: str):
         self.text = text
         self.matched = 0
-        """Length of the longest end of what was read that is the beginning of the string, but not all of it."""
-        self._borders = [0]  # i: length of the longest end of text[: i + 1] that is its beginning too, but not all
+        """Length of the longest suffix of the text so far that is a proper prefix of the string."""
+        self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Read on, and return the end in `new` of the first occurrence. None: there is none, or none of them `counts`.
+        """Search `new` and return the end of the first occurrence, or None.
 
-        After an occurrence that counts there is nothing more to read.
+        If `counts` is false, occurrences are ignored. Do not call this again after an occurrence.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

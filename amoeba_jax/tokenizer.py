@@ -1,4 +1,4 @@
-"""Text to token ids and back, whole or as a stream, with a model directory's own fast tokenizer."""
+"""Conversion of text to token ids and back, with the fast tokenizer of a model directory."""
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ from amoeba_jax.valid_text import check_unicode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Most token texts that `token_text` keeps: the vocabularies of most models fit.
+# Most token texts in the cache of `token_text`. Most vocabularies fit.
 _MOST_TOKEN_TEXTS = 65_536
-# `decode` of more ids releases the interpreter lock. It does not for fewer: they take 1 ms at most, and to get the lock
-# back from a busy thread can take 5 ms.
+# `decode` of more ids releases the interpreter lock. Fewer ids take at most 1 ms, and getting the lock back can take
+# 5 ms.
 _LONG_DECODE = 4096
 # One character in Unicode's composed form, four in the decomposed form.
 _DECOMPOSED = (
@@ -27,13 +27,13 @@ _DECOMPOSED = (
 )
 _MOST_DECOMPOSED = 4
 
-# Most tokens of undecodable text that a `DetokenizeStream` holds.
+# Most tokens of undecodable text that a `DetokenizeStream` holds back.
 _MOST_HELD = 16
-# Most tokens of text given out that it decodes again. A UTF-8 decoder is in step again after at most 3 bytes.
+# Most tokens of returned text that it decodes again. A UTF-8 decoder recovers after at most 3 bytes.
 _MOST_CONTEXT = 8
-# A token has a byte at least: those of a character that are missing a last one.
+# Most tokens of an incomplete character, because a token has at least one byte.
 _MOST_CUT = 3
-# Tokens at a prompt's end among which a stream looks for those that have text.
+# Number of last prompt tokens that a stream examines.
 _MOST_TAIL = 32
 
 
@@ -42,11 +42,10 @@ class Tokenizer:
 
     def __init__(self, fast: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]):
         self._fast = fast
-        # The Rust tokenizer: where a config says so, `transformers` cleans up decoded text ("a ." to "a."),
-        # which a stream could not follow.
+        # The Rust tokenizer: some configs make `transformers` clean up decoded text ("a ." to "a."), which a stream
+        # cannot do.
         self._backend = fast.backend_tokenizer
-        # As in `transformers`, a prompt is neither cut nor padded, whatever tokenizer.json says. With padding, the ids
-        # of a text would depend on the others of its batch.
+        # As in `transformers`, prompts are neither truncated nor padded, even if tokenizer.json asks for it.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._token_text = lru_cache(min(self.vocab_size, _MOST_TOKEN_TEXTS))(self._decode_token)
@@ -54,14 +53,16 @@ class Tokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self.eos_token_ids = eos_token_ids
-        """Ids that end a generation."""
+        """Token ids that end a generation."""
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
-        """The tokenizer of a Hugging Face model directory, from its `tokenizer.json`.
+        """Return the tokenizer in a `tokenizer.json` of a Hugging Face model directory.
 
-        The ends of generation are those of `generation_config.json`, else `config.json`, and the tokenizer's own.
-        Raises `CheckpointError` if there is no `tokenizer.json` or it cannot be read.
+        `eos_token_ids` are the ids in `generation_config.json` (or else `config.json`), plus the EOS of the tokenizer.
+
+        Raises:
+            CheckpointError: `tokenizer.json` is missing or cannot be read.
         """
         directory = Path(directory)
         if not (directory / "tokenizer.json").is_file():
@@ -82,36 +83,38 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id that starts a sequence, or None."""
+        """Token id that starts a sequence, or None."""
         token = self._fast.bos_token
         return None if token is None else self._backend.token_to_id(str(token))
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's table of embeddings may be padded beyond it."""
+        """Number of tokens, including added tokens. The embedding table of the model may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work: instruction-tuned models have one."""
+        """Whether the model has a chat template, as instruction-tuned models have."""
         return bool(self._fast.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds the BOS (or EOS) of tokenizers that have one.
+        """Return the token ids of `text`.
 
-        Other threads run meanwhile. During 4 MB of English text (1.4 million tokens, 2 s) another thread waits for 25
-        to 40 ms at most, while the list of ids is built; the library's `encode` stops all threads for 2.5 to 3.5 s.
+        Other threads run meanwhile. For 4 MB of English text (1.4 million tokens, 2 s) another thread waits for at most
+        25 to 40 ms. The `encode` of the library would stop all threads for 2.5 to 3.5 s.
 
-        Raises `RequestError` for text that is not valid Unicode (unpaired surrogates, which JSON can carry).
+        Args:
+            text: text to tokenize.
+            add_special_tokens: whether to add the BOS or EOS of tokenizers that add one.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
         """
         return self.encode_all([text], add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text, as `encode` does, in one call. Other threads run meanwhile.
-
-        Raises `RequestError` for a text that is not valid Unicode.
-        """
-        for text in texts:  # the library would take two strings for a pair of texts
+        """Return the token ids of several texts. See `encode`."""
+        for text in texts:  # the library takes a tuple of two strings as a pair of texts
             if not isinstance(text, str):
                 raise RequestError(f"the text must be a string, got {shorten(text)}")
         try:
@@ -125,30 +128,29 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """The most characters of a text that one token can stand for.
+        """Largest number of characters of a text that one token can represent.
 
-        A text of more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so it can
-        be refused by its length alone. A normalizer may compose characters (NFC: up to 4 to 1); that is counted.
+        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so it can
+        be refused by its length. A normalizer may compose characters (NFC: up to 4 to 1), which is included.
 
-        Assumes that the tokenizer drops no characters of a text: what it does drop (spaces that a normalizer collapses
-        or a special token swallows, characters unknown to a vocabulary without bytes) counts as text here. A text that
-        is mostly such characters can be refused although its tokens would fit.
+        Some tokenizers drop characters: spaces that a normalizer collapses, or characters outside the vocabulary. So a
+        text of mostly such characters can be refused although its tokens would fit.
 
-        Computed at the first use: up to 1 s for 150,000 tokens.
+        The first use takes up to 1 s for 150,000 tokens.
         """
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The vocabulary has a character for each character of the text, or for each of its bytes.
+        # A vocabulary entry has one character for each character or each byte of the text.
         longest = max(map(len, vocabulary), default=1)
         normalizer = self._backend.normalizer
         if normalizer is not None and len(normalizer.normalize_str(_DECOMPOSED)) < len(_DECOMPOSED):
             ids = [[token_id] for token_id in vocabulary.values()]
             texts = self._backend.decode_batch(ids, skip_special_tokens=False)
-            # 1: a decoder may strip a space. U+FFFD may be a part of any character.
+            # 1: a decoder may strip a space.
             longest = max(longest, 1 + max(map(_decomposed_length, texts), default=0))
         return longest
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, unknown ids are left out."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD. Unknown ids are left out."""
         ids = list(ids)
         if len(ids) <= _LONG_DECODE:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -156,29 +158,33 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Return what one token adds to a text before it, also a special token: with its space, where it has one.
+        """Return the text of a token after other text, with its leading space. Special tokens have text too.
 
-        Remembers the texts of up to 65,536 tokens.
+        The texts of up to 65,536 tokens are cached.
         """
         return self._token_text(token_id)
 
     def _decode_token(self, token_id: int) -> str:
         text = self.decode([token_id], skip_special_tokens=False)
-        # SentencePiece strips the space at the beginning of a text.
+        # SentencePiece strips the space at the start of a text.
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(text) :] if twice.startswith(text) else text
 
     def has_text(self, token_id: int) -> bool:
-        """Whether the token is in the vocabulary and not empty: others add nothing to any text."""
+        """Return whether the token is in the vocabulary and not empty."""
         return bool(self._backend.id_to_token(token_id))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation in the model's own chat format.
+        """Return the token ids of a conversation in the chat format of the model.
 
-        Each message has string `role` and `content`. `add_generation_prompt` opens the assistant's turn.
-        Raises `RequestError` if the model has no template, or if it or a message is not as required.
+        Args:
+            messages: messages with the strings `role` and `content`.
+            add_generation_prompt: whether to open the turn of the assistant.
+
+        Raises:
+            RequestError: the model has no template, a message is malformed, or the template fails.
         """
         if not self._fast.chat_template:
             raise RequestError(
@@ -207,30 +213,29 @@ class Tokenizer:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = shorten(str(error), 300)
             raise RequestError(f"the model's chat template refuses these messages: {kind}{reason}") from error
-        # The template writes BOS itself where the model wants it.
+        # The template itself writes BOS if the model needs it.
         return self.encode(str(text), add_special_tokens=False)
 
     def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> "DetokenizeStream":
-        """A decoder for tokens that arrive one at a time, after those of `prompt`, of which it reads the end."""
+        """Return a decoder for tokens that arrive one at a time after `prompt`."""
         return DetokenizeStream(self, self._special_ids if skip_special_tokens else frozenset(), prompt)
 
 
 class DetokenizeStream:
-    """Turns tokens into text as they come, and never half a character.
+    """An incremental decoder that returns only complete characters.
 
-    The increments, `flush()` included, add up to `Tokenizer.decode` of the prompt's tokens and these, less that of the
-    prompt's alone: as in vLLM and the pipelines of `transformers`, the first word has its space, and a character that
-    the prompt's end cuts off comes whole. After special tokens that are skipped, the space is that of what is before
-    them; where that is nothing, as after BOS alone, there is none. No more than the last 32 tokens are looked at.
+    The increments of `push` and `flush` add up to the decoded prompt plus new tokens, minus the decoded prompt. So, as
+    in vLLM, the first word has its leading space, and a character that starts in the prompt is complete. Only the
+    last 32 prompt tokens are examined. Skipped special tokens among them do not count as text before the first word.
 
-    One exception: the byte fallback of SentencePiece replaces a whole run of byte tokens if any is invalid, but text
-    given out stays, and an invalid token is forgotten after 8 to 25 others.
+    There is one exception. The byte fallback of SentencePiece replaces a whole run of byte tokens if one of them is
+    invalid. Text that was already returned stays, and an invalid token is forgotten after 8 to 25 further tokens.
 
-    The last tokens are decoded with and without the new ones; the difference is the increment. The library's
-    `DecodeStream` works alike, but keeps what it holds back at the end, and raises in that exception.
+    To find an increment, the decoder decodes the last tokens with and without the new tokens. `DecodeStream` of the
+    library does the same, but it never returns text that it holds back at the end, and it raises for the exception.
 
-    The work for a token is bounded: `push` decodes at most 50 tokens, whatever comes. Text that ends in U+FFFD waits
-    for the next token, but for no more than 16 tokens. Then all but its last character is given out.
+    `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. Then all but its last
+    character is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int], prompt: Sequence[int] = ()):
@@ -238,19 +243,19 @@ class DetokenizeStream:
         self._skipped_ids = skipped_ids
         tail = [token_id for token_id in prompt[-_MOST_TAIL:] if self._has_text(token_id)]
         num_tokens, num_cut = self._end_of_prompt(tail)
-        # The last tokens of what was given out: what follows may need a space.
+        # Last tokens of the returned text: the next token may need a space.
         self._context: list[int] = tail[len(tail) - num_tokens :]
-        self._context_text = self._decode(self._context)  # the part of their text that was given out
-        # A character that the prompt's end cuts off: its tokens, and the text before it, by characters and by tokens.
+        self._context_text = self._decode(self._context)  # the part of their text that was returned
+        # An incomplete character at the end of the prompt: its tokens, and the text before it in two decodings.
         self._cut = self._context[num_tokens - num_cut :]
         whole = self._decode(self._context[: num_tokens - num_cut])
         self._whole_texts: tuple[str, ...] = (self._context_text.removesuffix(REPLACEMENT), whole)
-        self._held: list[int] = []  # tokens since then
+        self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """How many last tokens of a prompt begin with a whole character, and how many of them are a part of one."""
+        """Return how many last prompt tokens to keep, and how many of them belong to an incomplete character."""
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
-            # One of four beginnings in a row is that of a character.
+            # Among four consecutive positions, at least one is the start of a character.
             for num_tokens in range(_MOST_CONTEXT - _MOST_CUT, _MOST_CONTEXT + 1):
                 start = max(len(tail) - num_tokens, 0)
                 if REPLACEMENT not in self._decode(tail[start : len(tail) - num_cut]):
@@ -261,18 +266,18 @@ class DetokenizeStream:
         return token_id not in self._skipped_ids and self._tokenizer.has_text(token_id)
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes: often "", while a character's bytes are still coming."""
+        """Return the text that `token_id` completes. It is "" inside a character."""
         if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
         increment = self._pending()
-        # U+FFFD at the end is a character cut short, or one the model means: the next token tells.
+        # U+FFFD at the end is an incomplete character, or the model generated it. The next token decides.
         if increment and not increment.endswith(REPLACEMENT):
             self._keep_context()
             return increment
         if len(self._held) <= _MOST_HELD:
             return ""
-        if not increment:  # a decoder that swallows these tokens: those in the middle touch no other text
+        if not increment:  # the decoder drops these tokens: the middle ones affect no other text
             half = _MOST_CONTEXT // 2
             self._held = self._held[:half] + self._held[-half:]
             return ""
@@ -284,21 +289,21 @@ class DetokenizeStream:
         return increment[:-1]
 
     def flush(self) -> str:
-        """The rest, with U+FFFD for a character that was cut off. Ends the stream."""
+        """End the stream and return the remaining text, with U+FFFD for an incomplete character."""
         increment = self._pending()
         self._keep_context()
         return increment
 
     def _pending(self) -> str:
-        """The text that was not given out yet."""
+        """Return the text that was not returned yet."""
         text = self._decode(self._context + self._held)
         for given_out in (self._context_text, *self._whole_texts):
             if text.startswith(given_out):
                 return text[len(given_out) :]
-        return self._decode(self._held)  # the exception: text given out would be another one by now
+        return self._decode(self._held)  # the exception in the class docstring: returned text has changed
 
     def _keep_context(self) -> None:
-        """Take what is held for given out."""
+        """Move the held tokens to the context, because their text was returned."""
         self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
         self._cut, self._whole_texts, self._held = [], (), []
@@ -308,14 +313,15 @@ class DetokenizeStream:
 
 
 def _decomposed_length(text: str) -> int:
-    """The most characters that a normalizer can compose to `text`, or to what completes it."""
+    """Return the most characters that a normalizer can compose to `text`."""
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
 
 def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that end a generation: of the directory's `generation_config.json`, else of a model's `config`.
+    """Return the token ids that end a generation, from `generation_config.json` or else from the model's `config`.
 
-    Raises `CheckpointError` if the file cannot be read.
+    Raises:
+        CheckpointError: the file cannot be read.
     """
     file = None if directory is None else directory / "generation_config.json"
     generation = read_json_object(file) if file is not None and file.is_file() else {}
@@ -323,7 +329,7 @@ def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozense
 
 
 def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """`eos_token_id`, one or several; -1 and the like, which some files have for none, are left out."""
+    """Return `eos_token_id` as a set. Negative ids, which mean "none" in some files, are left out."""
     named = config.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(it for it in ids if isinstance(it, int) and not isinstance(it, bool) and it >= 0)

@@ -1,4 +1,4 @@
-"""Clients of a server: `Client`, and `AsyncClient` for asyncio. They bring no JAX along."""
+"""Clients of a server: `Client`, and `AsyncClient` for asyncio. They do not import JAX."""
 
 from amoeba_jax.client.aio import AsyncClient
 from amoeba_jax.client.connection import Retries

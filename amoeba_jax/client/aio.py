@@ -27,7 +27,7 @@ _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncClient:
-    """`Client` for asyncio: the same calls, awaited. To be made and used in one event loop."""
+    """`Client` for asyncio, with the same calls as coroutines. Create and use it in one event loop."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AsyncClient:
             self._channel = grpc.aio.secure_channel(self._route.target, tls, self._route.options)
         self._metadata = credentials.metadata
         self._retries = retries or Retries()
-        # The stubs are annotated for threads.
+        # The stubs have the annotations of the synchronous client.
         self._inference: Any = pb_grpc.InferenceServiceStub(self._channel)
         self._admin: Any = pb_grpc.AdminServiceStub(self._channel)
 
@@ -73,7 +73,7 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[results.Chunk, None]:
-        """What is generated for a prompt, as it comes. Leaving the loop ends the request."""
+        """Yield the generated text of a prompt as it arrives. Leaving the loop aborts the request."""
         message = requests.generate_request(prompt, params, request_id, cache_salt)
         deadline = Deadline(timeout_s)
         call, response = await self._retried(lambda: self._start(message, deadline), deadline)
@@ -102,23 +102,23 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[results.Generation]:
-        """All samples of a prompt, when they are done. Many at once by `asyncio.gather`."""
+        """Return all samples of a prompt when they are finished. Use `asyncio.gather` for many prompts."""
         stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
         async with aclosing(stream):
             return results.collect([chunk async for chunk in stream])
 
     async def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         message = requests.tokenize_request(text)
         return list((await self._call(self._inference.Tokenize, message, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         message = pb.DetokenizeRequest(token_ids=token_ids)
         return (await self._call(self._inference.Detokenize, message, timeout_s)).text
 
     async def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
-        """What the server serves."""
+        """Return the model of the server, its sizes and the limits of requests."""
         message = pb.GetModelInfoRequest()
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
@@ -130,13 +130,13 @@ class AsyncClient:
     # Administration
 
     async def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
-        """The server's instances and queue."""
+        """Return the instances and the queue of the server."""
         return results.read_cluster(await self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
 
     async def watch_cluster(
         self, interval_s: float = 1.0, *, timeout_s: float | None = None
     ) -> AsyncGenerator[results.Cluster, None]:
-        """The same at intervals, until the loop is left."""
+        """Yield the instances and the queue of the server at intervals, until the loop is left."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -158,22 +158,30 @@ class AsyncClient:
         running: str = "migrate",
         timeout_s: float | None = None,
     ) -> results.Transformation:
-        """Merge or split instances while requests run; see `LLM.transform`."""
+        """Merge or split instances while requests run. See `LLM.transform`."""
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )
-        # Not tried again: the server may have begun.
+        # No retry: the server may have started the transformation.
         with self._route.explained():
             response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)
 
     async def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """Let the server take no new requests; returns, when the last has ended, how many were aborted."""
+        """Make the server refuse new requests, and wait until the last request has ended.
+
+        Args:
+            request_timeout_s: seconds after which running requests are aborted. 0: never.
+            timeout_s: seconds for this call. None: no limit.
+
+        Returns:
+            Number of aborted requests.
+        """
         message = pb.DrainRequest(timeout_s=request_timeout_s)
         return (await self._call(self._admin.Drain, message, timeout_s)).aborted
 
     async def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
-        """Let another policy place requests from now on; returns the name of the one before."""
+        """Replace the policy that places requests. Return the name of the previous policy."""
         message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return (await self._call(self._admin.SetPolicy, message, timeout_s)).previous_policy
 

@@ -22,7 +22,7 @@ _NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
-    # A server that is gone without a word is noticed, during long prefills too.
+    # Pings detect a server that has vanished, also during long prefills.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -72,34 +72,35 @@ def _proxy_variable(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Retries:
-    """When to try again after UNAVAILABLE: before anything has been received, and while the deadline is not over."""
+    """Attempts and delays after UNAVAILABLE. There is no retry after the first response or after the deadline."""
 
     attempts: int = 5
-    """Tries altogether."""
+    """Number of attempts, including the first."""
     first_delay_s: float = 0.1
-    """Doubles with each try, and is drawn from half of that upwards."""
+    """Delay before the second attempt. It doubles with each attempt. A random part of up to half of it is left out."""
     longest_delay_s: float = 5.0
+    """Longest delay between two attempts."""
 
     def delays_s(self) -> Iterator[float]:
-        """Seconds to wait after each failed try."""
+        """Yield the seconds to wait after each failed attempt."""
         for attempt in range(self.attempts - 1):
             delay_s = min(self.first_delay_s * 2**attempt, self.longest_delay_s)
             yield delay_s * random.uniform(0.5, 1)
 
 
 class Deadline:
-    """A time that all tries together may take; None: for ever."""
+    """The time limit of all attempts of a call. None: no limit."""
 
     def __init__(self, timeout_s: float | None):
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, at least 0."""
+        """Remaining seconds, at least 0. None: no limit."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
     def allows(self, delay_s: float) -> bool:
-        """Whether there is time left after a delay."""
+        """Return whether time remains after a delay."""
         left_s = self.left_s
         return left_s is None or delay_s < left_s
 
@@ -111,12 +112,13 @@ def is_unavailable(error: grpc.RpcError) -> bool:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a server asks of its clients.
+    """Token and certificates of a client.
 
     Attributes:
-        token: sent with each call.
-        ca: PEM file with the certificates to trust. Given, the connection is encrypted; "" trusts the system's.
-        certificate, key: PEM files of the client's own certificate, where the server wants one.
+        token: token that is sent with each call.
+        ca: PEM file with the certificates to trust; "" trusts the certificates of the system. None: no TLS.
+        certificate: PEM file with the client's own certificate, if the server needs one.
+        key: PEM file with the key of that certificate.
     """
 
     token: str | None = None
@@ -130,17 +132,21 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call."""
+        """Metadata of each call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for a connection that is not encrypted. Raises `OSError`, and `ConfigError` for a certificate of the
-        client's own without its key, or without `ca`."""
+        """Return the credentials of a channel, or None without TLS.
+
+        Raises:
+            OSError: a file cannot be read.
+            ConfigError: the client's certificate has no key, or `ca` is missing.
+        """
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("a client's certificate and its key go together: give both")
+            raise ConfigError("a client certificate needs its key: give both")
         if self.ca is None:
             if self.certificate is not None:
-                raise ConfigError("a client's certificate needs TLS: give the certificates to trust too")
+                raise ConfigError("a client certificate needs TLS: also give the certificates to trust")
             return None
         ca, key, certificate = (
             Path(path).read_bytes() if path else None for path in (self.ca, self.key, self.certificate)

@@ -1,4 +1,4 @@
-"""What a client asks for, as messages."""
+"""Conversion of the arguments of client calls to messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -9,14 +9,14 @@ from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.valid_text import check_unicode
 
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: `role` and `content` of each message."""
+"""A conversation: messages with `role` and `content`."""
 Prompt = str | Sequence[int] | Messages
 
 _DEFAULTS = SamplingParams()
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
-    """All that differs from the defaults."""
+    """Return a message with all settings that differ from the defaults."""
     message = pb.SamplingParams()
     for field in fields(params):
         value = getattr(params, field.name)
@@ -85,7 +85,7 @@ def transform_request(
     wait_for_programs: bool,
     running: str,
 ) -> pb.TransformRequest:
-    """Raises `RequestError` for a variant, or a way of `running`, that is not known."""
+    """Return the request for a transformation. Raise `RequestError` for an unknown `variant` or `running`."""
     name = f"TRANSFORM_VARIANT_{variant.upper()}"
     if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
         known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]

@@ -1,4 +1,4 @@
-"""What a server answers, as plain data."""
+"""Results of client calls, as plain data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_ABORT: "abort",
 }
 Position = dict[int, Logprob]
-"""Log-probabilities at one position, by token id; its own token is the first."""
+"""Log-probabilities at one position by token id. The token at this position is first."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How much a request took, and how long. None where a time is not known."""
+    """Tokens and times (in seconds) of a request. Unknown times are None."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,7 +32,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What was added to one of a request's samples."""
+    """New output of one sample of a request."""
 
     request_id: str
     index: int
@@ -42,10 +42,10 @@ class Chunk:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     usage: Usage | None
-    """With the request's last chunk."""
+    """Usage of the whole request, in its last chunk."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """For the positions of the prompt that follow those of the chunks before. The first position has None. They come
-    before the first token, with chunks of sample 0 that have nothing else."""
+    """Log-probabilities of the next positions of the prompt; None for the first position. They arrive before the first
+    token, in chunks of sample 0 without any other content."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Generation:
     finish_reason: FinishReason
     stop_reason: int | str | None
     usage: Usage
-    """Tokens and times of the whole request."""
+    """Usage of the whole request."""
     prompt_logprobs: tuple[Position | None, ...] | None = None
-    """For each token of the prompt, the same with each of the request's samples. The first is None: nothing comes
-    before it. None altogether unless the request asked for it."""
+    """Log-probabilities of each prompt token, equal for all samples of the request. The first element is None. None if
+    the request did not ask for log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a server serves. `max_model_len` is in tokens, of prompt and output together."""
+    """The model of a server. `max_model_len` is the largest number of tokens of prompt plus output."""
 
     model: str
     server_version: str
@@ -79,7 +79,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     limits: dict[str, int] = field(default_factory=dict)
-    """Limits of requests and of their fields, by name: see docs/serving.md."""
+    """Limits of requests and of their fields by name (docs/serving.md)."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,21 @@ class Instance:
     kv_total_pages: int
     kv_cached_pages: int
     paused: int = 0
-    """Requests that go on when it is transformed back to `paused_degree`."""
+    """Number of paused requests. They continue after a transformation back to `paused_degree`."""
     paused_degree: int = 0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Instances and queue at the moment of asking. `state`: loading, ready, draining or dead. `degrees` tells how far
-    compiling beside serving has come."""
+    """State of a server at one moment.
+
+    Attributes:
+        state: loading, ready, draining or dead.
+        instances: present instances.
+        waiting: number of requests in the queue.
+        accepted: number of requests that have not ended.
+        degrees: progress of the background compilation for each degree.
+    """
 
     state: str
     instances: tuple[Instance, ...]
@@ -112,7 +119,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Transformation:
-    """What a transformation did."""
+    """Times (in seconds), bytes and counts of a transformation."""
 
     tensor_parallel_size: int
     seconds: float
@@ -126,8 +133,10 @@ class Transformation:
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """The samples that a message adds to; the usage goes with the last. Log-probabilities of the prompt have a chunk
-    of their own, before these."""
+    """Return the chunks of a message. The last chunk has the usage.
+
+    Log-probabilities of the prompt are a chunk of their own, before the chunks of the samples.
+    """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
     chunks = []
@@ -150,7 +159,7 @@ def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
 
 
 def read_usage(message: pb.Usage) -> Usage:
-    """Times that are not set are None."""
+    """Return the usage in a message. Times that are not set become None."""
     times = {name: getattr(message, name) if message.HasField(name) else None for name in _TIMES}
     return Usage(
         message.prompt_tokens,
@@ -165,7 +174,7 @@ _TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 def collect(chunks: Iterable[Chunk]) -> list[Generation]:
-    """A request's samples, by index, from all its chunks."""
+    """Return the finished samples of a request, ordered by index, from all its chunks."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
     prompt_logprobs: list[Position | None] = []
@@ -195,7 +204,7 @@ def collect(chunks: Iterable[Chunk]) -> list[Generation]:
 
 
 def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
-    """`bos_token_id` is None where there is none."""
+    """Return the model information in a message."""
     return ModelInfo(
         message.model,
         message.server_version,
@@ -210,7 +219,7 @@ def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
 
 
 def read_cluster(message: pb.Cluster) -> Cluster:
-    """The state by its name."""
+    """Return the cluster in a message."""
     state = pb.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower()
     instances = tuple(
         Instance(
@@ -231,7 +240,7 @@ def read_cluster(message: pb.Cluster) -> Cluster:
 
 
 def read_transformation(message: pb.TransformResponse) -> Transformation:
-    """Seconds and bytes of a transformation."""
+    """Return the transformation in a message."""
     names = Transformation.__dataclass_fields__
     return Transformation(**{name: getattr(message, name) for name in names})
 

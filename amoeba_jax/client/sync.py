@@ -1,4 +1,4 @@
-"""The client for threads."""
+"""The synchronous client."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,20 @@ T = TypeVar("T")
 class Client:
     """A connection to a server: `Client("127.0.0.1:50051").generate("Once upon a time")`.
 
-    Calls raise `grpc.RpcError`, whose `code()` and `details()` say what is wrong. A server that is UNAVAILABLE is tried
-    again, as `retries` says. `timeout_s` of a call is for all its tries together; None: no limit. May be used by
-    several threads at once.
+    Calls raise `grpc.RpcError` with `code()` and `details()`. If the server is UNAVAILABLE, the client tries again, as
+    `retries` says. The `timeout_s` of a call limits all its attempts together. Several threads may share a client.
 
     Args:
-        target: host and port.
-        token: where the server wants one; for administration the admin token.
-        ca, certificate, key: PEM files for TLS; see `Credentials`.
+        target: `HOST:PORT`, `[IPV6]:PORT`, or a target in gRPC's own syntax. The default port is 50051.
+        token: token, if the server needs one. Administration needs the admin token.
+        ca: PEM file with the certificates to trust. Turns TLS on.
+        certificate: PEM file with a certificate of this client, if the server needs one.
+        key: PEM file with the key of that certificate.
+        retries: number of attempts and delays between them.
+
+    Raises:
+        ConfigError: the target is not an address, or a file of a certificate is missing.
+        OSError: a file cannot be read.
     """
 
     def __init__(
@@ -80,7 +86,18 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[results.Chunk]:
-        """What is generated for a text, token ids or a conversation, as it comes. Leaving the loop ends the request."""
+        """Yield the generated text of a prompt as it arrives. Leaving the loop aborts the request.
+
+        Args:
+            prompt: text, token ids or conversation.
+            params: sampling settings.
+            request_id: id for `abort`. "": the server chooses one.
+            cache_salt: salt. Prompts share cached prefixes only with requests of the same salt.
+            timeout_s: seconds for the whole call. None: no limit.
+
+        Raises:
+            RequestError: the prompt is malformed.
+        """
         message = requests.generate_request(prompt, params, request_id, cache_salt)
         deadline = Deadline(timeout_s)
         call, first = self._retried(lambda: self._start(message, deadline), deadline)
@@ -104,21 +121,21 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[results.Generation]:
-        """All samples of a prompt (one, unless `params.n` says otherwise), when they are done."""
+        """Return all `params.n` samples of a prompt when they are finished. Arguments as in `stream`."""
         stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
         return results.collect(stream)
 
     def tokenize(self, text: str | requests.Messages, *, timeout_s: float | None = None) -> list[int]:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         message = requests.tokenize_request(text)
         return list(self._call(self._inference.Tokenize, message, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._call(self._inference.Detokenize, pb.DetokenizeRequest(token_ids=token_ids), timeout_s).text
 
     def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
-        """What the server serves."""
+        """Return the model of the server, its sizes and the limits of requests."""
         return results.read_model_info(self._call(self._inference.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
@@ -129,11 +146,11 @@ class Client:
     # Administration
 
     def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
-        """The server's instances and queue."""
+        """Return the instances and the queue of the server."""
         return results.read_cluster(self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
 
     def watch_cluster(self, interval_s: float = 1.0, *, timeout_s: float | None = None) -> Iterator[results.Cluster]:
-        """The same at intervals, until the loop is left."""
+        """Yield the instances and the queue of the server at intervals, until the loop is left."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -155,22 +172,30 @@ class Client:
         running: str = "migrate",
         timeout_s: float | None = None,
     ) -> results.Transformation:
-        """Merge or split instances while requests run; see `LLM.transform`."""
+        """Merge or split instances while requests run. See `LLM.transform`."""
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )
-        # Not tried again: the server may have begun.
+        # No retry: the server may have started the transformation.
         with self._route.explained():
             response = self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)
 
     def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """Let the server take no new requests; returns, when the last has ended, how many were aborted."""
+        """Make the server refuse new requests, and wait until the last request has ended.
+
+        Args:
+            request_timeout_s: seconds after which running requests are aborted. 0: never.
+            timeout_s: seconds for this call. None: no limit.
+
+        Returns:
+            Number of aborted requests.
+        """
         message = pb.DrainRequest(timeout_s=request_timeout_s)
         return self._call(self._admin.Drain, message, timeout_s).aborted
 
     def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
-        """Let another policy place requests from now on; returns the name of the one before."""
+        """Replace the policy that places requests. Return the name of the previous policy."""
         message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return self._call(self._admin.SetPolicy, message, timeout_s).previous_policy
 

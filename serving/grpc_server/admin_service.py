@@ -36,8 +36,13 @@ _RUNNING: dict[int, RunningRequests] = {
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """What a transformation to `degree` would be for the instances with some of `devices`, or for all where none are
-    named: `scale_up`, `scale_down`, both, or `unchanged`."""
+    """Return the kinds of change that a transformation to `degree` is: `scale_up`, `scale_down`, both or `unchanged`.
+
+    Args:
+        instances: present instances.
+        degree: degree after the transformation.
+        devices: devices of the instances to transform. Empty: all instances.
+    """
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
     changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
     changes["scale_down"] = any(i.tensor_parallel_size > degree for i in named)
@@ -45,17 +50,17 @@ def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collecti
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """Shows and changes instances."""
+    """The RPCs with which operators inspect and change instances."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.Cluster:
-        """Instances, memory and queue."""
+        """Return instances, memory and queue."""
         return await self._cluster()
 
     async def WatchCluster(self, request: pb.WatchClusterRequest, context: Context) -> None:
-        """The same at intervals."""
+        """Stream instances, memory and queue at intervals."""
         interval_s = request.interval_s or 1.0
         if not 0.1 <= interval_s <= 3600:
             raise RequestError(f"interval_s={interval_s} must be from 0.1 to 3600")
@@ -78,7 +83,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         request_handler, degree = self._handler, request.tensor_parallel_size
         backend = request_handler.backend
         if request_handler.state is not State.READY:
-            raise PreconditionError("the server is shutting down: instances do not change any more")
+            raise PreconditionError("the server is shutting down: instances can no longer be transformed")
         transform = partial(
             backend.transform,
             degree,
@@ -90,7 +95,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             running,
         )
 
-        # The transformation goes on if the client leaves, and is counted all the same.
+        # If the client leaves, the transformation continues and is still counted in the metrics.
         work = asyncio.ensure_future(self._transform(transform, request, variant))
         report = await asyncio.shield(work)
         return pb.TransformResponse(
@@ -123,16 +128,16 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return report
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Take no new requests, and answer when the last has ended."""
+        """Refuse new requests and answer when the last request has ended."""
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
         return pb.DrainResponse(aborted=await self._handler.drain(request.timeout_s or None))
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
-        """Let another policy place requests from now on."""
+        """Replace the policy that places requests."""
         scheduling = self._handler.scheduling
         if scheduling is None:
-            raise PreconditionError("no scheduler runs: instances change by Transform alone")
+            raise PreconditionError("this server has no scheduler: only Transform changes instances")
         return pb.SetPolicyResponse(previous_policy=scheduling.set_policy(request.policy))
 
     async def _cluster(self) -> pb.Cluster:

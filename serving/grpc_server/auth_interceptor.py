@@ -1,4 +1,4 @@
-"""Every call passes here first: its token, its message's form, and its errors as statuses."""
+"""The interceptor of all calls: it checks tokens, parses messages and turns errors into gRPC statuses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,17 +13,17 @@ from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
 
 ADMIN_SERVICE = "/amoeba.v1.AdminService/"
-# Load balancers ask without a token.
+# Load balancers check health without a token.
 _OPEN = "/grpc.health.v1.Health/"
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Malformed:
-    """Stands for a message that is none of its type."""
+    """Marker for a message that could not be parsed."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the right token, and turns what services raise into statuses."""
+    """Interceptor that refuses calls without the right token and turns exceptions into statuses."""
 
     def __init__(self, callers: Callers, refusals: Refusals):
         self._callers, self._refusals = callers, refusals
@@ -33,7 +33,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, or one that refuses it."""
+        """Return the handler of a call, or a handler that refuses the call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -52,7 +52,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             if callers.is_admin(given):
                 return
             if callers.is_client(given):
-                raise ForbiddenError("this token allows no administration: send the admin token")
+                raise ForbiddenError("this token does not allow administration: send the admin token")
         elif callers.is_admin(given) or callers.inference_is_open or callers.is_client(given):
             return
         raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
@@ -62,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(status, text)
 
     def _refusing(self, error: Exception) -> grpc.RpcMethodHandler:
-        """Answers any kind of call with an error, before anything of it is read."""
+        """Return a handler that answers any kind of call with an error and reads no message."""
         status, text = status_of(error)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
@@ -71,11 +71,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
-        """The same handler with errors as statuses. Those with many requests get a marker for a malformed one.
+        """Return the handler with its errors turned into statuses.
 
-        For gRPC every call has a stream of requests: of a single one it would keep the bytes and the message up to the
-        end of the call, which may be long after it was refused. And one of answers, so that a handler may write its
-        single answer itself, return None, and know when the client has read it.
+        gRPC sees every call as a stream in both directions. With a single request, gRPC would keep its bytes and its
+        message until the call ends, which can be long after the refusal. With a stream of answers, a handler can write
+        its only answer itself, return None, and know when the client has read it.
         """
         parse = handler.request_deserializer
 
@@ -108,7 +108,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 except Exception as error:
                     status, text = status_of(error)
-                # The error is gone, and what it held: the client may be long in reading this.
+                # Outside the except block: the error and its message are freed while a slow client reads the refusal.
                 await self._abort(status, text, context)
 
             return behave
@@ -125,4 +125,4 @@ async def _well_formed(requests: Any) -> Any:
         if request is _Malformed:
             raise RequestError("a message is damaged, or has a text that is not UTF-8")
         yield request
-        del request  # may be long, and the next may be long in coming
+        del request  # frees a long message while this call waits for the next

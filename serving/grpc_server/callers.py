@@ -1,4 +1,4 @@
-"""Who calls: what the token and the connection of a call say about it."""
+"""The identity of a caller, from the token and the connection of a call."""
 
 import hashlib
 import hmac
@@ -10,16 +10,15 @@ import grpc
 
 @dataclass(frozen=True)
 class Caller:
-    """Where a call comes from.
+    """Identity of the client that sent a call.
 
     Attributes:
-        client: whom requests and bytes are counted for: the address without its port, so that connections of one
-            machine count together.
-        scope: within which a request's id names it: the token, or, without tokens, the connection.
-        account: whom slots and pages are counted for: the token, or, without tokens, the client.
-        salt: what separates its cached prefixes from those of others; "" without tokens.
-        has_admin_token: it has sent the admin's token.
-        may_abort_all: it may end requests of others: an admin, or anyone where there are no tokens.
+        client: address without port. The limits of requests and bytes count all connections of one address together.
+        scope: name space of request ids: the token or, without tokens, the connection.
+        account: owner of slots and pages for fair sharing: the token or, without tokens, the client.
+        salt: salt of cached prefixes, different for each token; "" without tokens.
+        has_admin_token: whether the call has the admin's token.
+        may_abort_all: whether the caller may abort requests of others: admins, and everybody if there are no tokens.
     """
 
     client: str
@@ -31,32 +30,33 @@ class Caller:
 
 
 class Callers:
-    """Knows the tokens. Without any, everyone may do everything."""
+    """The tokens of a server. Without tokens, every caller may do everything."""
 
     def __init__(self, api_tokens: Iterable[str] = (), admin_token: str | None = None):
         self._api_tokens, self._admin_token = tuple(api_tokens), admin_token
 
     @property
     def needs_no_token(self) -> bool:
-        """Whether there are no tokens at all."""
+        """Whether the server has no tokens."""
         return not self._api_tokens and self._admin_token is None
 
     @property
     def inference_is_open(self) -> bool:
-        """Whether calls other than the admin's need no token."""
+        """Whether calls of services other than AdminService need no token."""
         return not self._api_tokens
 
     def is_client(self, token: str | None) -> bool:
-        """Whether a token is one of the clients'."""
-        same = [_same(token, known) for known in self._api_tokens]  # all of them, so that the time tells nothing
+        """Return whether a token belongs to a client."""
+        # Compare with every token: the time must not show which one matches.
+        same = [_same(token, known) for known in self._api_tokens]
         return any(same)
 
     def is_admin(self, token: str | None) -> bool:
-        """Whether a token is the admin's."""
+        """Return whether a token is the admin token."""
         return _same(token, self._admin_token)
 
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Who has made a call."""
+        """Return the identity of the caller."""
         peer, token = context.peer(), bearer_token(context.invocation_metadata() or ())
         client, is_admin = peer.rpartition(":")[0], self.is_admin(token)
         if token is not None and (is_admin or self.is_client(token)):
@@ -67,7 +67,7 @@ class Callers:
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The token in a call's metadata."""
+    """Return the token in the metadata of a call, or None."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
             return value[7:].strip()

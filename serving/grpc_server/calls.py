@@ -1,4 +1,4 @@
-"""A request as every protocol puts it, and the limits of one."""
+"""A generation request, independent of the protocol that it came by."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +13,19 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """A request as every protocol puts it.
+    """A generation request.
 
     Attributes:
-        name: the id that the client has given it, "" for none. Only replies, traces and `Abort` have it: within the
-            server a request has an id of its own.
-        timeout_s: how long it may take from now on; None: no limit.
-        num_bytes: size of its message, and of what its reply repeats of that.
-        unique_name: refuse it while another of its caller's requests has its name.
-        trace_headers: `traceparent` and `tracestate` of W3C Trace Context, as far as the client sent them.
+        name: id that the client chose, or "". Replies, traces and `Abort` use it. Inside the server a request has
+            another id, which no client can choose.
+        prompt: text, token ids or conversation.
+        params: sampling settings.
+        caller: identity of the client.
+        timeout_s: seconds that the request may take from now on. None: no limit.
+        num_bytes: size of the request message, plus the parts of it that the reply repeats.
+        cache_salt: salt that the client sent, or "".
+        unique_name: whether to refuse the request while another request of the caller has the same name.
+        trace_headers: `traceparent` and `tracestate` of W3C Trace Context, if the client sent them.
     """
 
     name: str
@@ -36,7 +40,7 @@ class Call:
 
     @property
     def salt(self) -> str | None:
-        """What separates its cached prefixes from those of others: the caller's own, and the one that it sent."""
+        """Salt of cached prefixes: the salt of the caller's token and the salt that the client sent. None: no salt."""
         if not self.caller.salt:
             return self.cache_salt or None
         return f"{self.caller.salt}/{self.cache_salt}"

@@ -11,34 +11,34 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 @dataclass(frozen=True)
 class Limits:
-    """What is refused. Raises `ConfigError` for a limit below 1."""
+    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1."""
 
     max_message_bytes: int = 4 * 2**20
-    """Bytes of the longest message that is read. Replies have no limit: a long one is several messages."""
+    """Bytes of a message to the server. Replies have no limit: a long reply is split into several messages."""
     max_header_bytes: int = 16 * 2**10
-    """Bytes of a call's metadata, its token included."""
+    """Bytes of the metadata of a call, including its token."""
     max_queued_requests: int = 1024
-    """Accepted requests that have no token yet. A request counts those of its own class and of more urgent ones, as
-    with the next two, `max_requests_per_client` and `max_samples_per_client`: see `PriorityClass`."""
+    """Accepted requests without a first token. Only requests of the same or of a more urgent class count (see
+    `PriorityClass`). The same holds for `max_queued_tokens`, `max_requests_per_client` and `max_samples_per_client`."""
     max_queued_tokens: int = 4_000_000
-    """Prompt tokens of all accepted requests that have no token yet."""
+    """Prompt tokens of all accepted requests without a first token."""
     max_queued_urgent_requests: int = 1024
-    """Accepted requests with a `priority` below 0 that have no token yet."""
+    """Accepted requests with a `priority` below 0 and without a first token."""
     max_queued_best_effort_requests: int = 1024
-    """Accepted requests with a `priority` above 0 that have no token yet."""
+    """Accepted requests with a `priority` above 0 and without a first token."""
     max_requests_per_client: int = 512
-    """Requests of one client (its address) in flight."""
+    """Unfinished requests of one client address."""
     max_samples_per_client: int = 4096
-    """Samples of these requests: a request with `n` samples counts as `n`."""
+    """Samples of the unfinished requests of one client address. A request with `n` samples counts as `n`."""
     max_client_bytes: int = 64 * 2**20
-    """Bytes of the messages of one client's requests in flight, of prompts that ModelInfer is to repeat for each
-    sample, and of replies that were cut off as the client does not read them."""
+    """Bytes of one client's unfinished requests, of the prompts that ModelInfer repeats for each sample, and of replies
+    that the client does not read."""
     max_buffered_tokens: int = 1024
-    """Tokens of a sample that its client has not read while a message to it is being written. Log-probabilities, those
-    of the prompt too, count as tokens. A client that falls further behind is cut off."""
+    """Unread tokens of a sample while a write to its client is blocked. Log-probabilities count as tokens. The
+    server cuts off a client that falls further behind."""
     max_prompt_chars: int = 2**20
-    """Characters of a prompt, or of a call of Tokenize; of a conversation, those of all messages together. Lower where
-    no context could hold that much text: see `max_model_len`."""
+    """Characters of a prompt, of a call of Tokenize, or of all messages of a conversation. The limit is lower if the
+    context of the model cannot hold that much text (see `max_model_len`)."""
     max_chat_messages: int = 1024
     """Messages of a conversation."""
     max_stop_strings: int = 16
@@ -48,8 +48,8 @@ class Limits:
     max_stop_token_ids: int = 1024
     """Stop token ids of a request."""
     max_bad_words: int = 512
-    """Bad words of a request. Words of several tokens count twice, with a space before them and without: at most 256 of
-    these together."""
+    """Bad words of a request. At most 256 forms of words may have several tokens. A word has two forms: with and
+    without a space before it."""
     max_bad_word_chars: int = 128
     """Characters of a bad word."""
     max_logit_bias: int = 4096
@@ -63,22 +63,22 @@ class Limits:
     max_settings_bytes: int = 256 * 2**10
     """Bytes of `sampling_parameters`, as JSON (Open Inference Protocol)."""
     max_reply_entries: int = 2**20
-    """Tokens and log-probabilities that a reply in one message (ModelInfer) could have, by `n`, `max_tokens` and
-    `logprobs`. Streams have no such limit."""
+    """Tokens and log-probabilities that a reply of ModelInfer may have, computed from `n`, `max_tokens` and `logprobs`.
+    Streams have no such limit."""
     max_echo_bytes: int = 16 * 2**20
-    """Bytes of a prompt, times `n`, that ModelInfer or ModelStreamInfer is to repeat before the text of each sample."""
+    """Bytes of a prompt times `n`, if ModelInfer or ModelStreamInfer repeats the prompt before each sample."""
     max_prompt_entries: int = 2**20
-    """Tokens of a prompt whose log-probabilities are asked for, times 1 + `prompt_logprobs`."""
+    """Tokens of a prompt times 1 + `prompt_logprobs`, if the request asks for log-probabilities of the prompt."""
     min_priority: int = 0
-    """Lowest `priority`, which is served first, that requests may ask for. The admin's token allows any."""
+    """Lowest `priority` of a request. Lower values are served first. The admin token allows any value."""
     min_ttft_slo_ms: int = 10
-    """Lowest `ttft_slo_s` that requests may ask for, in milliseconds: policies change instances for a request whose SLO
-    would be missed. The admin's token allows any."""
+    """Lowest `ttft_slo_s` of a request, in milliseconds. Policies change instances for a request that would miss its
+    SLO. The admin token allows any value."""
     min_tpot_slo_ms: int = 1
-    """Lowest `tpot_slo_s` that requests may ask for, in milliseconds. The admin's token allows any."""
+    """Lowest `tpot_slo_s` of a request, in milliseconds. The admin token allows any value."""
     max_refusals_per_second: int = 25
-    """Calls of one client that are refused, or that it gives up (or that end by their deadline) within a quarter of a
-    second, after the first 100: further answers, and requests, are up to a second late."""
+    """Calls per second of one client that are refused, or that end by cancellation or deadline within 0.25 s. After the
+    first 100 such calls, the server delays answers to further refused calls, and further requests, by up to 1 s."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -88,12 +88,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class TLS:
-    """Certificates, in PEM files that are read again when they change."""
+    """Certificates of the server, in PEM files. The server reads a file again when it changes."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
-    """Certificates that sign those of clients: given, a client must have one."""
+    """Certificates that sign the certificates of clients. If given, every client needs a certificate."""
 
     def __post_init__(self) -> None:
         for path in (self.certificate, self.key, self.client_ca):
@@ -103,51 +103,53 @@ class TLS:
 
 @dataclass(frozen=True)
 class SecretFiles:
-    """Files with the certificates and tokens of a server, which `amoeba serve` takes."""
+    """Files with the certificates and tokens of a server, as options of `amoeba serve`."""
 
     tls_certificate: Path | None = None
-    """PEM file with the server's certificate; turns TLS on. Read again when it changes."""
+    """PEM file with the server's certificate. Turns TLS on. The server reads it again when it changes."""
     tls_key: Path | None = None
-    """PEM file with the certificate's key."""
+    """PEM file with the key of the certificate."""
     tls_client_ca: Path | None = None
-    """PEM file with the certificates that sign those of clients: given, a client must have one."""
+    """PEM file with the certificates that sign the certificates of clients. If given, every client needs a
+    certificate."""
     api_token_file: Path | None = None
-    """File with the tokens of clients, one a line. Default: the environment's AMOEBA_API_TOKEN, or no token."""
+    """File with the tokens of clients, one token on each line. Default: the environment's AMOEBA_API_TOKEN, or no
+    token."""
     admin_token_file: Path | None = None
-    """File with the token of admins. Default: the environment's AMOEBA_ADMIN_TOKEN, or no token."""
+    """File with the admin token. Default: the environment's AMOEBA_ADMIN_TOKEN, or no token."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where and how to serve."""
+    """Addresses, tokens and time limits of the server."""
 
     host: str = "127.0.0.1"
     """Host name or IP address to bind: 0.0.0.0 for all IPv4 addresses, :: for all addresses of the machine. By default
     only programs on this machine can connect."""
     port: int = DEFAULT_PORT
-    """gRPC port; 0 takes any free one."""
+    """gRPC port. 0 takes any free port."""
     admin_port: int | None = None
     """Port of AdminService. Default: the same as `port`."""
     metrics_port: int | None = DEFAULT_METRICS_PORT
-    """HTTP port of Prometheus metrics; 0 takes any free one, null in a file turns them off."""
+    """HTTP port of Prometheus metrics. 0 takes any free port, null in a file turns metrics off."""
     tls: TLS | None = None
     """Certificates. None: no TLS."""
     api_token: str | tuple[str, ...] | None = None
-    """Tokens of clients, which send `authorization: Bearer TOKEN`. Clients with different tokens share no request ids
-    and no cached prefixes. None: clients need no token."""
+    """Tokens of clients, which send `authorization: Bearer TOKEN`. Clients with different tokens do not share request
+    ids or cached prefixes. None: clients need no token."""
     admin_token: str | None = None
-    """Token for AdminService, which also allows everything else. None: where there is an `api_token`, no one may call
+    """Token for AdminService and for all other services. None: if there is an `api_token`, nobody may call
     AdminService."""
     shutdown_timeout_s: float = 30.0
-    """Seconds that running requests may go on after SIGTERM."""
+    """Seconds that running requests may continue after SIGTERM."""
     engine_timeout_s: float = 300.0
-    """Seconds without an answer from the engine after which it counts as stuck, and the process ends. It answers
-    between steps: choose more than the longest compilation while serving, of which there are none after a warm-up."""
+    """Seconds without an answer from the engine until it counts as stuck and the process exits. The engine answers
+    between steps, so this must be longer than the longest compilation while serving. After a warm-up there is none."""
     otlp_traces_endpoint: str | None = None
-    """Address of an OpenTelemetry collector, http://HOST:PORT or https://HOST:PORT, that takes OTLP over gRPC: it gets
-    a span of every request and transformation. Needs the extra otel. Default: no traces."""
+    """Address of an OpenTelemetry collector for OTLP over gRPC: http://HOST:PORT or https://HOST:PORT. The server sends
+    it a span for every request and transformation. Needs the extra otel. Default: no traces."""
     limits: Limits = Limits()
-    """What is refused."""
+    """Limits of requests."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", read_host(self.host, "host"))
@@ -162,14 +164,14 @@ class ServerConfig:
         if self.otlp_traces_endpoint is not None:
             read_url(self.otlp_traces_endpoint, "otlp_traces_endpoint")
         if isinstance(self.api_token, tuple) and not self.api_token:
-            raise ConfigError("api_token must have a token, or be None")
+            raise ConfigError("api_token must have at least one token, or be None")
         for name, tokens in (("api_token", self.api_tokens), ("admin_token", (self.admin_token,))):
             for token in tokens:
                 if token is not None and (not token.isascii() or not token.strip() or token != token.strip()):
-                    raise ConfigError(f"{name} must be ASCII characters without a space around them")
+                    raise ConfigError(f"{name} must be ASCII characters without spaces around them")
 
     @property
     def api_tokens(self) -> tuple[str, ...]:
-        """`api_token` as a tuple."""
+        """Tokens of clients as a tuple."""
         token = self.api_token
         return token if isinstance(token, tuple) else () if token is None else (token,)

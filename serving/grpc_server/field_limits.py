@@ -1,4 +1,4 @@
-"""Limits of the fields of a request, checked by length before anything reads their content."""
+"""Checks of the lengths of request fields, before anything reads their content."""
 
 from collections.abc import Mapping, Sized
 from typing import Any
@@ -8,7 +8,7 @@ from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 
-# Of each list in the sampling settings: the limit of its elements, and that of the characters of each.
+# List settings: the limit of the number of elements, and the limit of the characters of one element.
 _LISTS = {
     "stop": ("max_stop_strings", "max_stop_string_chars"),
     "stop_token_ids": ("max_stop_token_ids", None),
@@ -19,20 +19,20 @@ _LISTS = {
 
 
 def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
-    """Raise `RequestError` for a field that is longer than a limit allows."""
+    """Raise `RequestError` if a field is longer than a limit."""
     limit = getattr(limits, limit_name)
     if length > limit:
         raise RequestError(f"{name} has {length} {what}: at most {limit} may be given ({limit_name})")
 
 
 def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
-    """Raise `RequestError` for a list of sampling settings, by name, that has too many elements or one too long."""
+    """Raise `RequestError` if a list in sampling settings has too many elements or an element that is too long."""
     for name, (most, most_chars) in _LISTS.items():
         value = values.get(name)
         if isinstance(value, str):
             value = (value,)
         if not isinstance(value, Sized):
-            continue  # not given, or refused for what it is
+            continue  # missing, or of a wrong type, which `SamplingParams` refuses
         check_length(name, len(value), most, limits)
         if most_chars is not None and not isinstance(value, Mapping):
             for index, text in enumerate(value):  # type: ignore[arg-type]
@@ -41,42 +41,42 @@ def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
 
 
 def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Sampling settings by name, within a server's limits. Raises `RequestError`."""
+    """Return sampling settings within the limits of the server. Raise `RequestError` for others."""
     check_lists(values, limits)
     params = SamplingParams(**values)
     if params.priority < limits.min_priority and not caller.has_admin_token:
         raise RequestError(
-            f"priority={params.priority} is below {limits.min_priority}, the lowest that this server allows without "
-            "the admin's token (min_priority)"
+            f"priority={params.priority} is below {limits.min_priority}, the lowest value that this server allows "
+            "without the admin token (min_priority)"
         )
     for name, slo_s in (("ttft_slo", params.ttft_slo_s), ("tpot_slo", params.tpot_slo_s)):
         least_s = getattr(limits, f"min_{name}_ms") / 1e3
         if slo_s is not None and slo_s < least_s and not caller.has_admin_token:
             raise RequestError(
-                f"{name}_s={slo_s:g} is below {least_s:g}, the lowest that this server allows without the admin's "
+                f"{name}_s={slo_s:g} is below {least_s:g}, the lowest value that this server allows without the admin "
                 f"token (min_{name}_ms)"
             )
     return params
 
 
 def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
-    """Raise `RequestError` for a text of that many characters, which cannot be a prompt that fits any context."""
+    """Raise `RequestError` if a text of `length` characters cannot fit the context of the model."""
     check_length("the prompt", length, "max_prompt_chars", limits, "characters")
     limit = max_model_len * longest_token_chars
     if length > limit:
         raise RequestError(
-            f"the prompt has {length} characters, which are more than {max_model_len} tokens (max_model_len) could "
-            f"stand for: at most {limit}"
+            f"the prompt has {length} characters: at most {limit} fit in {max_model_len} tokens (max_model_len) of "
+            "this model"
         )
 
 
 def check_prompt_entries(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` where log-probabilities are asked for of more of a prompt than one request may have."""
+    """Raise `RequestError` if a request asks for too many log-probabilities of its prompt."""
     if params.prompt_logprobs is None:
         return
     entries = num_tokens * (1 + params.prompt_logprobs)
     if entries > limits.max_prompt_entries:
         raise RequestError(
-            f"prompt_logprobs={params.prompt_logprobs} of a prompt of {num_tokens} tokens are {entries} tokens and "
-            f"log-probabilities: at most {limits.max_prompt_entries} may be asked for (max_prompt_entries)"
+            f"prompt_logprobs={params.prompt_logprobs} for a prompt of {num_tokens} tokens gives {entries} tokens and "
+            f"log-probabilities: at most {limits.max_prompt_entries} are allowed (max_prompt_entries)"
         )

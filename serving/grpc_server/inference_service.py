@@ -21,13 +21,13 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
-    """Generates text for the clients of amoeba.v1."""
+    """The RPCs of amoeba.v1 for text generation."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Stream what is generated for a prompt."""
+        """Stream the generated text of a prompt."""
         handler, caller = self._handler, self._handler.callers.caller(context)
         handler.check_model(request.model)
         check_length("request_id", len(request.request_id), "max_id_chars", handler.limits, "characters")
@@ -42,7 +42,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             cache_salt=request.cache_salt,
             trace_headers=trace_headers(context),
         )
-        # What the client calls it. One that it has not named has a name all the same, by which it could be found.
+        # Requests without an id get one, so that the client can abort them.
         shown_id = request.request_id or uuid.uuid4().hex
         completion_tokens, writer = 0, Writer(context, handler.admission, caller.client)
 
@@ -56,7 +56,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await handler.serve(replace(call, name=shown_id), send)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> None:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         handler, caller = self._handler, self._handler.callers.caller(context)
         handler.check_model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -66,7 +66,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             await Writer(context, handler.admission, caller.client).write_last(answer)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> None:
-        """The text of token ids."""
+        """Return the text of token ids."""
         handler, caller = self._handler, self._handler.callers.caller(context)
         handler.check_model(request.model)
         async with handler.admitted(caller, request.ByteSize(), time_left(context)):
@@ -79,7 +79,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             await Writer(context, handler.admission, caller.client).write_last(answer)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """What is served."""
+        """Return the model, its sizes and the limits of the server."""
         backend = self._handler.backend
         tokenizer = backend.tokenizer
         return pb.GetModelInfoResponse(
@@ -95,19 +95,19 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End a request."""
+        """Abort a request."""
         handler = self._handler
         return pb.AbortResponse(aborted=await handler.abort(handler.callers.caller(context), request.request_id))
 
 
 def time_left(context: Context) -> float | None:
-    """Seconds until the client's deadline; None where it has set none."""
+    """Return the seconds until the deadline of the client. None: no deadline."""
     left = context.time_remaining()
-    # gRPC says "none" with a very large number.
+    # gRPC represents "no deadline" by a very large number.
     return None if left is None or left > 1e8 else left
 
 
 def trace_headers(context: Context) -> dict[str, str]:
-    """Where the client's trace is, by W3C Trace Context."""
+    """Return the headers of W3C Trace Context that the client sent."""
     metadata = context.invocation_metadata() or ()
     return {key: value for key, value in metadata if key in _TRACE_HEADERS and isinstance(value, str)}

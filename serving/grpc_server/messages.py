@@ -1,4 +1,4 @@
-"""amoeba.v1 messages to and from what the engine takes and gives."""
+"""Conversion between messages of amoeba.v1 and the objects of the engine."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -19,12 +19,12 @@ FINISH_REASONS = {
 }
 
 
-# Tokens and log-probabilities in one message: some 2 ms of work for the event loop, and 64 KiB.
+# Most tokens and log-probabilities in one message: about 2 ms of work for the event loop, and 64 KiB.
 _MAX_ENTRIES = 2048
 
 
 def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> SamplingParams:
-    """Sampling settings. Raises `RequestError` for a value out of range, or a list over its limit."""
+    """Return sampling settings. Raise `RequestError` for a value out of range or a list over its limit."""
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "allowed_token_ids" in values:
         values["allowed_token_ids"] = values["allowed_token_ids"].ids
@@ -40,7 +40,7 @@ def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> S
 def read_prompt(
     message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, limits: Limits, max_tokens: int
 ) -> Prompt:
-    """The prompt in a message's `oneof`. Raises `RequestError` where there is none, or it is over a limit."""
+    """Return the prompt in the field `oneof`. Raise `RequestError` if there is none or it is over a limit."""
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
     if kind == "text":
         check_length("the prompt", len(message.text), "max_prompt_chars", limits, "characters")
@@ -57,10 +57,12 @@ def read_prompt(
 
 
 def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") -> Iterator[pb.GenerateResponse]:
-    """What was added to a request, as one message or, where it is long, as several.
+    """Yield the messages for new output of a request: one message, or several for long output.
 
     Args:
-        usage: for the last message of a request that has ended.
+        request_id: id that the client knows.
+        delta: new output.
+        usage: usage for the last message of a finished request. None: the request continues.
     """
     message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
     for entry in delta.prompt_logprobs:
@@ -88,7 +90,7 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 
 
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
-    """Tokens `start .. stop` of what was added; the text, and how it ended, with the last of them."""
+    """Return the message for new tokens `start` to `stop`. The last message has the text and the finish reason."""
     message = pb.Completion(
         index=delta.index,
         token_ids=delta.token_ids[start:stop],
@@ -109,7 +111,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """One position's entry, its own token first and the others by rank."""
+    """Return the entries of one position: first the token at this position, then the others by rank."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[
@@ -120,7 +122,7 @@ def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.
 
 
 def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
-    """Tokens and times of a request that has ended with a delta."""
+    """Return tokens and times of a finished request."""
     metrics: RequestMetrics = delta.metrics
     return pb.Usage(
         prompt_tokens=delta.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Looks at the engine again and again: gauges for the metrics, and whether it lives."""
+"""The task that polls the engine: it updates the gauges and detects failures."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ _TRIM_INTERVAL_S = 60.0
 async def watch_engine(
     backend: Backend, metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
-    """Keep the metrics' snapshot up to date; returns the error that the engine failed with, within two intervals.
+    """Update the snapshot of the metrics until the engine fails. Return its error within two intervals.
 
-    An engine that is busy, such as with compiling, answers late, and is alive. One that has not answered for
-    `timeout_s` is stuck, such as in a device call that never returns.
+    An engine that compiles answers late, but it is alive. An engine that has not answered for `timeout_s` is stuck, for
+    example in a device call that never returns.
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")
@@ -31,7 +31,7 @@ async def watch_engine(
     try:
         while True:
             try:
-                # Not `wait_for`: that swallows a cancellation that comes together with the answer (before Python 3.12).
+                # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with the answer.
                 async with asyncio.timeout(timeout_s):
                     snapshot = await loop.run_in_executor(thread, take_snapshot, backend)
             except EngineClosedError as error:
@@ -39,15 +39,15 @@ async def watch_engine(
             except TimeoutError:
                 return EngineStuckError(
                     f"it has not answered for {timeout_s:g} s (engine_timeout_s): a device call does not return, or "
-                    "compiling takes longer"
+                    "a compilation takes longer"
                 )
-            except Exception:  # the engine lives, and there will be another look at it
-                logger.exception("the engine's figures cannot be had")
+            except Exception:  # the engine is alive: try again after the interval
+                logger.exception("the state of the engine could not be read")
                 await asyncio.sleep(interval_s)
                 continue
             metrics.latest = snapshot
             if time.monotonic() >= next_trim_s:
-                # Freed memory stays with the process otherwise, ever more of it: what clients send is of all sizes.
+                # Messages of all sizes fragment the heap: without this, freed memory stays with the process and grows.
                 await loop.run_in_executor(thread, trim_host_memory)
                 next_trim_s = time.monotonic() + _TRIM_INTERVAL_S
             if metrics.ready_programs is None:

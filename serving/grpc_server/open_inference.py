@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, as Triton speaks it: inference.GRPCInferenceService."""
+"""The Open Inference Protocol with the extensions of Triton: inference.GRPCInferenceService."""
 
 import asyncio
 import contextlib
@@ -32,12 +32,12 @@ Write = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 VERSION = "1"
 _PLATFORM = "amoeba_jax"
-# Parameters of a request that are no sampling settings.
+# Request parameters that are not sampling settings.
 _ENVELOPE = frozenset({"timeout", "cache_salt", "triton_enable_empty_final_response"})
-# Sampling settings that may stand beside the tensor `sampling_parameters`, which they win over.
+# Request parameters that override the same settings in the tensor `sampling_parameters`.
 _SERVICE = ("priority", "ttft_slo_s", "tpot_slo_s")
 _MAX_PARAMETERS = 64
-# Requests of one stream that are under way; the next is read when one has ended.
+# Most unfinished requests of one stream. The next request is read when one has ended.
 _MAX_PER_STREAM = 1024
 _DATA_TYPES = {
     "BYTES": pb.TYPE_STRING,
@@ -49,7 +49,7 @@ _DATA_TYPES = {
 
 @dataclass(frozen=True)
 class _Infer:
-    """A request of the protocol, read."""
+    """A parsed request of this protocol."""
 
     id: str
     call: Call
@@ -60,7 +60,7 @@ class _Infer:
 
 @dataclass
 class _Durations:
-    """Requests and their nanoseconds, in total."""
+    """Number of requests and the sum of their times in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -74,7 +74,7 @@ class _Durations:
 
 
 class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
-    """Serves the one model of the server, as version "1"."""
+    """The RPCs of the Open Inference Protocol. The model of the server has version "1"."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
@@ -84,25 +84,25 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
     # Server and model
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
-        """Whether the process can go on."""
+        """Return whether the engine works."""
         return pb.ServerLiveResponse(live=self._handler.state is not State.DEAD)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        """Whether it takes requests."""
+        """Return whether the server accepts requests."""
         return pb.ServerReadyResponse(ready=self._ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        """Whether it takes requests for a model."""
+        """Return whether the server accepts requests for a model."""
         known = self._ready and request.name == self._handler.backend.name and request.version in ("", VERSION)
         return pb.ModelReadyResponse(ready=known)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        """Name and version of the server."""
+        """Return name and version of the server."""
         extensions = ["model_configuration", "model_repository", "schedule_policy", "statistics"]
         return pb.ServerMetadataResponse(name="amoeba-jax", version=amoeba_jax.__version__, extensions=extensions)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        """The tensors of a model."""
+        """Return the tensors of a model."""
         self._check_model(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
@@ -114,7 +114,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        """The same in Triton's form."""
+        """Return the tensors of a model in the form of Triton."""
         self._check_model(request.name, request.version)
         inputs = [
             pb.ModelInput(name=name, data_type=_DATA_TYPES[kind], dims=[1], optional=name != "text_input")
@@ -132,7 +132,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """Requests of this protocol so far."""
+        """Return the number and the times of requests of this protocol."""
         if request.name:
             self._check_model(request.name, request.version)
         statistics = pb.InferStatistics(
@@ -149,9 +149,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelStatisticsResponse(model_stats=[model])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        """The one model."""
+        """Return the model of the server."""
         if request.repository_name:
-            raise UnknownModelError("there is one repository, which has no name")
+            raise UnknownModelError("repository_name must be empty: this server has one repository, without a name")
         state = "READY" if self._ready else "UNAVAILABLE"
         index = pb.RepositoryIndexResponse.ModelIndex(name=self._handler.backend.name, version=VERSION, state=state)
         return pb.RepositoryIndexResponse(models=[index] if self._ready or not request.ready else [])
@@ -162,7 +162,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     def _check_model(self, name: str, version: str) -> None:
         if not name:
-            raise UnknownModelError(f"name a model: this server has {self._handler.backend.name!r}")
+            raise UnknownModelError(f"the model has no name: this server has {self._handler.backend.name!r}")
         self._handler.check_model(name)
         if version not in ("", VERSION):
             raise UnknownModelError(f"version {version[:20]!r} is not served: the model has version {VERSION!r}")
@@ -170,16 +170,19 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
     # Inference
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> None:
-        """Generate, and answer at the end."""
+        """Generate, and answer with one message at the end."""
         infer = self._read(request, context)
         if infer.streams:
-            raise RequestError("stream is true, and ModelInfer has one response: use ModelStreamInfer")
+            raise RequestError("stream is true, but ModelInfer has one response: use ModelStreamInfer")
         await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Many requests on one stream, answered as their outputs come. Ends with the last after the client's end.
+        """Serve many requests of one stream. Answers come in the order of their outputs.
 
-        Raises `SlowReaderError` where the client does not read that one of them was refused.
+        The call ends when the client has ended its side and all requests have ended.
+
+        Raises:
+            SlowReaderError: the client does not read the refusal of a request.
         """
         one_writer, room, writer = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM), self._writer(context)
         tasks: set[asyncio.Task[None]] = set()
@@ -190,8 +193,8 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
                 await writer.write(message)
 
         async def write(message: pb.ModelStreamInferResponse) -> None:
-            # A write that has begun goes on when its request is cancelled, such as by its time-out: gRPC takes one at a
-            # time, and would refuse the message that says so.
+            # A started write must finish even if its request is cancelled, for example by its timeout: gRPC allows one
+            # write at a time, and would refuse the error message that follows.
             task = asyncio.ensure_future(write_alone(message))
             writes.add(task)
             task.add_done_callback(written)
@@ -200,14 +203,14 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         def written(task: asyncio.Task[None]) -> None:
             writes.discard(task)
             if not task.cancelled():
-                task.exception()  # the one that waits for it has it
+                task.exception()  # marks it as retrieved: `write` raises it
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             room.release()
-            # Of another error no one can be told: the client has left.
+            # With any other error the client has left.
             if not task.cancelled() and isinstance(task.exception(), SlowReaderError):
-                with contextlib.suppress(RuntimeError):  # it is ending already
+                with contextlib.suppress(RuntimeError):  # the call is already ending
                     whole.reschedule(asyncio.get_running_loop().time())
 
         try:
@@ -215,14 +218,14 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
                 async for request in request_iterator:
                     await room.acquire()
                     task = asyncio.ensure_future(self._stream_one(request, context, write))
-                    del request  # may be long, and the next may be long in coming
+                    del request  # frees a long message while this call waits for the next
                     tasks.add(task)
                     task.add_done_callback(ended)
                 while tasks:
                     await asyncio.wait(tasks)
         except TimeoutError:
             raise SlowReaderError(
-                f"the client has not read for {LAST_READ_S:g} s that a request was refused: read faster"
+                f"the client has not read the refusal of a request for {LAST_READ_S:g} s: read faster"
             ) from None
         finally:
             for task in (*tasks, *writes):
@@ -235,9 +238,10 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         context: Context,
         write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """One request of a stream. Its errors are messages: the others go on.
+        """Serve one request of a stream. Its errors become messages, so that other requests continue.
 
-        Raises `SlowReaderError` for a client that does not read such a message.
+        Raises:
+            SlowReaderError: the client does not read such a message.
         """
 
         async def write(response: pb.ModelInferResponse) -> None:
@@ -250,7 +254,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             status, text = status_of(error)
         request_handler = self._handler
         name, given_id = request.model_name[:100], request.id[: request_handler.limits.max_id_chars]
-        del request  # nor does the error hold it any more: what follows may take a minute, for many at once
+        del request  # frees the message: the refusal may wait for a minute, for many requests at once
         last = pb.ModelInferResponse(model_name=name, model_version=VERSION, id=given_id)
         last.parameters["triton_final_response"].bool_param = True
         await request_handler.refusals.wait(request_handler.callers.caller(context).account, status)
@@ -258,7 +262,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             async with asyncio.timeout(LAST_READ_S):
                 await write_message(pb.ModelStreamInferResponse(error_message=text, infer_response=last))
         except TimeoutError:
-            raise SlowReaderError("the client does not read that its request was refused") from None
+            raise SlowReaderError("the client does not read the refusal of its request") from None
 
     def _writer(self, context: Context) -> Writer:
         return Writer(context, self._handler.admission, self._handler.callers.caller(context).client)
@@ -291,7 +295,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         self._last_inference_ms = time.time_ns() // 1_000_000
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> _Infer:
-        """Raises `RequestError` or `UnknownModelError`."""
+        """Parse a request. Raise `RequestError` or `UnknownModelError` for an invalid request."""
         request_handler = self._handler
         limits, caller = request_handler.limits, request_handler.callers.caller(context)
         self._check_model(request.model_name, request.model_version)
@@ -312,18 +316,18 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             timeout_s=_timeout_s(request, context),
             num_bytes=request.ByteSize() + echo_bytes,
             cache_salt=_cache_salt(request, limits),
-            unique_name=False,  # Triton's clients may use an id again
+            unique_name=False,  # clients of Triton may use an id again
             trace_headers=trace_headers(context),
         )
         return _Infer(request.id, call, streams, outputs, "" if excluded else text)
 
 
 def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
-    """Raise `RequestError` where a reply in one message could become too long, or what is repeated of the prompt."""
+    """Raise `RequestError` if the reply could be too long for one message, or repeats too much of the prompt."""
     if echo_bytes > limits.max_echo_bytes:
         raise RequestError(
-            f"the prompt before each of n={params.n} samples is {echo_bytes} bytes in the reply: at most "
-            f"{limits.max_echo_bytes} may be (max_echo_bytes), or set exclude_input_in_output"
+            f"the prompt before each of n={params.n} samples takes {echo_bytes} bytes of the reply: at most "
+            f"{limits.max_echo_bytes} are allowed (max_echo_bytes). Set exclude_input_in_output to leave it out"
         )
     if streams:
         return
@@ -331,8 +335,8 @@ def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits:
     if entries > limits.max_reply_entries:
         raise RequestError(
             f"n={params.n} samples of max_tokens={params.max_tokens} with logprobs={params.logprobs} could be "
-            f"{entries} tokens and log-probabilities in one reply: at most {limits.max_reply_entries} may be "
-            "(max_reply_entries), or send it with stream"
+            f"{entries} tokens and log-probabilities in one reply: at most {limits.max_reply_entries} are allowed "
+            "(max_reply_entries). Use ModelStreamInfer with stream for more"
         )
 
 
@@ -347,10 +351,10 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 
 
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
-    """Sampling settings by name: from the tensor, or else from the request's parameters."""
+    """Return sampling settings by name, from the tensor or else from the request parameters."""
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(
-            f"there are {len(request.parameters)} request parameters: at most {_MAX_PARAMETERS} are known"
+            f"the request has {len(request.parameters)} parameters: at most {_MAX_PARAMETERS} are allowed"
         )
     parameters = {key: _parameter(key, value) for key, value in request.parameters.items()}
     data = inputs.values.get("sampling_parameters")
@@ -361,7 +365,7 @@ def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> 
             raise RequestError(f"request parameters {shorten(strangers)} and sampling_parameters: send one of them")
     else:
         values = {key: value for key, value in parameters.items() if key not in _ENVELOPE}
-    # A priority of 0 is what Triton's clients send where none was asked for.
+    # Clients of Triton send priority 0 if the user has set none.
     values |= {key: value for key, value in parameters.items() if key in _SERVICE and (value or key != "priority")}
     if values.get("logprobs") is None and (inputs.flag("return_logprobs") or inputs.flag("return_cumulative_logprob")):
         values["logprobs"] = 0
@@ -376,7 +380,7 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 
 
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
-    """Seconds that a request has: the call's deadline, or its own parameter `timeout` in microseconds if earlier."""
+    """Return the seconds until the deadline of the call or the parameter `timeout` (microseconds), if earlier."""
     limits = [] if (left := time_left(context)) is None else [left]
     if "timeout" in request.parameters:
         timeout_us = _parameter("timeout", request.parameters["timeout"])

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol, named and shaped as Triton's vLLM backend has them."""
+"""Tensors of the Open Inference Protocol, with the names and shapes of Triton's vLLM backend."""
 
 import json
 import struct
@@ -27,32 +27,32 @@ OUTPUTS = {
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
-# Dimensions of a wrong shape that an error shows.
+# Most dimensions of a wrong shape that an error shows.
 _MAX_SHOWN = 8
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a request. Flags that are not given are None."""
+    """The input tensors of a request, by name."""
 
     values: dict[str, bytes | bool]
 
     @property
     def text(self) -> bytes:
-        """`text_input`. Raises `RequestError` where it is missing."""
+        """Value of `text_input`. Raises `RequestError` if it is missing."""
         text = self.values.get("text_input")
         if not isinstance(text, bytes):
             raise RequestError("the input tensor text_input is missing")
         return text
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A BOOL tensor's value."""
+        """Return the value of a BOOL tensor."""
         return bool(self.values.get(name, default))
 
 
 def read_inputs(request: pb.ModelInferRequest) -> Inputs:
-    """The tensors of a request. Raises `RequestError` for one that is unknown, twice, or of another form."""
+    """Return the input tensors of a request. Raise `RequestError` for an unknown, doubled or malformed tensor."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"there are {len(raw)} raw_input_contents for {len(request.inputs)} inputs")
@@ -62,7 +62,7 @@ def read_inputs(request: pb.ModelInferRequest) -> Inputs:
         if kind is None:
             raise RequestError(f"unknown input tensor {tensor.name[:100]!r}: known are {', '.join(INPUTS)}")
         if tensor.name in values:
-            raise RequestError(f"input tensor {tensor.name} is there twice")
+            raise RequestError(f"input tensor {tensor.name} is given twice")
         if tensor.datatype != kind:
             raise RequestError(f"input tensor {tensor.name} must be {kind}, got {tensor.datatype[:20]!r}")
         if len(tensor.shape) != 1 or tensor.shape[0] != 1:
@@ -99,7 +99,7 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 
 
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
-    """Outputs that a response has: those asked for by flags, and only those listed where there is a list."""
+    """Return the names of the outputs of a response: outputs that flags ask for, limited to a list if there is one."""
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")
     listed = [tensor.name for tensor in request.outputs]
@@ -111,12 +111,12 @@ def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, 
 
 
 class Replies:
-    """Makes the messages of one request from what is new.
+    """The output tensors of one request's messages.
 
     Args:
-        names: of the outputs that a message has.
-        num_samples: each output but `num_input_tokens` has an element for each.
-        prefix: stands before the text of each sample, in the first message.
+        names: names of the outputs.
+        num_samples: number of samples. Each output except `num_input_tokens` has one element for each sample.
+        prefix: text before the output of each sample, in the first message only.
     """
 
     def __init__(self, names: tuple[str, ...], num_samples: int, prefix: str):
@@ -126,7 +126,7 @@ class Replies:
         self._cumulative = [0.0] * num_samples
 
     def add_outputs(self, message: pb.ModelInferResponse, delta: RequestDelta) -> None:
-        """Add what is new."""
+        """Add the outputs for a delta to a message."""
         new: list[CompletionDelta | None] = [None] * len(self._ended)
         for completion in delta.completions:
             new[completion.index] = completion
@@ -157,7 +157,7 @@ class Replies:
 
 
 def _logprobs_json(delta: CompletionDelta | None) -> str:
-    """A list with an object for each token that was added, by token id; `null` if none were asked for."""
+    """Return a JSON list with one object for each new token, or `null` if the request has no log-probabilities."""
     if delta is None:
         return "[]"
     if delta.logprobs is None:

@@ -1,4 +1,4 @@
-"""Which requests are let in: names that are taken, and limits."""
+"""Admission of requests: names and limits."""
 
 import uuid
 from collections import Counter
@@ -12,15 +12,15 @@ from serving.grpc_server.config import Limits
 from serving.grpc_server.priority_classes import PriorityClass, class_of
 from serving.grpc_server.statuses import DuplicateIdError, LimitError
 
-# Of calls that generate nothing.
+# For calls that generate nothing.
 _NO_PARAMS = SamplingParams()
 
 
 class Ticket:
-    """A request's place in the queue. It leaves the queue with its first token, or with its end.
+    """An admitted request. It counts as queued until its first token or its end.
 
     Attributes:
-        id: the request's within this server; no client can choose it.
+        id: id of the request inside this server. No client can choose it.
     """
 
     def __init__(self, admission: "OpenRequests", priority_class: PriorityClass):
@@ -30,12 +30,12 @@ class Ticket:
         self._queued = True
 
     def count_tokens(self, num_tokens: int) -> None:
-        """The prompt's length is known now. Raises `LimitError` if the queue cannot take as many."""
+        """Count the tokens of the prompt. Raise `LimitError` if the queue cannot take them."""
         self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
 
     def leave_queue(self) -> None:
-        """May be called twice."""
+        """Stop counting the request as queued. Further calls do nothing."""
         if self._queued:
             self._queued = False
             self._admission.requests_by_class[self._class] -= 1
@@ -43,12 +43,12 @@ class Ticket:
 
 
 class OpenRequests:
-    """The accepted requests. All methods run in the server's event loop.
+    """The admitted requests. All methods run in the event loop of the server.
 
     Attributes:
-        ids: of all of them, within this server.
-        requests_by_class: how many of them have no token yet.
-        tokens_by_class: tokens of their prompts.
+        ids: ids of all admitted requests inside this server.
+        requests_by_class: number of queued requests of each class.
+        tokens_by_class: prompt tokens of the queued requests of each class.
     """
 
     def __init__(self, limits: Limits):
@@ -67,12 +67,12 @@ class OpenRequests:
 
     @property
     def queued_requests(self) -> int:
-        """Accepted requests without a token, of all classes."""
+        """Number of queued requests of all classes."""
         return self.requests_by_class.total()
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of their prompts."""
+        """Prompt tokens of the queued requests of all classes."""
         return self.tokens_by_class.total()
 
     @contextmanager
@@ -84,15 +84,18 @@ class OpenRequests:
         unique: bool = False,
         params: SamplingParams = _NO_PARAMS,
     ) -> Iterator[Ticket]:
-        """Let a request in for as long as the context lasts.
+        """Admit a request until the context ends.
 
         Args:
-            num_bytes: size of its message, and of what its reply repeats of that.
-            name: by which `find` finds it, unless another of the caller's has that name. "": none.
-            unique: refuse it in that case.
-            params: its `priority` gives its class: requests of classes behind it don't count against it.
+            caller: client that sent the request.
+            num_bytes: size of the request message, plus the parts of it that the reply repeats.
+            name: name for `find`, unless another request of the caller already has it. "": no name.
+            unique: whether to refuse a name that another request of the caller has.
+            params: sampling settings. `priority` gives the class of the request.
 
-        Raises `DuplicateIdError` for a name that is taken, `LimitError` where a limit is reached.
+        Raises:
+            DuplicateIdError: the name is taken.
+            LimitError: a limit is reached.
         """
         key = (caller.scope, name)
         if unique and name and key in self._named:
@@ -121,14 +124,14 @@ class OpenRequests:
                 del self._requests_of[client], self._samples_of[client]
 
     def count_bytes(self, client: str, num_bytes: int) -> None:
-        """Count what is kept for a client against its limit, or, below 0, let it go."""
+        """Add bytes that the server holds for a client, or subtract them if `num_bytes` is negative."""
         self._bytes_of[client] += num_bytes
         if not self._bytes_of[client]:
             del self._bytes_of[client]
 
     def find(self, caller: Caller, name: str) -> list[str]:
-        """Ids of the requests that a caller means by a name: its own, or else, where it may end those of others, all
-        that have this name."""
+        """Return the ids of the requests with a name: the caller's own request, or all requests if the caller has none
+        and may abort requests of others."""
         own = self._named.get((caller.scope, name))
         if own is not None:
             return [own]
@@ -137,7 +140,7 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Count a prompt's tokens as queued. Raises `LimitError`. A prompt that is alone is never too long here."""
+        """Count the tokens of a prompt as queued. Raise `LimitError` over the limit, unless the queue is empty."""
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
             raise LimitError(
@@ -147,7 +150,7 @@ class OpenRequests:
         self.tokens_by_class[mine] += num_tokens
 
     def _check_client(self, client: str, mine: PriorityClass, num_samples: int, num_bytes: int) -> None:
-        """Raise `LimitError` where a client may not have another request."""
+        """Raise `LimitError` if a client has reached one of its limits."""
         limits = self._limits
         most = limits.max_requests_per_client
         if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
@@ -164,12 +167,12 @@ class OpenRequests:
         held, most = self._bytes_of[client], limits.max_client_bytes
         if held and held + num_bytes > most:
             raise LimitError(
-                f"this client's requests that have not ended, and replies that it does not read, have {held} bytes: "
+                f"this client's unfinished requests and unread replies have {held} bytes: "
                 f"{num_bytes} more would exceed the limit of {most} (max_client_bytes)"
             )
 
     def _check_queue(self, mine: PriorityClass) -> None:
-        """Raise `LimitError` where no more requests of a class may be queued."""
+        """Raise `LimitError` if the queue is full for a class."""
         most = self._limits.max_queued_requests
         if _up_to(mine, self.requests_by_class) >= most:
             raise LimitError(
@@ -182,10 +185,10 @@ class OpenRequests:
 
 
 def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
-    """The sum of a class and those before it."""
+    """Return the sum over a class and all more urgent classes."""
     return sum(counts[it] for it in PriorityClass if it <= mine)
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Which requests a count is of, for a client."""
+    """Return the part of an error that names the counted classes."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

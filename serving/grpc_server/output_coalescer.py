@@ -1,4 +1,4 @@
-"""What a client has not been sent of a request yet: put together while it is slow, and bounded."""
+"""The output of a request that was not sent yet, merged while the client is slow, and bounded."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -9,22 +9,21 @@ from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.statuses import SlowReaderError
 
 Send = Callable[[RequestDelta], Awaitable[None]]
-"""Called with what is new."""
+"""Function that sends a delta to the client."""
 
 CUT_OFF_S = 2.0
-"""How long a write may stay blocked once too much has come behind it."""
+"""Seconds that a write may stay blocked after the unread output has exceeded its limit."""
 LAST_READ_S = 60.0
-"""How long the end of a request waits for a client that does not read it."""
-# After that a write gets this long to prove that only this event loop was late to see it end.
+"""Seconds that the last message of a request waits for a client that does not read it."""
+# Further time for a write that may have ended already, if this event loop was late.
 _GRACE_S = 0.1
-# Tokens and log-probabilities of a prompt that are written at once: a client that reads one such part after the other
-# is not slow.
+# Most tokens and log-probabilities of a prompt in one write. A client that reads one part after the other is not slow.
 _PART_ENTRIES = 2048
 
 
 @dataclass
 class _Grown:
-    """What was added to one sample."""
+    """The new output of one sample."""
 
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -44,7 +43,7 @@ class _Grown:
 
 
 class DeltaSum:
-    """Adds up deltas of one request. Adding takes time for what is new alone."""
+    """The sum of several deltas of one request. Adding a delta takes time for the new output only."""
 
     def __init__(self) -> None:
         self._latest: RequestDelta | None = None
@@ -52,14 +51,14 @@ class DeltaSum:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
 
     def add(self, delta: RequestDelta) -> None:
-        """Take in the next delta."""
+        """Add the next delta."""
         self._latest = delta
         self._prompt_logprobs += delta.prompt_logprobs
         for completion in delta.completions:
             self._grown.setdefault(completion.index, _Grown()).add(completion)
 
     def take(self) -> RequestDelta | None:
-        """All that was added since the last call, as one delta; None if nothing was."""
+        """Return the sum of all deltas since the last call, or None if there were none."""
         latest = self._latest
         if latest is None:
             return None
@@ -89,14 +88,15 @@ class DeltaSum:
 
 
 class OutputCoalescer:
-    """Stands between a request and its client: what comes while a message is being written is one message then.
+    """A buffer between a request and its client. Output that arrives during a write is sent as one message.
 
-    A client counts as slow for what comes while a write to it is blocked, and only if that write stays blocked: a
-    server that is late itself cuts no one off.
+    Only output that arrives while a write is blocked counts against the client, and only if the write stays blocked. So
+    a late server cuts off nobody.
 
     Args:
-        max_tokens: of each sample, that may come while a write is blocked, log-probabilities included; see
-            `Limits.max_buffered_tokens`.
+        max_tokens: tokens and log-probabilities of each sample that may arrive while a write is blocked
+            (`Limits.max_buffered_tokens`).
+        params: sampling settings of the request.
     """
 
     def __init__(self, max_tokens: int, params: SamplingParams):
@@ -107,10 +107,10 @@ class OutputCoalescer:
         self._closed = self._ended = False
         self._write: asyncio.Timeout | None = None
         self._num_unread = 0
-        self._give_up_at: float | None = None  # by the loop's clock, once the end is being written
+        self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Take in what is new."""
+        """Add new output."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()
@@ -123,9 +123,10 @@ class OutputCoalescer:
                 self._cut_off_after(CUT_OFF_S)
 
     async def send_all(self, send: Send) -> None:
-        """Send what comes, up to the end of the request, or until `close`.
+        """Send output until the request ends or `close` is called.
 
-        Raises `SlowReaderError` where the client reads too little for too long.
+        Raises:
+            SlowReaderError: the client is too slow.
         """
         finished = False
         while not finished:
@@ -163,12 +164,12 @@ class OutputCoalescer:
             self._write = None
 
     def close(self) -> None:
-        """Begin to send nothing more. What is being sent is sent."""
+        """Send no more messages. A message that is being written is still sent."""
         self._closed = True
         self._news.set()
 
     def _cut_off_after(self, seconds: float) -> None:
-        """End the present write then, if it is still under way."""
+        """Cancel the present write after some seconds, unless it has ended."""
         loop, write = asyncio.get_running_loop(), self._write
 
         def suspect() -> None:
@@ -183,7 +184,7 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """A delta in parts of at most that many positions of the prompt each, the last with all else."""
+    """Split a delta into parts with at most `num_positions` positions of the prompt. The last has everything else."""
     positions = delta.prompt_logprobs
     last = max(0, (len(positions) - 1) // num_positions * num_positions)
     for start in range(0, last, num_positions):

@@ -1,4 +1,4 @@
-"""Reflection over the definitions of all protocols, which live in pools of their own."""
+"""gRPC reflection over several pools of protocol definitions."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from serving.grpc_server._proto import open_inference_pb2
 
 
 class _Pools:
-    """Looks a definition up in one pool after the other."""
+    """A pool that looks up definitions in several pools, one after the other."""
 
     def __init__(self, *pools: Any):
         self._pools = pools
@@ -28,7 +28,7 @@ class _Pools:
 
 
 def add_reflection(server: grpc.aio.Server, services: list[str]) -> None:
-    """Let clients ask a server for its services' definitions."""
-    # Ours first: the default pool may have the same names from a client of that protocol in this process.
+    """Let clients read the definitions of services from a server."""
+    # Our pool first: another client of the protocol in this process may define the same names in the default pool.
     pools = _Pools(open_inference_pb2.DESCRIPTOR.pool, descriptor_pool.Default())
     reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server, pool=pools)  # type: ignore[arg-type]

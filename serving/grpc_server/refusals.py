@@ -1,4 +1,4 @@
-"""Clients whose calls are refused, or given up at once, again and again have to wait."""
+"""A rate limit for clients whose calls are often refused or cancelled at once."""
 
 import asyncio
 import time
@@ -10,15 +10,15 @@ from serving.grpc_server.config import Limits
 from serving.grpc_server.statuses import LimitError
 
 MAX_DELAY_S = 1.0
-"""No answer, and no request, waits for longer."""
+"""Longest delay of an answer or a request."""
 GIVEN_UP_WITHIN_S = 0.25
-"""A request that its client gives up, or lets end by its deadline, within this time of its start was not worth it."""
-# Refusals at full speed before any is delayed, in seconds of the allowed rate.
+"""A request that ends by cancellation or deadline within this time of its start counts as a refusal."""
+# Refusals without delay, in seconds of the allowed rate.
 _BURST_S = 4.0
-# Answers and requests of one client that wait at once. Each may hold its call's message.
+# Most delayed answers and requests of one client. Each may hold the message of its call.
 _MAX_HELD = 64
 _MAX_CLIENTS = 1024
-# The client's doing. Errors of the server are told at once, so that clients can go elsewhere.
+# Errors that the client causes. Errors of the server are sent at once, so that clients can try another server.
 _DELAYED = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,11 +33,10 @@ _DELAYED = frozenset(
 
 
 class Refusals:
-    """A rate of refusals for each client (generic cell rate algorithm). All methods run in the server's event loop.
+    """The rate of refusals of each client (generic cell rate algorithm). All methods run in the server's event loop.
 
-    Reading and refusing a message costs the event loop one or two milliseconds, which all clients share. A client that
-    waits for its answers can therefore take no more than its rate of it. One that does not, as it gives its requests up
-    at once, has later ones begin late.
+    Reading and refusing a message takes 1 to 2 ms of the event loop, which all clients share. Late answers limit the
+    clients that wait for them. For clients that cancel their requests at once, later requests start late.
     """
 
     def __init__(self, limits: Limits):
@@ -46,7 +45,7 @@ class Refusals:
         self._held: Counter[str] = Counter()
 
     def delay_s(self, client: str, now_s: float) -> float:
-        """Count a refusal, and return how late it should be answered."""
+        """Count a refusal and return the seconds by which to delay its answer. Values below 0 mean no delay."""
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
         paid_until_s = max(now_s, self._paid_until_s.get(client, 0.0)) + self._interval_s
@@ -54,7 +53,7 @@ class Refusals:
         return self._paid_until_s[client] - now_s - _BURST_S
 
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
-        """Call before a refusal is answered: returns at once, or when its client may have the answer."""
+        """Wait until the answer to a refused call may be sent."""
         if status not in _DELAYED:
             return
         delay_s = self.delay_s(client, time.monotonic())
@@ -62,22 +61,19 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """A client has given up a request, or its deadline has passed, that long after its start."""
+        """Count a request that ended by cancellation or deadline `after_s` seconds after its start."""
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())
 
     async def before_request(self, client: str) -> None:
-        """Call before a request is begun: returns at once, or when its client may have another one.
-
-        Raises `LimitError` where many wait already.
-        """
+        """Wait until a client may start another request. Raise `LimitError` if many of its calls already wait."""
         delay_s = self._paid_until_s.get(client, 0.0) - time.monotonic() - _BURST_S
         if delay_s <= 0:
             return
         if self._held[client] >= _MAX_HELD:
             raise LimitError(
-                f"{_MAX_HELD} calls of this client wait, which is the limit, as it was refused, or gave up, more than "
-                f"{1 / self._interval_s:g} a second (max_refusals_per_second)"
+                f"{_MAX_HELD} calls of this client already wait, which is the limit: more than "
+                f"{1 / self._interval_s:g} of its calls per second were refused or cancelled (max_refusals_per_second)"
             )
         await self._sleep(client, min(delay_s, MAX_DELAY_S))
 

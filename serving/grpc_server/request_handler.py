@@ -1,4 +1,4 @@
-"""A request's way from a protocol's service to the engine and back."""
+"""The path of a request from the service of a protocol to the engine and back."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,10 @@ from serving.runtime.scheduling import Scheduling
 if TYPE_CHECKING:
     from serving.grpc_server.tracing import Tracing
 
-# How long a drain waits for the clients of requests that it has aborted, and for the engine to abort them.
+# Seconds that a drain waits for clients of aborted requests, and for the engine to abort requests.
 _SHUTDOWN_GRACE_S = 2.0
 _ABORT_S = 10.0
-# How long the message that is being written may take when its request is over.
+# Seconds that a started write may take after its request has ended.
 _LAST_WRITE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -46,16 +46,16 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """What the server can do now. The value is said to clients whose requests are refused."""
+    """State of the server. The value is the error message for refused requests."""
 
     LOADING = "the server is loading its model: try again later"
     READY = "ready"
-    DRAINING = "the server is shutting down: try another"
+    DRAINING = "the server is shutting down: try another server"
     DEAD = "the engine has failed: try another server"
 
 
 class RequestHandler:
-    """Lets requests in and serves them. All methods run in the server's event loop."""
+    """The requests of all protocols, from admission to the last message. All methods run in the server's event loop."""
 
     def __init__(
         self,
@@ -76,52 +76,56 @@ class RequestHandler:
         self._threads = Threads()
         self._num_transforming = 0
         self.on_draining: Callable[[], None] | None = None
-        self._aborts = False  # a drain has begun to
-        # Of each request, by its id: the task that reads the engine, and the one that writes.
+        self._aborts = False  # whether a drain has started to abort requests
+        # By request id: the task that reads the engine, and the task that writes to the client.
         self._generating: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def attach(self, backend: Backend, scheduling: Scheduling | None) -> None:
-        """The model is loaded: serve, unless a drain has begun. Without `scheduling`, instances change only when they
-        are told to."""
+        """Start to serve with a loaded model, unless a drain has started.
+
+        Args:
+            backend: loaded model.
+            scheduling: scheduler of the model. None: only `transform` changes instances.
+        """
         self._backend, self.scheduling = backend, scheduling
         if self.state is State.LOADING:
             self.state = State.READY
 
     def fail(self) -> None:
-        """The engine has failed, or does not answer any more: requests end with `NotServingError`."""
+        """End all requests with `NotServingError`, because the engine has failed or is stuck."""
         self.state = State.DEAD
         for task in itertools.chain.from_iterable(self._generating.values()):
             task.cancel()
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._threads.close()
 
     @property
     def backend(self) -> Backend:
-        """What serves. Raises `NotServingError` while it is loading, or has failed."""
+        """Loaded model. Raises `NotServingError` if it is still loading or has failed."""
         if self._backend is None or self.state is State.DEAD:
             raise NotServingError(self.state.value)
         return self._backend
 
     def check_model(self, name: str) -> None:
-        """Raises `UnknownModelError` if a call names another model than the one served; "" names it too."""
+        """Raise `UnknownModelError` if a call names another model. "" always means the served model."""
         if name and name != self.backend.name:
             raise UnknownModelError(f"model {name[:100]!r} is not served here: this server has {self.backend.name!r}")
 
     def tokenizer(self) -> Tokenizer:
-        """Raises `RequestError` if the model has none."""
+        """Return the tokenizer. Raise `RequestError` if the model has none."""
         if self.backend.tokenizer is None:
             raise RequestError("the model has no tokenizer: send token ids")
         return self.backend.tokenizer
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Generate for a request, sending what is new as it comes. Its pages are free when this returns or raises.
+        """Serve a request and send its output in deltas. Its pages are free when this returns or raises.
 
-        Raises what `statuses` maps. Cancelling the task ends the request.
+        Cancelling the task aborts the request. `statuses` lists the exceptions.
         """
         backend = self.backend
         if self.state is not State.READY:
@@ -158,8 +162,8 @@ class RequestHandler:
         ticket: Ticket,
         record: RequestRecord,
     ) -> None:
-        """The engine is read as fast as it generates, whatever the client does: two tasks, which end together."""
-        if self._aborts or self.state is State.DEAD:  # since its prompt was tokenized
+        """Read the engine and write to the client in two tasks, so that a slow client does not hold up the engine."""
+        if self._aborts or self.state is State.DEAD:  # may have changed during tokenization
             raise NotServingError(self.state.value)
         buffer = OutputCoalescer(self.limits.max_buffered_tokens, call.params)
 
@@ -175,7 +179,7 @@ class RequestHandler:
             )
             async with contextlib.aclosing(stream):
                 async for _, delta in stream:
-                    if delta.completions:  # there is a token
+                    if delta.completions:  # has a token
                         ticket.leave_queue()
                         record.take(delta)
                     buffer.put(delta)
@@ -189,8 +193,8 @@ class RequestHandler:
             for task in done:
                 task.result()
         finally:
-            # The engine's part ends before anything is awaited here: a second cancellation (gRPC sends one at a
-            # deadline, and the time limit above another) may come at any await, and must not leave it running.
+            # Cancel the engine's task before the first await: a second cancellation may arrive at any await (gRPC and
+            # the time limit each send one) and must not leave the task running.
             receiving.cancel()
             buffer.close()
             del self._generating[ticket.id]
@@ -200,7 +204,7 @@ class RequestHandler:
             await asyncio.shield(closing)
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` for one that has none, or is too long to have a place."""
+        """Return the token ids of a prompt. Raise `RequestError` for an empty prompt or a prompt that is too long."""
         if isinstance(prompt, str):
             self._check_text(len(prompt))
             encode = partial(self.tokenizer().encode, prompt, add_special_tokens)
@@ -218,7 +222,7 @@ class RequestHandler:
         return tokens
 
     async def detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """The text of token ids. Raises `RequestError` for more than a context has."""
+        """Return the text of token ids. Raise `RequestError` for more tokens than the context has."""
         self.check_num_tokens("token_ids", len(token_ids))
         decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
         return await self._threads.tokenize(len(token_ids), decode)
@@ -234,9 +238,11 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
-        """For calls that tokenize and generate nothing: they count as requests, and have the same deadlines.
+        """Admit a call that only tokenizes or detokenizes. It counts as a request and has a deadline.
 
-        Raises `NotServingError` unless the server is ready, and what `OpenRequests.admit` raises.
+        Raises:
+            NotServingError: the server is not ready.
+            LimitError: a limit is reached (see `OpenRequests.admit`).
         """
         if self.state is not State.READY:
             raise NotServingError(self.state.value)
@@ -253,13 +259,15 @@ class RequestHandler:
             self._idle.set()
 
     async def control(self, function: Callable[..., T], *args: Any) -> T:
-        """Ask the engine something, outside the loop."""
+        """Call a function of the engine in a thread."""
         return await self._threads.run(self._threads.control, function, *args)
 
     async def transform(self, function: Callable[[], T]) -> T:
-        """Run a transformation to its end, outside the loop. Raises `LimitError` where many are waited for."""
+        """Run a transformation in a thread. Raise `LimitError` if too many calls already wait for transformations."""
         if self._num_transforming >= MAX_TRANSFORM_CALLS:
-            raise LimitError(f"{MAX_TRANSFORM_CALLS} transformations are waited for, which is the limit")
+            raise LimitError(
+                f"{MAX_TRANSFORM_CALLS} calls already wait for transformations, which is the limit: try again later"
+            )
         self._num_transforming += 1
         try:
             return await self._threads.run(self._threads.transforming, function)
@@ -267,8 +275,10 @@ class RequestHandler:
             self._num_transforming -= 1
 
     async def abort(self, caller: Caller, name: str) -> bool:
-        """End requests by their name; clients get what was generated, with finish reason `abort`. Whether there was
-        one. See `OpenRequests.find`."""
+        """Abort the requests with a name (see `OpenRequests.find`) and return whether there was one.
+
+        Their clients get the output so far, with finish reason `abort`.
+        """
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
 
@@ -276,9 +286,13 @@ class RequestHandler:
         return await self._threads.run(self._threads.aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Take no new requests, wait for those that run (None: for ever), then abort. Returns how many were aborted."""
+        """Refuse new requests, wait for running requests, then abort the rest. Return the number of aborted requests.
+
+        Args:
+            timeout_s: seconds to wait for running requests. None: no limit.
+        """
         if self.state is State.READY:
-            # Beside this: whether or not it succeeds, those that have not ended in time are aborted.
+            # In parallel: even if it fails, requests that have not ended in time are aborted.
             self._threads.run(self._threads.transforming, resume_paused, self.backend)
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
@@ -289,15 +303,15 @@ class RequestHandler:
                 await self._idle.wait()
         self._aborts = True
         left = sorted(self.admission.ids)
-        # An engine that does not answer is not waited for.
+        # Do not wait for an engine that does not answer.
         with contextlib.suppress(TimeoutError, NotServingError, EngineClosedError):
             async with asyncio.timeout(_ABORT_S):
                 for request_id in left:
-                    # One that the engine does not have yet is not to come to it.
+                    # The engine does not have this request yet: do not submit it.
                     if not await self._abort(request_id):
                         for task in self._generating.get(request_id, ()):
                             task.cancel()
-        # A client that does not read cannot be told.
+        # Do not wait for clients that do not read.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_GRACE_S):
                 await self._idle.wait()
@@ -305,18 +319,18 @@ class RequestHandler:
 
 
 def resume_paused(backend: Backend) -> None:
-    """Let paused requests go on. Does not raise: what cannot is logged, and stays paused."""
+    """Resume paused requests. On failure, log a warning and leave the requests paused."""
     try:
         for view in backend.instances:
             if view.paused:
                 backend.transform(view.paused_degree, list(view.devices))
     except (RequestError, LayoutError, TransformError, EngineClosedError) as error:
-        logger.warning("paused requests do not go on: %s", error)
+        logger.warning("paused requests could not be resumed: %s", error)
 
 
 @contextlib.asynccontextmanager
 async def _time_limit(timeout_s: float | None):
-    """Raise `DeadlineError` in what takes longer. Gives the deadline by `time.monotonic()`, None for no limit."""
+    """Raise `DeadlineError` if the body takes longer. Yield the deadline (`time.monotonic()`), or None for no limit."""
     started = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
@@ -326,8 +340,8 @@ async def _time_limit(timeout_s: float | None):
 
 
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
-    """Wait for both tasks of a request, the first of which is cancelled already."""
-    # gRPC takes no status while a message is being written. A client that does not read is not waited for.
+    """Wait for both tasks of a request. The first is already cancelled."""
+    # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)
     sending.cancel()
     await asyncio.gather(receiving, sending, return_exceptions=True)

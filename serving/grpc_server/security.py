@@ -1,4 +1,4 @@
-"""TLS: certificates that are read again when their files change."""
+"""TLS credentials of the server, read again when their files change."""
 
 import logging
 from pathlib import Path
@@ -12,26 +12,26 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """The PEM files, as they were when they were last read."""
+    """The PEM files of a server, with their state at the last reading."""
 
     def __init__(self, tls: TLS):
         self._paths = tuple(path for path in (tls.certificate, tls.key, tls.client_ca) if path is not None)
         self._stamps = self._stamp()
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What they hold now. Raises `OSError`."""
+        """Return the certificates in the files. Raise `OSError` if a file cannot be read."""
         certificate, key, *client_ca = (path.read_bytes() for path in self._paths)
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What they hold, if they changed; called for each new connection. None: as before, or unreadable."""
+        """Return the certificates if a file has changed, else None. gRPC calls this for each new connection."""
         try:
             stamps = self._stamp()
             if stamps == self._stamps:
                 return None
             configuration = self.configuration()
         except OSError:
-            logger.exception("certificates cannot be read: those from before stay in use")
+            logger.exception("the certificates cannot be read: the server keeps the previous ones")
             return None
         self._stamps = stamps
         return configuration
@@ -42,7 +42,7 @@ class _Files:
 
 
 def server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    """Credentials for a port; clients need a certificate where `tls.client_ca` is given."""
+    """Return credentials for a port. With `tls.client_ca`, clients need a certificate."""
     files = _Files(tls)
-    changed: Any = files.changed  # may answer None: nothing changed
+    changed: Any = files.changed  # gRPC allows None, its stubs do not
     return grpc.dynamic_ssl_server_credentials(files.configuration(), changed, tls.client_ca is not None)

@@ -1,4 +1,4 @@
-"""The gRPC server: ports, services, health, and how it ends."""
+"""The gRPC server: ports, services, health and shutdown."""
 
 import asyncio
 import logging
@@ -36,19 +36,20 @@ logger = logging.getLogger(__name__)
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN = inference_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 OPEN_INFERENCE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-# How long a drain waits for requests that were aborted, and for calls that are just ending.
+# Seconds that `stop` waits for running calls.
 _SHUTDOWN_GRACE_S = 2.0
-# Calls of one connection at once, beyond the requests that a client may have: of health, of the admin, refused ones.
+# Concurrent calls of a connection in addition to its requests: health checks, admin calls, refused calls.
 _MORE_STREAMS = 64
 _MIN_STREAMS = 1024
 
 
 class Server:
-    """Listens from `start` on, serves from `attach` on. All methods run in one event loop.
+    """A gRPC server. It listens after `start` and serves after `attach`. All methods run in one event loop.
 
     Attributes:
-        port: the one that was bound; `admin_port` too, None where it is the same.
-        dead: done once the engine has failed, with its error.
+        port: bound port.
+        admin_port: bound port of AdminService. None: the same as `port`.
+        dead: future with the error of the engine, done when the engine has failed.
     """
 
     def __init__(self, config: ServerConfig, tracing: "Tracing | None" = None):
@@ -68,7 +69,7 @@ class Server:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind the ports. Calls are answered with UNAVAILABLE until a model is attached."""
+        """Bind the ports and answer calls with UNAVAILABLE until `attach`. Raise `ConfigError` if a port is taken."""
         self._show_readiness()
         together = self.config.admin_port is None
         main = self._new_server([INFERENCE, OPEN_INFERENCE, *([ADMIN] if together else [])])
@@ -105,9 +106,15 @@ class Server:
     async def attach(
         self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
-        """Serve with a model that is loaded, and a scheduler over it if there is one; not where a drain has begun."""
+        """Start to serve with a loaded model, unless a drain has started.
+
+        Args:
+            backend: loaded model.
+            interval_s: seconds between two polls of the engine.
+            scheduling: scheduler of the model. None: only AdminService changes instances.
+        """
         if backend.tokenizer is not None:
-            # Computed once, which can take a second: not in the event loop, for the first prompt.
+            # Computed here once, in a thread: it can take a second.
             await asyncio.to_thread(getattr, backend.tokenizer, "longest_token_chars")
         self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
@@ -128,7 +135,7 @@ class Server:
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Not ready any more, no new requests; running ones may go on so long. Returns how many were aborted."""
+        """Stop being ready, wait for running requests up to a timeout, then abort the rest. Return their number."""
         return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:
@@ -137,25 +144,25 @@ class Server:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await asyncio.gather(*(server.stop(_SHUTDOWN_GRACE_S) for server in self._servers))
-        self._servers.clear()  # gRPC's servers must be gone before their event loop is closed
+        self._servers.clear()  # servers of gRPC must be deleted before their event loop is closed
         self.request_handler.close()
 
 
 def _options(limits: Limits) -> Sequence[tuple[str, int]]:
     most_requests = len(PriorityClass) * limits.max_requests_per_client  # see `OpenRequests`
     return (
-        # Clients keep further calls back until others have ended.
+        # The client library holds back further calls until others have ended.
         ("grpc.max_concurrent_streams", max(_MIN_STREAMS, most_requests + _MORE_STREAMS)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
-        # A port that is in use is an error, not one to share.
+        # Two servers must not share a port.
         ("grpc.so_reuseport", 0),
-        # Clients may ping during long prefills; by default gRPC ends connections that ping more often than in 300 s.
+        # Clients may ping during long prefills. By default gRPC closes connections with pings less than 300 s apart.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Ours find clients that are gone without a word.
+        # Pings of the server detect clients that have vanished.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     )

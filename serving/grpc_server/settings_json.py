@@ -1,4 +1,4 @@
-"""Sampling settings as JSON, which clients of the Open Inference Protocol send."""
+"""Sampling settings in JSON, from clients of the Open Inference Protocol."""
 
 import json
 import re
@@ -32,16 +32,16 @@ _NUMBERS = frozenset(
 _FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
 _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})
 KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS
-# A string, up to the end of the text where it has none. What it has matched is not tried in another way.
+# A string, up to the end of the text if it is not closed. The possessive quantifiers avoid backtracking.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-# By character: every other one changes nothing.
+# Change of the nesting depth, by byte.
 _DEPTH_CHANGES = np.zeros(256, np.int8)
 _DEPTH_CHANGES[list(b"[{")] = 1
 _DEPTH_CHANGES[list(b"]}")] = -1
 
 
 def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
-    """The object in a JSON text: `SamplingParams` by name. Raises `RequestError`."""
+    """Return the object in a JSON text. Raise `RequestError` for invalid JSON or another type."""
     check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
     text = decode_utf8("sampling_parameters", data)
     if (depth := _depth(text)) > MAX_JSON_DEPTH:
@@ -58,18 +58,18 @@ def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Settings by name, numbers possibly as strings (as Triton's examples send them). Raises `RequestError`."""
+    """Return sampling settings from values by name. Numbers may be strings. Raise `RequestError` for invalid values."""
     unknown = sorted(set(values) - KNOWN)
     if unknown:
         raise RequestError(f"unknown sampling parameters {shorten(unknown)}: known are {', '.join(sorted(KNOWN))}")
     if values.get("prompt_logprobs") is not None:
-        raise RequestError("prompt_logprobs has no output in this protocol: send the request to amoeba.v1 for them")
+        raise RequestError("this protocol has no output for prompt_logprobs: use amoeba.v1")
     given = {name: _converted(name, value) for name, value in values.items() if value is not None}
     return checked_params(given, limits, caller)
 
 
 def decode_utf8(name: str, data: bytes) -> str:
-    """Raises `RequestError` for bytes that are not UTF-8."""
+    """Return the text of UTF-8 bytes. Raise `RequestError` for other bytes."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -77,7 +77,7 @@ def decode_utf8(name: str, data: bytes) -> str:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """A string as what the setting is; other values as they are, for `SamplingParams` to check."""
+    """Convert a string to the type of its setting. `SamplingParams` checks all other values."""
     if name == "logit_bias" and isinstance(value, dict):
         return {_number(name, token, int): bias for token, bias in value.items()}
     if not isinstance(value, str):
@@ -99,7 +99,7 @@ def _number(name: str, text: str, kind: type) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested outside strings: the parser itself would end in a recursion error."""
+    """Return the depth of brackets outside strings. The JSON parser would raise RecursionError for a deep text."""
     outside = np.frombuffer(_STRING.sub("", text).encode("utf-8", errors="replace"), np.uint8)
     return int(np.cumsum(_DEPTH_CHANGES[outside], dtype=np.int64).max(initial=0))
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a call, and the gRPC status that each has: the one place that maps them."""
+"""The gRPC status of each error."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from serving.scheduler import UnknownPolicyError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 1000
-"""Longer error texts are cut: they travel in a header."""
+"""Most characters of an error text, which is sent in a header."""
 
 
 class UnknownModelError(ValueError):
@@ -29,7 +29,7 @@ class UnknownModelError(ValueError):
 
 
 class DuplicateIdError(ValueError):
-    """A request of this id has not ended yet."""
+    """Another request with this id has not ended yet."""
 
 
 class LimitError(ValueError):
@@ -41,11 +41,11 @@ class NotServingError(ValueError):
 
 
 class SlowReaderError(ValueError):
-    """The client does not read what is sent."""
+    """The client does not read its messages."""
 
 
 class PreconditionError(ValueError):
-    """It cannot be done as things are; nothing has changed."""
+    """The state of the server does not allow the call. Nothing was changed."""
 
 
 class CredentialsError(ValueError):
@@ -56,7 +56,7 @@ class ForbiddenError(ValueError):
     """The token does not allow this call."""
 
 
-# Errors before the kinds that they are of.
+# Subclasses before their base classes.
 _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (QueueFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -75,50 +75,50 @@ _STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (NotANumberError, grpc.StatusCode.INTERNAL),
     (RequestFailedError, grpc.StatusCode.INTERNAL),
 )
-# What clients do, and what they ask for that they cannot have: no failures of the server.
+# Errors that clients cause: they do not count as failures of the server.
 _ABORTED = asyncio.CancelledError | DeadlineError | SlowReaderError
 _REFUSED = RequestError | LimitError | DuplicateIdError | UnknownModelError
-# What these say comes from deep inside, and is for the log.
+# Errors whose own texts are for the log only.
 _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
     (NotANumberError, "the model's logits for this request are not numbers; other requests are not affected"),
-    (RequestFailedError, "the engine could not go on with this request; others are not affected: it may be sent again"),
+    (RequestFailedError, "the engine could not continue this request; other requests are not affected. Send it again"),
     (TransformError, "the transformation failed part-way; the server's log says how it ended"),
 )
-# What may be a path, as a whole: it is one if it has a folder in it.
+# A word that may be a path. It is a path if it has a folder in it.
 _WORD = re.compile(r"(?<![\w/])(?:[A-Za-z]:\\|~?/)[^\s'\",;:)]*")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Status and text of an error: INTERNAL, with its text in the log alone, for what is not known here."""
+    """Return status and text of an error. Unknown errors are INTERNAL, and their text goes to the log only."""
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("a call failed", exc_info=error)
     text = next((text for kind, text in _FIXED_TEXTS if isinstance(error, kind)), None)
     if text is None and code is grpc.StatusCode.INTERNAL:
-        text = "internal error: the server's log has it"
+        text = "internal error: see the log of the server"
     return code, text or public_text(str(error))
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The status alone; CANCELLED for a call that was cancelled."""
+    """Return the status of an error. Cancellation is CANCELLED."""
     if isinstance(error, asyncio.CancelledError):
         return grpc.StatusCode.CANCELLED
     return next((code for kind, code in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def reason_of(error: BaseException) -> str:
-    """Finish reason of a request that ended with an error, for metrics: `abort`, `refused` or `error`."""
+    """Return the finish reason of a failed request for metrics: `abort`, `refused` or `error`."""
     if isinstance(error, _ABORTED):
         return "abort"
     return "refused" if isinstance(error, _REFUSED) else "error"
 
 
 def public_text(text: str) -> str:
-    """A text without file paths and memory addresses, cut to what fits a header.
+    """Return a text without file paths and memory addresses, cut to fit a header.
 
-    Cut before it is searched, so that long texts take no time; of what is left every character is looked at once.
+    The text is cut before the search, so that long texts take no time.
     """
     cut = text[: 2 * MAX_MESSAGE_CHARS]
     cut = _ADDRESS.sub("(address)", _WORD.sub(_without_path, cut))

@@ -1,4 +1,4 @@
-"""Threads for what takes a while, or waits for the engine: it happens outside the event loop."""
+"""Threads for slow work and for calls of the engine, outside the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_TRANSFORM_CALLS = 4
-"""Calls that wait for a transformation at once."""
-# Texts from this length on are tokenized one at a time, so that they do not keep all threads from short ones.
+"""Most calls that wait for a transformation at the same time."""
+# Texts of at least this length are tokenized one at a time, so that threads stay free for short texts.
 _LONG_TEXT_CHARS = 32_768
 
 
 class Threads:
-    """Each kind of work has threads of its own, so that none waits for another."""
+    """One thread pool for each kind of work, so that no kind waits for another."""
 
     def __init__(self) -> None:
         self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
@@ -24,14 +24,14 @@ class Threads:
         self.aborting = ThreadPoolExecutor(2, thread_name_prefix="amoeba-abort")
 
     def run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
-        """Call a function in one of these threads."""
+        """Call a function in a thread of a pool."""
         return asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
     def tokenize(self, length: int, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """The same, for a text of that many characters."""
+        """Call a function that tokenizes a text of `length` characters."""
         return self.run(self.tokenizing if length < _LONG_TEXT_CHARS else self.tokenizing_long, function)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads after their present calls."""
         for pool in (self.tokenizing, self.tokenizing_long, self.control, self.transforming, self.aborting):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one for each request, one for each transformation. Needs the extra `otel`."""
+"""OpenTelemetry spans of requests and transformations. Needs the extra `otel`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Attribute = str | int | float | Sequence[str] | Sequence[int]
 
 
 class Tracing:
-    """Makes spans of what has ended. Methods may be called from any thread, and wait for no collector."""
+    """A sender of spans. Methods may be called from any thread and never wait for the collector."""
 
     def __init__(self, provider: TracerProvider):
         self._provider = provider
@@ -48,13 +48,14 @@ class Tracing:
         record: RequestRecord,
         error: BaseException | None,
     ) -> None:
-        """A request has ended, now; attributes have vLLM's names.
+        """Record a span of a request that ends now. Attributes have the names of vLLM.
 
         Args:
-            call: its `trace_headers` name the span that it belongs to, if there is one.
-            started_ns: when it came, in nanoseconds since 1970.
-            record: what the engine gave.
-            error: what the call failed with.
+            call: request. Its `trace_headers` name the parent span, if there is one.
+            model: name of the model.
+            started_ns: time of arrival, in nanoseconds since 1970.
+            record: counts and times of the request.
+            error: error of a failed call. None: the call succeeded.
         """
         attributes: dict[str, Attribute | None] = {
             "gen_ai.request.id": call.name,
@@ -86,7 +87,7 @@ class Tracing:
         span.end()
 
     def transformed(self, report: TransformReport) -> None:
-        """A transformation has ended well, now."""
+        """Record a span of a transformation that ends now."""
         now_ns = time.time_ns()
         attributes: dict[str, Attribute | None] = {
             "amoeba.transform.tensor_parallel_size": report.tensor_parallel_size,
@@ -105,14 +106,14 @@ class Tracing:
         self._tracer.start_span("transformation", attributes=_given(attributes), start_time=started_ns).end(now_ns)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """A `scale_up` or `scale_down` was `refused` or `failed`, now."""
+        """Record a span of a `scale_up` or `scale_down` that was `refused` or has `failed`."""
         attributes = {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}
         span = self._tracer.start_span("transformation", attributes=attributes)
         span.set_status(Status(StatusCode.ERROR, result))
         span.end()
 
     def close(self) -> None:
-        """Send what has not been sent, waiting a few seconds for the collector."""
+        """Send the remaining spans. Wait a few seconds for the collector."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Writes the messages of a call, and counts what gRPC keeps of them while their client does not read."""
+"""The writer of a call's messages. It counts the bytes that gRPC holds for clients that do not read."""
 
 import asyncio
 from typing import Any, cast
@@ -13,8 +13,8 @@ from serving.grpc_server.statuses import SlowReaderError
 class Writer:
     """The messages of one call.
 
-    gRPC keeps a message whose write was given up: until its client reads it or leaves, whatever status the call has
-    been given. Its bytes count against the client's limit until then.
+    gRPC keeps a message whose write was cancelled until the client reads it or leaves, even after the call has got its
+    status. Until then its bytes count against the limit of the client.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, admission: OpenRequests, client: str):
@@ -26,7 +26,7 @@ class Writer:
     async def write(self, message: Any) -> None:
         """Write a message, one at a time."""
         if not self._has_begun:
-            # With the first message these would wait for the client to read, and gRPC would take no status until then.
+            # Sent with the first message, the metadata would wait for the client, and gRPC would accept no status.
             self._has_begun = True
             await self._context.send_initial_metadata(())
         try:
@@ -36,7 +36,7 @@ class Writer:
             raise
 
     async def write_last(self, message: Any) -> None:
-        """Write the one message of a call. Raises `SlowReaderError` where the client does not read it for too long."""
+        """Write the only message of a call. Raise `SlowReaderError` if the client does not read it in time."""
         try:
             async with asyncio.timeout(LAST_READ_S):
                 await self.write(message)

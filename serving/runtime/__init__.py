@@ -1,1 +1,1 @@
-"""The engine behind the scheduler, and what the server shows of it."""
+"""The connection between engine, scheduler and server: executor, snapshots and metrics."""

@@ -1,4 +1,4 @@
-"""What the request handler needs of what serves its requests: `LLM` has it."""
+"""The interface of a model for the request handler. `LLM` implements it."""
 
 from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol
@@ -14,7 +14,7 @@ from amoeba_jax.views import InstanceStatus, MemoryReport
 
 
 class Backend(Protocol):
-    """Generates for prompts, and changes instances. Methods may be called from several threads."""
+    """A model that generates and whose instances change. Methods may be called from several threads."""
 
     name: str
     tokenizer: Tokenizer | None
@@ -32,17 +32,24 @@ class Backend(Protocol):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Any, RequestDelta], None]:
-        """What is new of a request, as it comes. Closing the generator ends the request and frees its pages.
+        """Yield the new output of a request after each step. Closing the generator aborts the request.
 
-        While several clients have requests, each has an equal share of slots and of the KV cache. Times are counted
-        from `arrival`, a time of `time.monotonic()`; None: from now.
+        Args:
+            prompt: text or token ids.
+            params: sampling settings.
+            request_id: id for `cancel`.
+            cache_salt: salt of cached prefixes.
+            deadline: time of `time.monotonic()` by which the request must start.
+            client: owner of the request. Clients get equal shares of slots and KV cache.
+            arrival: time of `time.monotonic()` from which times count. None: now.
 
-        Raises `DeadlineError` if it has not started by `deadline`, a time of `time.monotonic()`.
+        Raises:
+            DeadlineError: the request has not started by `deadline`.
         """
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with reason `abort`; whether there was one."""
+        """Abort a request. Return whether it was running or waiting."""
         ...
 
     def transform(
@@ -55,29 +62,29 @@ class Backend(Protocol):
         wait_for_programs: bool = True,
         running: RunningRequests = "migrate",
     ) -> TransformReport:
-        """Merge or split instances; returns when it is done."""
+        """Merge or split instances, and return when this is done."""
         ...
 
     @property
     def num_devices(self) -> int:
-        """Devices that it serves on."""
+        """Number of devices."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens that any layout holds."""
+        """Most tokens of prompt plus output that any layout holds."""
         ...
 
     @property
     def stats(self) -> EngineStats:
-        """Running totals. Raises `EngineClosedError` once the engine has failed."""
+        """Running totals. Raises `EngineClosedError` if the engine has failed."""
         ...
 
     @property
     def instances(self) -> tuple[InstanceStatus, ...]:
-        """The instances as they are now."""
+        """Present instances."""
         ...
 
     def memory(self) -> MemoryReport:
-        """Who owns which bytes."""
+        """Return the bytes of each owner on each device."""
         ...

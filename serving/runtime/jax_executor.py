@@ -1,4 +1,4 @@
-"""The scheduler on real devices: an engine as its executor, and the scheduler as the engine's `SchedulerHook`."""
+"""The executor that connects the scheduler to an engine."""
 
 import contextlib
 import logging
@@ -51,11 +51,12 @@ OnTransformed = Callable[[ScaleUp | ScaleDown, "Future[TransformReport]"], None]
 
 
 class JaxExecutor:
-    """`Executor` over an engine. Used by the dispatcher thread only.
+    """`Executor` of an engine. Used by the dispatcher thread only.
 
     Args:
-        layers_per_step: layers that a transformation changes between two steps.
-        on_transformed: called with each transformation that was begun, once it has ended.
+        engine: engine that carries out the actions.
+        layers_per_step: number of layers that a transformation changes between two steps.
+        on_transformed: function for each started transformation, called at its end.
     """
 
     def __init__(self, engine: Engine, layers_per_step: LayersPerStep, on_transformed: OnTransformed):
@@ -64,7 +65,7 @@ class JaxExecutor:
         self.waiting = WaitingView(engine)
         self._running: dict[str, Sequence] = {}
         self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
-        """Transformations that were asked for and whose programs are being compiled."""
+        """Requested transformations whose programs are being compiled."""
         self._timings = Timings()
         cluster = engine.cluster
         base = engine.config.tensor_parallel_size
@@ -79,8 +80,7 @@ class JaxExecutor:
         )
 
     def snapshot(self) -> ClusterView:
-        """The present state, without waiting requests whose last token is still in flight from the device, or that
-        nothing can be done for before a program has been compiled."""
+        """Return the present state, without waiting requests that cannot start yet (see `WaitingView`)."""
         engine = self._engine
         self._preparing = {
             key: options
@@ -127,7 +127,7 @@ class JaxExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Take on an action, or refuse it with nothing changed: also one that is of no kind that there is."""
+        """Carry out an action, or refuse it and change nothing."""
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
@@ -137,8 +137,8 @@ class JaxExecutor:
         except Exception as error:
             if not isinstance(action, ScaleUp | ScaleDown):
                 raise
-            # A program that does not compile or load, say: the transformation has taken back what it had begun.
-            logger.exception("a transformation could not begin")
+            # For example, a program does not compile or load. The transformation has restored the previous state.
+            logger.exception("a transformation could not start")
             return Outcome(False, f"{type(error).__name__}: {error}")
         return Outcome(True)
 
@@ -173,7 +173,7 @@ class JaxExecutor:
 
     def _waits(self, name: str) -> Sequence:
         if (sequence := self.waiting.get(name)) is None:
-            raise RequestError(f"there is no such request {name!r}")
+            raise RequestError(f"request {name!r} does not exist")
         return sequence
 
     def _transformed(self, action: ScaleUp | ScaleDown, done: "Future[TransformReport]") -> None:
@@ -186,14 +186,17 @@ class JaxExecutor:
         for instance in self._engine.instances:
             if instance.id == instance_id:
                 return instance
-        raise RequestError(f"there is no instance {instance_id}")
+        raise RequestError(f"instance {instance_id} does not exist")
 
 
 class EngineScheduler:
-    """Has a scheduler decide for an engine. Used by the dispatcher thread, but for `policy`.
+    """The `SchedulerHook` of an engine. Used by the dispatcher thread only, except for `policy`.
 
     Args:
-        layers_per_step, on_transformed: see `JaxExecutor`.
+        engine: engine to schedule.
+        policy: first policy.
+        layers_per_step: see `JaxExecutor`.
+        on_transformed: see `JaxExecutor`.
     """
 
     interval_s = 1.0
@@ -213,7 +216,7 @@ class EngineScheduler:
 
     @property
     def policy(self) -> Policy:
-        """May be replaced from any thread: the next decisions are the new one's."""
+        """Present policy. Any thread may replace it."""
         return self.scheduler.policy
 
     @policy.setter
@@ -221,24 +224,26 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Let the scheduler decide if anything has changed, or a second has passed."""
+        """Run the scheduler if the state has changed or a second has passed."""
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
         state = (engine.num_changes, engine.instances, engine.transformations.targets(), moving)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
-        # What it decides may change the state, and it decides again when it is asked next.
+        # Its decisions may change the state: then the next call runs the scheduler again.
         self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
         present = engine.instances
         self.scheduler.tick()
         if any(instance.paused and instance not in present for instance in engine.instances):
-            # Requests have paused: the one that they pause for can start.
+            # Requests were paused, so the urgent request can start.
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Continuations of one prompt run beside the first of them, which has its pages, while they find room there.
-        Those beyond their client's share wait with the others."""
+        """Start further samples of a request on the instance of its first sample, which has the pages of the prompt.
+
+        Samples beyond the share of their client stay in the queue.
+        """
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
@@ -246,12 +251,15 @@ class EngineScheduler:
                 and not engine.admission.awaits_program(sequence)
                 and (home := engine.room.leader_home(sequence)) is not None
             ):
-                with contextlib.suppress(RequestError):  # a step of its instance has failed: it waits on
+                with contextlib.suppress(RequestError):  # a step of this instance has failed
                     engine.admission.start(home, sequence)
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """What the lane with most room has, less a page for the next tokens of each of its sequences; 0 at rest."""
+    """Return the tokens that can join an instance in transition, 0 without a transition.
+
+    This is the largest free space of a lane, less one page for each of its sequences.
+    """
     if instance.transition is None:
         return 0
     lanes = (lane for lane in instance.lanes if lane.has_free_slot)
@@ -273,7 +281,7 @@ def _running_request(name: str, sequence: Sequence) -> RunningRequest:
         name,
         num_tokens=sequence.num_tokens,
         max_total_tokens=sequence.max_total_tokens,
-        # One that decodes has one token, its last, that is not computed.
+        # A decoding sequence has one token that is not computed: its last.
         uncomputed_tokens=max(max(len(sequence.prompt), sequence.num_tokens - 1) - sequence.num_computed, 0),
         priority=sequence.params.priority,
         arrival_s=sequence.arrival,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server: vLLM's names under `amoeba:`, and those of transformations."""
+"""Prometheus metrics of a server. They have the names of vLLM's metrics under `amoeba:`."""
 
 import itertools
 import time
@@ -21,35 +21,48 @@ FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own. Observed from the event loop, scraped from any thread."""
+    """All metrics of one server, in a registry of their own.
+
+    The event loop updates them. Any thread may read them.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.latest: Snapshot | None = None
-        """Latest snapshot of the engine; gauges show it."""
+        """Latest snapshot of the engine, for the gauges."""
         self.ready_programs: int | None = None
-        """Programs that requests had waited for when the server got ready."""
+        """Number of programs that requests had waited for when the server became ready."""
         self.scheduler: SchedulerCounters | None = None
-        """What a scheduler has decided, where there is one."""
+        """Decisions of the scheduler. None: no scheduler."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
-        """Called with the reports of transformations, from any thread."""
+        """Function for the reports of transformations. Called from any thread."""
         self.on_not_transformed: Callable[[str, str, str], None] = lambda kind, variant, result: None
-        """Called as `not_transformed` is, from any thread."""
+        """Function for refused and failed transformations, with the arguments of `not_transformed`."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
         self.prefix_queries = Counter(
             "amoeba:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", registry=registry
         )
-        self.prefix_hits = Counter("amoeba:prefix_cache_hits", "Of these: found.", registry=registry)
+        self.prefix_hits = Counter(
+            "amoeba:prefix_cache_hits", "Prompt tokens found in the prefix cache.", registry=registry
+        )
         self.requests = Counter(
             "amoeba:request_success", "Requests that ended, by reason.", ["finished_reason"], registry=registry
         )
         for reason in FINISH_REASONS:
             self.requests.labels(reason)
-        self.ttft = Histogram("amoeba:time_to_first_token_seconds", "From arrival.", buckets=_TTFT_S, registry=registry)
+        self.ttft = Histogram(
+            "amoeba:time_to_first_token_seconds",
+            "Time from the arrival to the first token.",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
         self.itl = Histogram(
-            "amoeba:inter_token_latency_seconds", "Between two tokens of a sample.", buckets=_TOKEN_S, registry=registry
+            "amoeba:inter_token_latency_seconds",
+            "Time between two tokens of a sample.",
+            buckets=_TOKEN_S,
+            registry=registry,
         )
         self.tpot = Histogram(
             "amoeba:request_time_per_output_token_seconds",
@@ -58,26 +71,33 @@ class ServerMetrics:
             registry=registry,
         )
         self.e2e = Histogram(
-            "amoeba:e2e_request_latency_seconds", "From arrival to the end.", buckets=_REQUEST_S, registry=registry
+            "amoeba:e2e_request_latency_seconds",
+            "Time from the arrival to the end of a request.",
+            buckets=_REQUEST_S,
+            registry=registry,
         )
         self.queue = Histogram(
             "amoeba:request_queue_time_seconds",
-            "From arrival until an instance takes it up.",
+            "Time from the arrival to the start on an instance.",
             buckets=_REQUEST_S,
             registry=registry,
         )
         self.transformations = Counter(
-            "amoeba:transformations", "Transformations asked for.", ["kind", "variant", "result"], registry=registry
+            "amoeba:transformations", "Requested transformations.", ["kind", "variant", "result"], registry=registry
         )
         self.transformation_s = Histogram(
-            "amoeba:transformation_seconds", "Of one transformation.", ["kind"], buckets=_REQUEST_S, registry=registry
+            "amoeba:transformation_seconds",
+            "Time of one transformation.",
+            ["kind"],
+            buckets=_REQUEST_S,
+            registry=registry,
         )
         self.transformation_bytes = Counter(
-            "amoeba:transformation_bytes", "KV bytes that changed their place.", ["kind"], registry=registry
+            "amoeba:transformation_bytes", "KV bytes that transformations moved.", ["kind"], registry=registry
         )
         self.step_overhead = Gauge(
             "amoeba:step_overhead_ratio",
-            "Share of the latest transformation's time that it took from its steps.",
+            "Share of the time of the latest transformation that its steps lost.",
             ["kind"],
             registry=registry,
         )
@@ -86,11 +106,11 @@ class ServerMetrics:
         registry.register(_EngineMetrics(self))
 
     def start_request(self) -> "RequestRecord":
-        """A request has come."""
+        """Return the record of a new request."""
         return RequestRecord(self)
 
     def transformed(self, report: TransformReport) -> None:
-        """A transformation has ended well."""
+        """Count a successful transformation."""
         self.on_transformed(report)
         for group in report.groups:
             kind = "scale_up" if group.to_degree > group.from_degree else "scale_down"
@@ -101,18 +121,18 @@ class ServerMetrics:
                 self.step_overhead.labels(kind).set(group.step_overhead)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """A transformation was `refused`, or `failed`."""
+        """Count a transformation with the result `refused` or `failed`."""
         self.on_not_transformed(kind, variant, result)
         self.transformations.labels(kind, variant, result).inc()
 
 
 class RequestRecord:
-    """What one request adds to the metrics.
+    """The metrics of one request.
 
     Attributes:
-        latest: what came last of it.
-        num_tokens: generated so far, of all samples.
-        finish_reasons: of the samples that have ended.
+        latest: latest delta. None: no output yet.
+        num_tokens: generated tokens of all samples.
+        finish_reasons: finish reasons of the samples that have ended.
     """
 
     def __init__(self, metrics: ServerMetrics):
@@ -123,7 +143,7 @@ class RequestRecord:
         self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
-        """Something new has come from the engine."""
+        """Count new output."""
         metrics, now = self._metrics, time.monotonic()
         if self.latest is None:
             prompt = delta.num_prompt_tokens
@@ -146,8 +166,12 @@ class RequestRecord:
         self.latest = delta
 
     def end(self, reason: str | None) -> None:
-        """The request has ended; `reason` is one of `FINISH_REASONS` where it ended with an error. What the engine has
-        finished counts by its own reasons."""
+        """Count the end of the request.
+
+        Args:
+            reason: one of `FINISH_REASONS` for a failed request. Requests that the engine has finished count by the
+                finish reasons of their samples.
+        """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
             metrics.requests.labels(reason or "error").inc()
@@ -160,7 +184,7 @@ class RequestRecord:
 
 
 class _EngineMetrics(Collector):
-    """The engine's own figures, from the latest snapshot."""
+    """A collector of engine metrics, from the latest snapshot."""
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
@@ -172,16 +196,22 @@ class _EngineMetrics(Collector):
         snapshot = self._metrics.latest
         if snapshot is None:
             return
-        yield _gauge("num_requests_running", "Requests that an instance has taken up.", snapshot.running)
-        yield _gauge("num_requests_paused", "Requests that keep their pages and do not run.", snapshot.paused)
-        yield _gauge("num_requests_waiting", "Requests that wait for an instance.", snapshot.waiting)
+        yield _gauge("num_requests_running", "Requests that run on an instance.", snapshot.running)
+        yield _gauge("num_requests_paused", "Paused requests, which keep their pages.", snapshot.paused)
+        yield _gauge("num_requests_waiting", "Requests in the queue.", snapshot.waiting)
         yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", snapshot.kv_usage)
-        yield _counter("num_preemptions", "Times that a request lost its pages.", snapshot.stats.preemptions)
-        yield _counter("nan_logits", "Samples that ended as their logits were not numbers.", snapshot.stats.nan_logits)
-        yield _counter("failed_steps", "Steps that failed on their devices.", snapshot.stats.failed_steps)
-        yield _gauge("output_backlog", "Tokens that were not made into outputs yet.", snapshot.stats.output_backlog)
         yield _counter(
-            "output_stalls", "Times that no steps were launched for that backlog.", snapshot.stats.output_stalls
+            "num_preemptions", "Requests that lost their pages and were queued again.", snapshot.stats.preemptions
+        )
+        yield _counter(
+            "nan_logits", "Samples that ended because their logits were not numbers.", snapshot.stats.nan_logits
+        )
+        yield _counter("failed_steps", "Steps that failed on their devices.", snapshot.stats.failed_steps)
+        yield _gauge("output_backlog", "Tokens that were not converted to outputs yet.", snapshot.stats.output_backlog)
+        yield _counter(
+            "output_stalls",
+            "Times that no steps were launched because of the output backlog.",
+            snapshot.stats.output_stalls,
         )
         yield _step_tokens(snapshot.stats)
         instances = GaugeMetricFamily(
@@ -200,16 +230,22 @@ class _EngineMetrics(Collector):
             yield family
         if (counters := self._metrics.scheduler) is not None:
             family = CounterMetricFamily(
-                "amoeba:scheduler_decisions", "Of the scheduler, by what became of them.", labels=["decision"]
+                "amoeba:scheduler_decisions", "Decisions of the scheduler, by outcome.", labels=["decision"]
             )
             for name, count in counters.by_name().items():
                 family.add_metric([name], count)
             yield family
         ready = self._metrics.ready_programs
         awaited = 0 if ready is None else snapshot.stats.awaited_programs - ready
-        yield _counter("compiles_after_ready", "Programs that requests waited for: none should be.", awaited)
+        yield _counter(
+            "compiles_after_ready",
+            "Programs that requests waited for since the server was ready. Should be 0.",
+            awaited,
+        )
         programs = GaugeMetricFamily(
-            "amoeba:programs", "Programs of a degree that is compiled beside.", labels=["tensor_parallel_size", "state"]
+            "amoeba:programs",
+            "Programs of a degree that is compiled in the background.",
+            labels=["tensor_parallel_size", "state"],
         )
         for it in snapshot.stats.degrees:
             programs.add_metric([str(it.degree), "ready"], it.num_ready)
@@ -218,7 +254,7 @@ class _EngineMetrics(Collector):
 
 
 def _step_tokens(stats: EngineStats) -> Metric:
-    """Counts of a Prometheus histogram are those of all steps up to a bound."""
+    """Return the histogram of tokens per step. Its counts are cumulative."""
     bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
     return HistogramMetricFamily(
         "amoeba:iteration_tokens_total",

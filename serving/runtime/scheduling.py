@@ -1,4 +1,4 @@
-"""The scheduler of a served model: the handle by which the server shows and changes it."""
+"""The handle with which a server inspects and changes the scheduler of its model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,11 +14,13 @@ OnReport = Callable[[TransformReport], None]
 
 
 class Scheduling:
-    """A scheduler that places the requests of an `LLM` from now on, until `close`. Methods may be called from any
-    thread.
+    """A scheduler that places the requests of an `LLM` until `close`. Methods may be called from any thread.
 
     Args:
-        on_report: called, in the dispatcher thread, with what each transformation did that has ended well.
+        llm: model to schedule.
+        config: settings of the scheduler.
+        metrics: metrics that count decisions and transformations.
+        on_report: function for the report of each successful transformation, called in the dispatcher thread.
     """
 
     def __init__(
@@ -38,22 +40,22 @@ class Scheduling:
 
     @property
     def policy_name(self) -> str:
-        """Name of the policy that decides."""
+        """Name of the present policy."""
         return self._hook.policy.name
 
     @property
     def counters(self) -> SchedulerCounters:
-        """Counts of decisions since the start."""
+        """Numbers of decisions since the start."""
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
-        """Let another policy decide from now on; returns the name of the one before. Raises `UnknownPolicyError`."""
+        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError`."""
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
-        """Leave placing to the engine. For an `LLM` that has no requests."""
+        """Detach the scheduler. The `LLM` must have no requests; afterwards it places requests itself."""
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:

@@ -1,4 +1,4 @@
-"""Settings of the scheduler of a served model. Imports no JAX, as the command line needs them for its options."""
+"""Settings of the scheduler. This module does not import JAX, because the command line reads its options here."""
 
 import math
 from dataclasses import dataclass
@@ -10,54 +10,59 @@ from serving.scheduler.flying_config import PREEMPTIONS
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """How requests are placed, and when instances change. Raises `ConfigError`. See docs/scheduling.md."""
+    """Settings for the placement of requests and the change of instances. See docs/scheduling.md.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
 
     policy: str = "amoeba"
-    """Policy that places requests and decides when instances merge and split: see docs/scheduling.md."""
+    """Policy that places requests and decides when instances merge and split (docs/scheduling.md)."""
     linger_s: float = AmoebaConfig.linger_s
     """Seconds that a merged instance is kept after its last long request."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Seconds in which a request should have its first token: a long one that would wait longer has another instance
-    merged. Default: no such limit."""
+    """Seconds from arrival to the first token that requests should meet. If a long request would wait longer, another
+    instance is merged for it. Default: no such limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
-    """Seconds a token that a request should take: short ones go where they are expected to. Default: no such limit."""
+    """Seconds per token that requests should meet. Short requests go to instances that are expected to meet it.
+    Default: no such limit."""
     split_free_share: float = AmoebaConfig.split_free_share
-    """Share of a merged instance's KV cache that is free before it splits."""
+    """Share of the KV cache of a merged instance that must be free before it splits, from 0 to 1."""
     partial_splits: bool = AmoebaConfig.partial_splits
-    """Whether an instance splits to a degree in between where that is enough."""
+    """Whether an instance may split to a degree between its own and the lowest."""
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
-    """Seconds after which a long request that waits may have another instance merged. Default: never."""
+    """Seconds of waiting after which another instance is merged for a long request. Default: never."""
     merge_to: int = AmoebaConfig.merge_to
     """Lowest degree that instances merge to: 1, 2 or 4."""
     lookahead: int = AmoebaConfig.lookahead
-    """Requests that find no place and that a decision goes past, at most."""
+    """Most requests without a suitable instance that a decision skips."""
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
-    """Seconds for which room is kept for a long request as large as the largest that came."""
+    """Seconds during which space is reserved for another long request of the largest size so far."""
     reserved_growth: float = AmoebaConfig.reserved_growth
-    """Share kept free of what running requests may still grow by, from 0 to 1."""
+    """Share of the possible growth of running requests that stays free, from 0 to 1."""
     preemption: str = FlyingConfig.preemption
-    """flying: what becomes of requests whose devices an urgent one takes: hard (they pause), soft (they go on, and move
-    to its group) or sequential (they are waited for)."""
+    """flying: treatment of running requests if an urgent request needs their devices. hard: they pause. soft: they
+    continue in the group of the urgent request. sequential: the urgent request waits for their end."""
     urgent_degree: int | None = FlyingConfig.urgent_degree
     """flying: degree of groups for urgent requests, a power of two. Default: the highest."""
     max_pause_s: float = FlyingConfig.max_pause_s
-    """flying: seconds for which requests pause at most; then they run for as long as they had paused."""
+    """flying: longest pause of requests in seconds. Afterwards they run for at least as long as they were paused."""
     calm_requests: float = FlyingConfig.calm_requests
-    """flying: requests a device up to which groups serve at the highest degree."""
+    """flying: most requests per device at which groups serve with the highest degree."""
     burst_requests: float = FlyingConfig.burst_requests
-    """flying: requests a device from which on groups split to the base degree; at least twice `calm_requests`."""
+    """flying: least requests per device at which groups split to the base degree, at least twice `calm_requests`."""
     load_window_s: float = FlyingConfig.load_window_s
-    """flying: seconds over which requests a device are averaged."""
+    """flying: seconds over which the requests per device are averaged."""
     dwell_s: float = FlyingConfig.dwell_s
-    """flying: least seconds from a change for load to the next binding of groups; they split at once."""
+    """flying: least seconds from a change of groups for load to the next formation of groups. Splits happen at once."""
     burst_wait_s: float = FlyingConfig.burst_wait_s
-    """flying: seconds without room of a short request after which groups split at once."""
+    """flying: seconds that a short request waits for space before groups split at once."""
     patience_s: float = QueueOrder.patience_s
-    """Seconds after its arrival at which a request is due, at the latest. The earliest due goes first."""
+    """Seconds after its arrival at which a request is due at the latest. The request that is due first goes first."""
     level_s: float = QueueOrder.level_s
-    """Seconds by which each level of priority moves the time at which a request is due."""
+    """Seconds by which each level of priority moves the due time of a request."""
     starving_s: float | None = QueueOrder.starving_s
-    """Seconds of waiting after which a request is overtaken by no other. Default: any request may be."""
+    """Seconds of waiting after which no other request overtakes a request. Default: no limit."""
     layers_per_step: int | None = None
     """Layers that a transformation changes between two steps. Default: as many as keep the longest wait for a token
     under 1.25 steps."""
@@ -100,7 +105,7 @@ class SchedulingConfig:
 
     @property
     def amoeba(self) -> AmoebaConfig:
-        """Settings of `amoeba` and what shares its rules."""
+        """Settings of `amoeba` and of policies with the same rules."""
         return AmoebaConfig(
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
@@ -133,7 +138,7 @@ class SchedulingConfig:
         )
 
     def make_policy(self, name: str | None = None) -> Policy:
-        """A new policy: the one of these settings, or another by name. Raises `UnknownPolicyError`."""
+        """Return a new policy by name (None: the policy of these settings). Raise `UnknownPolicyError`."""
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
         return make_policy(self.policy if name is None else name, Admission(order), self.amoeba, self.flying)
 

@@ -1,4 +1,4 @@
-"""What an engine looks like at one moment."""
+"""The state of an engine at one moment."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Instances, memory and totals."""
+    """Instances, memory and totals of an engine."""
 
     instances: tuple[InstanceStatus, ...]
     memory: MemoryReport
@@ -21,17 +21,17 @@ class Snapshot:
 
     @property
     def running(self) -> int:
-        """Sequences that instances have taken up."""
+        """Number of running sequences."""
         return sum(view.running for view in self.instances)
 
     @property
     def paused(self) -> int:
-        """Sequences that keep their pages while others run on their devices."""
+        """Number of paused sequences, which keep their pages while others run on their devices."""
         return sum(view.paused for view in self.instances)
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue that all instances share."""
+        """Number of waiting sequences in the queue of all instances."""
         return max((view.waiting for view in self.instances), default=0)
 
     @property
@@ -41,7 +41,7 @@ class Snapshot:
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
     def instances_by_degree(self) -> dict[int, int]:
-        """Instances of each degree up to the number of devices, those included that there are none of."""
+        """Return the number of instances for each possible degree."""
         num_devices = sum(len(view.devices) for view in self.instances)
         degrees = dict.fromkeys((degree for degree in (1, 2, 4) if degree <= num_devices), 0)
         for view in self.instances:
@@ -49,7 +49,7 @@ class Snapshot:
         return degrees
 
     def weight_bytes(self) -> dict[int, int]:
-        """By device."""
+        """Return the bytes of weights on each device."""
         sizes = {}
         for device in self.memory.devices:
             owners = self.memory.by_owner(device)
@@ -57,10 +57,10 @@ class Snapshot:
         return sizes
 
     def kv_bytes(self) -> dict[int, int]:
-        """By device."""
+        """Return the bytes of KV cache on each device."""
         return {device: self.memory.by_owner(device).get(Owner.KV_CACHE, 0) for device in self.memory.devices}
 
 
 def take_snapshot(backend: "Backend") -> Snapshot:
-    """Ask the engine, waiting for its step. Raises `EngineClosedError` once it has failed."""
+    """Return the state of the engine after its present step. Raise `EngineClosedError` if the engine has failed."""
     return Snapshot(backend.instances, backend.memory(), backend.stats)

@@ -1,4 +1,4 @@
-"""What steps and transformations took on the devices, for the policies."""
+"""Measured times of steps and transformations, for policies."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Remembers figures of degrees that no instance has any more. Used by the dispatcher thread only."""
+    """Times of each degree, kept after its last instance is gone. Used by the dispatcher thread only."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -21,15 +21,15 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Take note of a transformation that has ended."""
-        for group in (group for group in report.groups if not (group.paused or group.resumed)):  # they move nothing
+        """Record the times of a transformation."""
+        for group in (group for group in report.groups if not (group.paused or group.resumed)):  # these move no pages
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
             )
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """The figures with those of present instances: medians over the instances of a degree."""
+        """Record the times of present instances and return all times: medians over the instances of a degree."""
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}
@@ -44,7 +44,7 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Take note of what all devices generate now, if all instances have one degree, and all of them decode."""
+        """Record the throughput of all devices if all instances have the same degree and all of them decode."""
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:

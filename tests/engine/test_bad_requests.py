@@ -113,7 +113,7 @@ def test_bad_conversation_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 def test_id_that_is_taken_fails_alone(llm: LLM, expected: list):
     first, second, last = llm.generate([GOOD[0], GOOD[0], GOOD[1]], GREEDY, request_ids=["a", "a", "b"])
     assert [tokens(first), tokens(last)] == expected
-    assert second.error == "request_id 'a' is taken by a request that is not finished yet"
+    assert second.error == "request_id 'a' is taken by an unfinished request"
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_ctrl_c_reports_what_was_done(live: Live, tmp_path: Path, monkeypatch: p
         (["--ready-check-timeout-sec", "-1"], "ready_timeout_s=-1 must be finite"),
         (["--token-file", "/nonexistent/token"], "the token file /nonexistent/token cannot be read"),
         (["--tls-ca", "/nonexistent/ca"], "the certificate file /nonexistent/ca cannot be read"),
-        (["--tls-certificate", "/nonexistent/a", "--tls-key", "/nonexistent/b"], "a client's certificate needs TLS"),
+        (["--tls-certificate", "/nonexistent/a", "--tls-key", "/nonexistent/b"], "a client certificate needs TLS"),
         (["--result-dir", "/nonexistent"], "result_dir=/nonexistent is no directory"),
         (["--result-filename", "/nonexistent/a.json"], "/nonexistent/a.json cannot be written"),
         (["--request-id-prefix", "x" * 81], "request_id_prefix has 81 characters: the maximum is 80"),

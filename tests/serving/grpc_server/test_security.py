@@ -129,7 +129,7 @@ def test_commands_have_a_certificate_of_their_own(start: Callable[..., Live], tm
         assert result.exit_code == 0, result.output
         result = CliRunner().invoke(app, [*command, *trust, *own])
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "certificate and its key go together" in result.stderr
+        assert "a client certificate needs its key" in result.stderr
     with pytest.raises(ConfigError, match="needs TLS"):
         Client(live.target, certificate=certificate, key=key)
 
