@@ -11,7 +11,6 @@ NOT_REWRITTEN_YET = frozenset(
     {
         "amoeba_jax",
         "amoeba_jax/checkpoint",
-        "amoeba_jax/client",
         "amoeba_jax/engine",
         "amoeba_jax/instances",
         "amoeba_jax/models",
@@ -21,8 +20,6 @@ NOT_REWRITTEN_YET = frozenset(
         "docs/extending.md",
         "docs/notation.md",
         "docs/serving.md",
-        "serving/grpc_server",
-        "serving/runtime",
     }
 )
 """Packages that may have more hits. Remove a package as soon as it is rewritten."""
