@@ -320,7 +320,7 @@ def test_prompts_that_a_reply_repeats_are_bounded(start: Callable[..., Live], st
     else:
         code, said = code_and_text(lambda: texts(5))
         assert code is Status.INVALID_ARGUMENT
-    assert "n=5 samples is 125 bytes in the reply: at most 100 may be (max_echo_bytes)" in said
+    assert "n=5 samples takes 125 bytes of the reply: at most 100 are allowed (max_echo_bytes)" in said
     live.check_idle()
 
 
@@ -332,7 +332,7 @@ def test_log_probabilities_of_a_prompt_are_bounded(start: Callable[..., Live]):
     wanted = pb.SamplingParams(max_tokens=1, prompt_logprobs=3)
     code, text = code_and_text(lambda: list(live.generate(token_ids=ids, params=wanted)))
     assert code is Status.INVALID_ARGUMENT
-    assert "20 tokens are 80 tokens and log-probabilities: at most 60" in text
+    assert "a prompt of 20 tokens gives 80 tokens and log-probabilities: at most 60" in text
     assert "max_prompt_entries" in text
     live.check_idle()
 
