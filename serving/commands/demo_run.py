@@ -50,8 +50,9 @@ CHUNK = 32
 LONG_SHARE = 0.75
 MAX_CHUNKS = 40
 LONG_TOKENS = 16
-# Tokens of a short request before the long prompt arrives, and after the split.
-MARGIN = 8
+# Tokens of a short request before the long prompt arrives, and from the end of the long answer to the end of the run. In
+# the second part, the merged instance first waits for another long request.
+MARGIN, AFTER = 8, 24
 # Seconds for which the merged instance waits for another long request.
 LINGER_S = 0.25
 # Layers of a program. A merge or a split changes so many layers between two steps.
@@ -220,9 +221,9 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
         # A short request generates a token in each step. The long prompt takes a step for each of its chunks.
         steps = 2 * -(-num_layers // SEGMENT_LAYERS) + LONG_TOKENS
         share = LONG_SHARE * num_devices
-        while chunks * CHUNK < share * device_tokens(2 * MARGIN + steps + chunks) and chunks < MAX_CHUNKS:
+        while chunks * CHUNK < share * device_tokens(MARGIN + AFTER + steps + chunks) and chunks < MAX_CHUNKS:
             chunks += 1
-    short_tokens = 2 * MARGIN + steps + chunks
+    short_tokens = MARGIN + AFTER + steps + chunks
     long = _fill(encode, chunks * CHUNK) if chunks else []
     return Work(short, long, short_tokens, device_tokens(short_tokens))
 
@@ -290,7 +291,7 @@ def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
 def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase:
     gaps = [b - a for stream in streams for a, b in itertools.pairwise(stream.times) if start <= b < stop]
     running = sum(stream.ended_at is None or stream.ended_at > stop for stream in streams)
-    return Phase(name, stop - start, np.array(gaps), running)
+    return Phase(name, max(stop - start, 0.0), np.array(gaps), running)
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:

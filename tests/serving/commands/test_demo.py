@@ -31,6 +31,7 @@ def report(num_devices: int, chat_model: Path, compile_cache: str) -> str:
         patch.setenv("COLUMNS", "120")
         # Steps of so small a model take less time than threads need to wake up.
         patch.setattr(demo_run, "MARGIN", 64)
+        patch.setattr(demo_run, "AFTER", 64)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
