@@ -50,7 +50,7 @@ CHUNK = 32
 LONG_SHARE = 0.75
 MAX_CHUNKS = 40
 LONG_TOKENS = 16
-# Tokens of a short request before the long prompt arrives, and from the end of the long answer to the end of the run. In
+# Tokens of a short request before the long prompt arrives, and from the end of the long answer to the end. In
 # the second part, the merged instance first waits for another long request.
 MARGIN, AFTER = 8, 24
 # Seconds for which the merged instance waits for another long request.
