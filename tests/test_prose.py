@@ -19,7 +19,6 @@ NOT_REWRITTEN_YET = frozenset(
         "amoeba_jax/weights",
         "docs/extending.md",
         "docs/notation.md",
-        "docs/serving.md",
     }
 )
 """Packages that may have more hits. Remove a package as soon as it is rewritten."""
