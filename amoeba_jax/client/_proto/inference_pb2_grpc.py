@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates text. Needs the inference token where the server has one.
+    """Text generation. Needs an API token if the server has API tokens.
     """
 
     def __init__(self, channel):
@@ -63,41 +63,41 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates text. Needs the inference token where the server has one.
+    """Text generation. Needs an API token if the server has API tokens.
     """
 
     def Generate(self, request, context):
-        """Continues a prompt. Each response holds what was added since the one before it; the last one of each sample has a
-        finish reason, and the last of all the usage. Where the client reads slowly, responses hold more tokens.
+        """Continues a prompt. Each response has the output since the previous response. The last response of a sample has its
+        finish reason, and the last response of all has the usage. For a slow client, responses have more tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The token ids of a text or a conversation.
+        """Returns the token ids of a text or a conversation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served, and its limits.
+        """Returns the model, its sizes and the limits of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request of the caller, by its id; with the admin token, or where the server has no tokens, also those of
-        others. Its stream ends with finish reason ABORT.
+        """Aborts a request of the caller. With the admin token, or if the server has no tokens, it also aborts requests of
+        others. The stream of the request ends with finish reason ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates text. Needs the inference token where the server has one.
+    """Text generation. Needs an API token if the server has API tokens.
     """
 
     @staticmethod
@@ -280,7 +280,7 @@ class InferenceService:
 
 
 class AdminServiceStub:
-    """Shows and changes instances. Needs the admin token where the server has tokens.
+    """Administration of instances. Needs the admin token if the server has tokens.
     """
 
     def __init__(self, channel):
@@ -317,39 +317,39 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Shows and changes instances. Needs the admin token where the server has tokens.
+    """Administration of instances. Needs the admin token if the server has tokens.
     """
 
     def GetCluster(self, request, context):
-        """Instances, memory and queue as they are now.
+        """Returns the present instances, memory and queue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """The same again and again, until the client ends it.
+        """Sends instances, memory and queue at intervals, until the client cancels the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Transform(self, request, context):
-        """Merges or splits instances while requests run. Answers when it is done; goes on if the client leaves.
+        """Merges or splits instances while requests run. Answers at the end. Continues if the client leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests from now on. Answers when the last request has ended.
+        """Refuses new requests. Answers when the last request has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Chooses the policy that places requests. FAILED_PRECONDITION where no scheduler runs.
+        """Sets the policy that places requests. FAILED_PRECONDITION if the server has no scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -392,7 +392,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Shows and changes instances. Needs the admin token where the server has tokens.
+    """Administration of instances. Needs the admin token if the server has tokens.
     """
 
     @staticmethod
