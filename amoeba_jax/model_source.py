@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amoeba_jax.checkpoint import Checkpoint, open_resolved, resolve_model
+from amoeba_jax.checkpoint import Checkpoint, SafetensorsCheckpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
 from amoeba_jax.checkpoint.safetensors_file import stored_dtype
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.weights.loading import WeightReader, default_threads
-from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, random_reader
+from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, random_reader, untie_stored_head
 
 
 class ModelSource:
@@ -32,10 +32,13 @@ class ModelSource:
         self._source: OrbaxCheckpoint | RandomCheckpoint | Checkpoint | None = self._open()
         self.name = self._resolved.name
         self.hf_config, self.directory = self._source.config, self._source.directory
-        named = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype")
-        # Some conversions do not name it, and the default is float32: twice the memory.
-        if not named and self._resolved.kind == "safetensors" and (dtype := stored_dtype(self._resolved.path)):
-            self.hf_config = self.hf_config | {"dtype": dtype}
+        if self._resolved.kind == "safetensors":
+            named = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype")
+            # Some conversions name no dtype. The default, float32, would take twice the memory.
+            if not named and (dtype := stored_dtype(self._resolved.path, self.hf_config)):
+                self.hf_config = self.hf_config | {"dtype": dtype}
+        if isinstance(self._source, SafetensorsCheckpoint):
+            self.hf_config = untie_stored_head(self._source, self.hf_config)
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:

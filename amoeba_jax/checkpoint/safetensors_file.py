@@ -14,6 +14,7 @@ from amoeba_jax.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -32,9 +33,10 @@ class Entry(NamedTuple):
 
 
 class SafetensorsCheckpoint:
-    """Reads `config.json` and the headers at once, tensors when asked; see `Checkpoint`.
+    """Weights of a Hugging Face model directory; see `Checkpoint`.
 
-    Tensors are views of the mapped file. `safe_open` checks each header, but its numpy arrays are copies.
+    Opening it reads `config.json` and the headers. Tensors are views of the mapped files. `safe_open` checks each
+    header, but its NumPy arrays would be copies.
 
     Raises `CheckpointError` for anything missing, truncated or corrupt, before the first tensor is read.
     """
@@ -45,13 +47,14 @@ class SafetensorsCheckpoint:
         self.config: dict[str, Any] = _read_json(directory / "config.json", "Hugging Face model directory")
         self._entries: dict[str, Entry] = {}
         self._files: dict[str, MappedFile] = {}
-        wanted = _wanted_shards(directory)
-        for shard, tensors in wanted.items():
+        self._source = _weights_file(directory, self.config)
+        # Several shards may have a tensor of the same name. As in `transformers`, the last shard by name wins.
+        for shard, tensors in sorted(_shards(directory, self._source).items()):
             path = directory / shard
             found = _read_header(path)
             if missing := sorted(tensors - found.keys()):
                 raise CheckpointError(
-                    f"{path} has no tensor {missing[0]!r}, which {INDEX} places there "
+                    f"{path} has no tensor {missing[0]!r}, which {self._source} places there "
                     f"({len(missing)} of {len(tensors)} missing): download the shard and the index again"
                 )
             self._entries |= found
@@ -91,48 +94,45 @@ class SafetensorsCheckpoint:
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
-            where = self._root / (WEIGHTS if WEIGHTS in self._files else INDEX)
             raise CheckpointError(
-                f"no tensor {name!r} in {where} ({len(self._entries)} tensors): "
+                f"no tensor {name!r} in {self._root / self._source} ({len(self._entries)} tensors): "
                 f"the weights do not belong to this config.json"
             )
         return self._entries[name]
 
 
-def stored_dtype(directory: Path) -> str | None:
-    """The dtype of all matrices of a directory's safetensors files: None where there are none, or several dtypes.
+def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
+    """Return the dtype of the matrices in a directory's safetensors files, or None if they differ or there are none.
 
-    Vectors may have others: norms and tables of angles are often kept in float32.
+    Vectors do not count: norms and tables of angles are often kept in float32.
     """
     found: set[str] = set()
     try:
-        for shard in _wanted_shards(directory):
+        for shard in _shards(directory, _weights_file(directory, config)):
             found |= {entry.dtype for entry in _read_header(directory / shard).values() if len(entry.shape) > 1}
-    except CheckpointError:  # raised where the weights are read, if they are
+    except CheckpointError:  # loading the weights raises it again
         return None
     return DTYPES[found.pop()].name if len(found) == 1 and found <= DTYPES.keys() else None
 
 
-def _wanted_shards(directory: Path) -> dict[str, set[str]]:
-    """Shard file names, each with the tensors that the index places in it (none known for a single file)."""
-    if (directory / INDEX).is_file():
-        weight_map = _read_json(directory / INDEX, "sharded checkpoint").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX} has no weight_map: download the index again")
-        shards: dict[str, set[str]] = {}
-        for name, shard in weight_map.items():
-            # An index names plain files; a path would read outside the model's directory.
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{directory / INDEX} places {name!r} in {shard!r}, which is no file name")
-            shards.setdefault(shard, set()).add(name)
-        if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
+def _weights_file(directory: Path, config: dict[str, Any]) -> str:
+    """Return the name of the single file or of the index to load, chosen as `transformers` does.
+
+    `transformers_weights` in config.json comes first, then a single file, then an index. So an index that an earlier
+    save in shards left behind does not count.
+    """
+    named = config.get("transformers_weights")
+    if named is not None:
+        plain = isinstance(named, str) and Path(named).name == named
+        if not plain or not named.endswith((SUFFIX, INDEX_SUFFIX)) or not (directory / named).is_file():
             raise CheckpointError(
-                f"{directory} lacks {absent[0]} ({len(absent)} of {len(shards)} shards missing), "
-                f"which {INDEX} names: download the missing shards"
+                f"{directory / 'config.json'}: transformers_weights={named!r} is not the name of a {SUFFIX} or "
+                f"{INDEX_SUFFIX} file in this directory"
             )
-        return shards
-    if (directory / WEIGHTS).is_file():
-        return {WEIGHTS: set()}
+        return named
+    for name in (WEIGHTS, INDEX):
+        if (directory / name).is_file():
+            return name
     if pickled := sorted(directory.glob("pytorch_model*.bin")):
         raise CheckpointError(
             f"{directory} holds only pickled weights ({pickled[0].name}), which can run code and are not "
@@ -141,6 +141,27 @@ def _wanted_shards(directory: Path) -> dict[str, set[str]]:
     if ggufs := sorted(directory.glob("*.gguf")):
         raise CheckpointError(f"{directory} holds a GGUF file: give the path of the file itself, {ggufs[0]}")
     raise CheckpointError(f"{directory} holds no weights: expected {WEIGHTS}, or {INDEX} and its shards")
+
+
+def _shards(directory: Path, source: str) -> dict[str, set[str]]:
+    """Return the shards' file names, each with the tensors that the index places in it (none for a single file)."""
+    if not source.endswith(INDEX_SUFFIX):
+        return {source: set()}
+    weight_map = _read_json(directory / source, "sharded checkpoint").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{directory / source} has no weight_map: download the index again")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # An index names plain files; a path would read outside the model's directory.
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{directory / source} places {name!r} in {shard!r}, which is no file name")
+        shards.setdefault(shard, set()).add(name)
+    if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
+        raise CheckpointError(
+            f"{directory} lacks {absent[0]} ({len(absent)} of {len(shards)} shards missing), "
+            f"which {source} names: download the missing shards"
+        )
+    return shards
 
 
 def _read_header(path: Path) -> dict[str, Entry]:

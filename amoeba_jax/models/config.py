@@ -1,6 +1,7 @@
 """What the runtime needs to know of a model, read from a Hugging Face config."""
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: float = 8192
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """f32 `[head_dim / 2]` angular frequencies, scaled as Llama 3.1 does for `llama3`."""
@@ -128,7 +129,10 @@ def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
         key: copy.deepcopy(value) for key, value in config.items() if key not in ("model_type", "transformers_version")
     }
     try:
-        return AutoConfig.for_model(family, **known).to_dict()
+        completed = AutoConfig.for_model(family, **known)
+        # As its models do: only now does an `original_max_position_embeddings` beside `rope_parameters` count.
+        completed.standardize_rope_params()
+        return completed.to_dict()
     except Exception as error:  # transformers raises many kinds for bad values
         raise CheckpointError(f"config.json cannot be read as {family}: {error}") from error
 
@@ -141,39 +145,50 @@ def _positive(hf: dict[str, Any], field: str) -> int:
 
 
 def _rope(hf: dict[str, Any]) -> RopeConfig:
-    rope = dict(hf.get("rope_parameters") or {}) | dict(hf.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    """Return the rotary settings: `transformers` has moved those of every older form into `rope_parameters`."""
+    rope = hf.get("rope_parameters") or {}
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise CheckpointError(
+            f"rope_parameters of their own for {', '.join(nested)} are not supported: all layers must share them"
+        )
+    rope_type = rope.get("rope_type")
     if (rotated := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"partial_rotary_factor={rotated!r} is not supported: it must be 1.0")
-    if rope_type == "default":
-        return RopeConfig(theta)
-    if rope_type == "linear":
-        return RopeConfig(theta, rope_type, float(rope["factor"]))
-    if rope_type == "llama3":
-        return RopeConfig(
-            theta,
-            rope_type,
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be default, linear or llama3")
+    fields = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if rope_type not in fields:
+        raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be default, linear or llama3")
+    values = [_positive_number(rope, field) for field in ("rope_theta", *fields[rope_type])]
+    return RopeConfig(values[0], rope_type, *values[1:])
+
+
+def _positive_number(rope: dict[str, Any], field: str) -> float:
+    value = rope.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {field}={value!r} of the rotary embedding must be a positive number")
+    return float(value)
 
 
 def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Window of each layer, None for full attention."""
-    window = hf.get("sliding_window")
-    if not window or family == "llama" or (family in ("qwen2", "qwen3") and not hf.get("use_sliding_window")):
+    """Return the window of each layer, None for full attention."""
+    if hf.get("sliding_window") is None or family == "llama":
         return (None,) * num_layers
-    window = _positive(hf, "sliding_window")
+    if family == "mistral":  # it ignores `layer_types`, in `transformers` too
+        return (_positive(hf, "sliding_window"),) * num_layers
+    if not hf.get("use_sliding_window"):
+        return (None,) * num_layers
+    windows = {"sliding_attention": _positive(hf, "sliding_window"), "full_attention": None}
     kinds = hf.get("layer_types") or ["sliding_attention"] * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if unknown := sorted(set(kinds) - windows.keys()):
+        raise CheckpointError(f"layer_types: {unknown[0]!r} is not supported: it must be one of {', '.join(windows)}")
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _dtype_name(hf: dict[str, Any]) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
     if name not in ("float32", "float16", "bfloat16"):
         raise CheckpointError(f"dtype={name!r} is not supported: it must be float32, float16 or bfloat16")
     return jnp.dtype(name).name

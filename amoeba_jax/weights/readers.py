@@ -1,4 +1,7 @@
-"""Where the shards of weights come from: a checkpoint's tensors, or a random generator."""
+"""Sources of weight shards: a checkpoint's tensors, or a random generator."""
+
+import logging
+from typing import Any
 
 import numpy as np
 
@@ -8,14 +11,61 @@ from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
 
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tables of rotary frequencies, which old checkpoints store and every loader computes.
+_COMPUTED = ".rotary_emb.inv_freq"
+_COMPARED_ROWS = 1 << 12
+
+
+def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config`, with `tie_word_embeddings` off if the checkpoint stores a head unlike its embedding.
+
+    `transformers` 5 does the same: it uses the stored head, and says that the config is wrong. Reads both tensors if
+    the config ties them and both are stored.
+    """
+    if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
+        return config
+    embedding, head = checkpoint.read(EMBEDDING), checkpoint.read(HEAD)
+    # By blocks of rows: a comparison of whole tensors would make an array of their size.
+    same = embedding.shape == head.shape and all(
+        np.array_equal(embedding[row : row + _COMPARED_ROWS], head[row : row + _COMPARED_ROWS])
+        for row in range(0, len(head), _COMPARED_ROWS)
+    )
+    checkpoint.release(EMBEDDING)
+    checkpoint.release(HEAD)
+    if same:
+        return config
+    logger.warning(
+        "config.json has tie_word_embeddings=true, but the stored %s differs from %s: the stored head is used. Set "
+        "tie_word_embeddings=false to silence this warning",
+        HEAD,
+        EMBEDDING,
+    )
+    return config | {"tie_word_embeddings": False}
+
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
     """Raise `CheckpointError` for the first tensor that is missing or whose shape disagrees with the config.
 
-    Reads headers alone, so that a bad checkpoint is refused before anything large is loaded.
+    Reads only headers, so that a bad checkpoint is refused before anything large is loaded. Like `transformers`, logs a
+    warning about tensors that the model has no use for.
     """
     names = checkpoint.names()
-    for spec in model_specs(dims).values():
+    specs = model_specs(dims)
+    used = {source.name for spec in specs.values() for source in spec.sources}
+    unused = sorted(name for name in names - used - {HEAD} if not name.endswith(_COMPUTED))
+    if unused:
+        shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        logger.warning(
+            "%d of %d stored tensors are no part of a %s model with this config.json and are ignored: %s",
+            len(unused),
+            len(names),
+            dims.config.family,
+            shown,
+        )
+    for spec in specs.values():
         for source in spec.sources:
             if source.name not in names:
                 raise CheckpointError(
