@@ -18,7 +18,7 @@ from amoeba_jax.checkpoint.cache import cache_root, cached_directory
 from amoeba_jax.checkpoint.gguf_tokenizer import write_tokenizer
 from amoeba_jax.errors import CheckpointError
 
-CONVERTER_VERSION = "1"
+CONVERTER_VERSION = "2"
 """Raised whenever the files made from a GGUF file change, so that cached ones are made again."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -94,6 +94,11 @@ class GGUFCheckpoint:
             raise CheckpointError(
                 f"{path} ({path.stat().st_size} bytes) is truncated or not GGUF ({error}): download it again"
             ) from error
+        if reader.byte_order != "I":
+            raise CheckpointError(
+                f"{path} is {reader.endianess.name.lower()}-endian, unlike this machine: convert it with "
+                "gguf-convert-endian, or use the safetensors directory"
+            )
         self._architecture = str(self._metadata.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
             raise CheckpointError(

@@ -12,6 +12,29 @@ from amoeba_jax.errors import CheckpointError
 # Token types of the GGUF specification (`tokenizer.ggml.token_type`).
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
+# Control tokens that end a turn, a message or a text, by name. From llama.cpp, which keeps such a list (its
+# `llama-vocab.cpp`) because many files name no end but `eos`.
+ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "</s>",
+        "<eos>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+
 # llama.cpp's names of pre-tokenizers (its `llama-vocab.cpp`), by the rule that they share.
 GPT2 = frozenset({"default", "gpt-2"})
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
@@ -57,13 +80,12 @@ def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Pat
         config["chat_template"] = template
     _write_json(directory / "tokenizer_config.json", config)
 
-    # A chat model may end its turn (eot, eom) with another token than its text (eos).
-    ends = dict.fromkeys(i for i in map(vocabulary.special_id, ("eos", "eot", "eom")) if i is not None)
+    ends = vocabulary.end_ids()
     generation: dict[str, Any] = {}
     if (bos := vocabulary.special_id("bos")) is not None:
         generation["bos_token_id"] = bos
     if ends:
-        generation["eos_token_id"] = list(ends) if len(ends) > 1 else next(iter(ends))
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if (pad := vocabulary.special_id("padding")) is not None:
         generation["pad_token_id"] = pad
     _write_json(directory / "generation_config.json", generation)
@@ -106,6 +128,19 @@ class Vocabulary:
         """The token for a role such as "bos", or None."""
         token_id = self.special_id(role)
         return None if token_id is None else self.tokens[token_id]
+
+    def end_ids(self) -> list[int]:
+        """Return the ids that end a generation: the end of a text first, then those of a turn and of a message.
+
+        Many files of chat models name only `eos`, so control tokens with the name of an end count too.
+        """
+        named = [self.special_id(role) for role in ("eos", "eot", "eom")]
+        known = [
+            i
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=False))
+            if kind == CONTROL and token in ENDS
+        ]
+        return list(dict.fromkeys([i for i in named if i is not None] + known))
 
     def build(self) -> Tokenizer:
         """The tokenizer of this vocabulary."""

@@ -1,13 +1,14 @@
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import psutil
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFWriter
 from gguf.quants import quantize
 from shards import build_shards
 
@@ -86,9 +87,11 @@ def permute(weights: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def write_gguf(path: Path, arch: str, tensors: dict[str, np.ndarray], kind=None, change=lambda writer: None):
+def write_gguf(
+    path: Path, arch: str, tensors: dict[str, np.ndarray], kind=None, change=lambda writer: None, **options: Any
+):
     """Write `tensors` (HF names) as llama.cpp's converter does, with a small gpt2 vocabulary."""
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, **options)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -174,6 +177,15 @@ def test_config_is_made_from_the_metadata(arch, features, expected, tmp_path):
         "pad_token_id": None,
         **expected,
     }
+
+
+def test_file_of_the_other_byte_order_is_refused(tmp_path):
+    """Its metadata can be read, and its tensors would be read as other numbers."""
+    path = write_gguf(tmp_path / "m.gguf", "llama", hf_tensors(), endianess=GGUFEndian.BIG)
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf is big-endian, unlike this machine: convert it with gguf-convert"
+    ):
+        GGUFCheckpoint(path)
 
 
 def test_head_dim_may_differ_from_hidden_over_heads(tmp_path):

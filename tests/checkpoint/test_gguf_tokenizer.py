@@ -11,6 +11,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from amoeba_jax.checkpoint.gguf_tokenizer import LLAMA3_WORDS, write_tokenizer
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -151,6 +152,38 @@ def test_files_load_in_transformers(tmp_path):
     assert loaded.apply_chat_template(chat, tokenize=False) == "he<|b|>"
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 6, "eos_token_id": [7, 6], "pad_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "expected"),
+    [
+        (["<|eot_id|>", "<|eom_id|>"], CONTROL, [7, 9, 10]),
+        (["<|im_end|>", "<|endoftext|>"], CONTROL, [7, 9, 10]),
+        (["<|end|>", "<end_of_turn>"], CONTROL, [7, 9, 10]),
+        (["<EOT>", "_<EOT>"], CONTROL, [7, 9, 10]),
+        (["<|im_start|>", "<|start_header_id|>"], CONTROL, 7),
+        (["<|eot_id|>", "<|im_end|>"], NORMAL, 7),
+        (["<|eot_id|>", "<|im_end|>"], USER_DEFINED, 7),
+    ],
+)
+def test_control_tokens_with_the_name_of_an_end_are_ends(names, kind, expected, tmp_path):
+    """Files of chat models often name only `eos`. A user may type a word that looks like an end: it is none."""
+    metadata = small()
+    metadata["tokenizer.ggml.tokens"] += names
+    metadata["tokenizer.ggml.token_type"] += [kind] * len(names)
+    write_tokenizer(metadata, 128, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == expected
+    found = Tokenizer.from_directory(tmp_path).eos_token_ids
+    assert found == ({expected} if isinstance(expected, int) else set(expected))
+
+
+@pytest.mark.parametrize("roles", [{}, {"eot_token_id": 9}, {"eos_token_id": None}])
+def test_ends_by_key_come_first_and_once(roles, tmp_path):
+    metadata = small(tokens=[*"helo", "he", "ll", "<|a|>", "<|b|>", "<tool>", "<|eot_id|>"], **roles)
+    metadata["tokenizer.ggml.token_type"] = [1] * 6 + [3, 3, 4, 3]
+    write_tokenizer(metadata, 128, tmp_path)
+    expected = 9 if "eos_token_id" in roles else [7, 9]
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == expected
 
 
 @pytest.mark.parametrize(
