@@ -47,6 +47,9 @@ rows of SmolLM2 on CPU, where a greedy sample with bad words takes 2.3 ms, room 
 room for 1024 costs 0.2 ms more. A step sends 2 KiB for each row.
 """
 
+# No vocabulary has tokens of a newline and a letter.
+_BEFORE = "\n"
+
 BadWords = tuple[tuple[int, ...], ...]
 Pairs = Int32[np.ndarray, "2 pairs"]
 """Last tokens, and the tokens banned after them."""
@@ -231,20 +234,28 @@ def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Return the token ids of each word at the start of a text and after a space, each once.
+    """Return the token ids of each word inside a text, without and with a space before it, each form once.
 
-    vLLM leaves out the form after a space if it has another length; here both are banned. Raises `RequestError`
-    for a word that has no tokens, or that the tokenizer cannot encode.
+    Both are encoded behind a newline, whose tokens are cut off: at the start of a text SentencePiece vocabularies put a
+    space of their own before a word. vLLM leaves out the form after a space if it has another length; here both are
+    banned.
+
+    Raises `RequestError` for a word that has no tokens, or that the tokenizer cannot encode.
     """
     stripped = list(dict.fromkeys(word.lstrip() for word in words))
     texts = [text for word in stripped for text in (word, " " + word)]
-    encoded = tokenizer.encode_all(texts, add_special_tokens=False)
-    for place, ids in enumerate(encoded):
-        if not ids:
+    encoded = tokenizer.encode_all([_BEFORE, *(_BEFORE + text for text in texts), *texts], add_special_tokens=False)
+    before, inside, alone = encoded[0], encoded[1 : len(texts) + 1], encoded[len(texts) + 1 :]
+    forms: dict[tuple[int, ...], None] = {}
+    for index, (ids, ids_alone) in enumerate(zip(inside, alone, strict=True)):
+        separate = ids[: len(before)] == before and len(ids) > len(before)
+        form = tuple(ids[len(before) :] if separate else ids_alone)
+        if not form:
             raise RequestError(
-                f"bad_words must have words that the tokenizer knows, got {shorten(stripped[place // 2])}"
+                f"bad_words must have words that the tokenizer knows, got {shorten(stripped[index // 2])}"
             )
-    return tuple(dict.fromkeys(map(tuple, encoded)))
+        forms[form] = None
+    return tuple(forms)
 
 
 def state_rows(

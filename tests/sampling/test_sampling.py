@@ -184,7 +184,8 @@ class LetterTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return [ord(c) + 1000 * (text[:1] == " ") for c in text.lstrip() if not c.isdigit()]
+        spaced = 1000 * (text.removeprefix("\n")[:1] == " ")
+        return [ord(c) + spaced for c in text.lstrip() if not c.isdigit()]
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
