@@ -12,6 +12,8 @@ from amoeba_jax.programs.buckets import hidden_tokens
 from sharding.ledger import format_bytes, parse_bytes
 
 DEFAULT_CPU_MEMORY = "2GiB"
+# Layers in the largest program on CPU, unless that is configured.
+MOST_CPU_SEGMENT_LAYERS = 5
 # On CPU, 32 pages would save only a tenth of the time, because the pages then exceed a core's cache.
 DEFAULT_PHASE_PAGES = 16
 # If `phase_pages` is not set, staging takes at most 1/32 of the memory that is left for the KV cache.
@@ -87,6 +89,19 @@ def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
     return 4 * (tokens * per_token + logits)
 
 
+def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:
+    """Return the temporaries of a program that computes with weights of 16 bits on CPU: XLA makes f32 copies of them.
+
+    The largest program has either the head or `segment_layers` layers.
+    """
+    itemsize = jnp.dtype(dims.dtype).itemsize
+    if platform != "cpu" or itemsize == 4:
+        return 0
+    head = dims.vocab_shard * dims.max_tp * dims.config.hidden_size
+    layers = min(config.segment_layers or MOST_CPU_SEGMENT_LAYERS, dims.config.num_layers)
+    return 4 * max(head, weight_bytes // itemsize * layers // dims.config.num_layers)
+
+
 def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
     """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
@@ -119,7 +134,8 @@ def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device
     not fit.
     """
     budget = device_budget(config, device)
-    activations, sampling = activation_estimate(dims, config), sampling_bytes(dims, config)
+    activations = activation_estimate(dims, config) + widened_weight_bytes(dims, config, weight_bytes, device.platform)
+    sampling = sampling_bytes(dims, config)
     hidden = hidden_bytes(dims, config)
     fixed = weight_bytes + activations + sampling + hidden
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize

@@ -11,7 +11,7 @@ from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets, hidden_tokens
-from amoeba_jax.programs.memory import MemoryPlan, has_spare_hidden, plan_memory
+from amoeba_jax.programs.memory import MOST_CPU_SEGMENT_LAYERS, MemoryPlan, has_spare_hidden, plan_memory
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.step_program import HeadKey, LogitsOf, PageExchange, StepKey
 from amoeba_jax.weights.layout import WeightLayout
@@ -148,4 +148,5 @@ def segment_layers(platform: str, num_layers: int) -> int:
     """
     if platform != "cpu":
         return 8
-    return 5 if num_layers % 5 == 0 and num_layers > 5 else 4
+    most = MOST_CPU_SEGMENT_LAYERS
+    return most if num_layers % most == 0 and num_layers > most else most - 1

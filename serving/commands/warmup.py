@@ -3,7 +3,6 @@
 import gc
 import json
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -99,7 +98,7 @@ def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
     """Return the plan of the engine, and the bytes that are missing on each device: 0 except in a dry run."""
-    dims = _dims(config, platform, quiet=dry_run)
+    dims = _dims(config, platform)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))
     weights = WeightLayout(dims)
     if dry_run and platform != devices[0].platform and config.device_memory is None:
@@ -114,16 +113,13 @@ def _plan(
         return plan, error.needed_bytes - error.budget_bytes
 
 
-def _dims(config: EngineConfig, platform: str, *, quiet: bool) -> ModelDims:
+def _dims(config: EngineConfig, platform: str) -> ModelDims:
     """Return the model's sizes. Of a safetensors directory, only config.json is read."""
     kind = resolve_model(config.model, revision=config.revision).kind
     source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
     source.close()
     model = ModelConfig.from_hf(source.hf_config)
-    with warnings.catch_warnings():
-        if quiet:  # warnings about slow dtypes do not matter in a dry run
-            warnings.simplefilter("ignore")
-        dtype = resolve_dtype(config.dtype, model.dtype, platform)
+    dtype = resolve_dtype(config.dtype, model.dtype, platform)
     return ModelDims(model, config.max_tp, config.page_size, dtype, config.transform_attention)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 import pytest
 from device_memory import live_bytes
 from harness import engine_of
-from tiny_models import tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model, write_model
 from transform_cases import Background, after_each_switch, requests, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.reports import memory_report
+from amoeba_jax.errors import ConfigError
 from amoeba_jax.models.decoder import Segment
 from amoeba_jax.programs.step_program import is_sharded, leaf_variables
 from amoeba_jax.weights.loading import put, staging_bytes, staging_shards
@@ -174,14 +174,34 @@ def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: s
     np.testing.assert_array_equal(*outputs)
 
 
-def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str):
-    old_jax = jax.__version_info__ < (0, 12)
-    with pytest.warns(UserWarning, match="bfloat16") if old_jax else nullcontext():
-        llm = LLM(directory, dtype="bfloat16", device_memory="32MiB", compile_cache=compile_cache, progress=False)
-    with llm:
-        assert engine_of(llm).instances[0].site.kv[0][0].dtype == jnp.bfloat16
-        assert engine_of(llm).cluster.weights.shard(0, "head", 0).dtype == jnp.bfloat16
+# On CPU, XLA of JAX 0.10 and 0.11 copies whole KV extents of bfloat16 in every step.
+OLD_JAX = jax.__version_info__ < (0, 12)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.skipif(OLD_JAX, reason="refused on CPU"))]
+)
+def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str, dtype: str):
+    with LLM(directory, dtype=dtype, device_memory="32MiB", compile_cache=compile_cache, progress=False) as llm:
+        assert engine_of(llm).instances[0].site.kv[0][0].dtype == jnp.dtype(dtype)
+        assert engine_of(llm).cluster.weights.shard(0, "head", 0).dtype == jnp.dtype(dtype)
         assert np.isfinite(llm.logits(PROMPT)).all()
+
+
+def test_plan_counts_the_copies_that_xla_makes_of_small_weights_on_cpu(tmp_path: Path, compile_cache: str):
+    """Of a head of 1.4 million float16 elements XLA makes an f32 copy. The cache would leave no memory for it."""
+    model = write_model(tiny_config("smollm2") | {"vocab_size": 20_000}, tmp_path / "model")
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "device_memory": "16MiB"}
+    with LLM(model, dtype="float16", compile_cache=compile_cache, compile_beside=True, progress=False, **few) as llm:
+        assert len(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 4
+        assert max(program.temp_bytes for program in llm.executables) > 4 * 72 * 20_000
+
+
+@pytest.mark.skipif(not OLD_JAX, reason="works with this JAX")
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_dtype_that_copies_the_cache_in_every_step_is_refused_at_start(directory: Path, num_devices: int):
+    with pytest.raises(ConfigError, match=r"dtype='bfloat16' does not work on CPU .* use dtype='float32', or"):
+        LLM(directory, dtype="bfloat16", num_devices=num_devices, device_memory="32MiB", progress=False)
 
 
 def test_saved_checkpoint_loads_in_the_same_and_in_other_layouts(directory: Path, tmp_path: Path, compile_cache: str):

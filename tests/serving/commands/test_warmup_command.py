@@ -97,7 +97,7 @@ def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
 
 def test_dry_run_says_what_is_missing(tmp_path: Path):
     model = config_only(tmp_path / "large", LLAMA_70B)
-    flags = ["--num-devices", "4", "--device-memory", "96GB", "--dtype", "bfloat16", "--dry-run"]
+    flags = ["--num-devices", "4", "--device-memory", "96GB", "--platform", "cuda", "--dry-run"]
     code, out, _ = run("-m", model, *flags)
     assert code == 0
     assert "It does not fit: 43" in out
