@@ -77,8 +77,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens can be generated. None: all."""
     bad_words: Sequence[str] = ()
-    """Words, with or without a space before them, whose last token cannot follow the others. At most 256 forms of
-    several tokens; any number of one token."""
+    """Words that cannot be generated, as the tokenizer encodes them without and with a space before them. A token that
+    holds more than the word, such as its last letter and a newline, is not banned. At most 256 forms of several tokens,
+    and any number of one token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     priority: int = 0

@@ -241,10 +241,12 @@ def shard_without_tensor(directory: Path) -> None:
 
 
 def index_leaves_directory(directory: Path) -> None:
+    remove_weights(directory)
     (directory / INDEX).write_text('{"weight_map": {"x": "../other.safetensors"}}')
 
 
 def index_without_map(directory: Path) -> None:
+    remove_weights(directory)
     (directory / INDEX).write_text("{}")
 
 

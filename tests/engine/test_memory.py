@@ -194,7 +194,7 @@ def test_plan_counts_the_copies_that_xla_makes_of_small_weights_on_cpu(tmp_path:
     few = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "device_memory": "16MiB"}
     with LLM(model, dtype="float16", compile_cache=compile_cache, compile_beside=True, progress=False, **few) as llm:
         assert len(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 4
-        assert max(program.temp_bytes for program in llm.executables) > 4 * 72 * 20_000
+        assert max(program.temp_bytes for program in llm.executables()) > 4 * 72 * 20_000
 
 
 @pytest.mark.skipif(not OLD_JAX, reason="works with this JAX")

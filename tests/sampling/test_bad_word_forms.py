@@ -14,7 +14,8 @@ from amoeba_jax.tokenizer import Tokenizer
 WORDS = ("Lily", "a", "the end", "naïve", "C++", "don't", "it", "猫", "1984", "...", "</b>", "Once upon a time")
 # Text before a word, which ends where a word may begin.
 BEFORE = ("", " ", "\n", "\n\n", "  ", "\n  ", "He ran. ", "He ran.\n", "x\n\n", "Yes,  ", "<b>\n")
-AFTER = ("", " and", "\n", "\nLily")
+# Text after it, which no vocabulary here merges with a word's last token.
+AFTER = ("", " and", " Lily")
 
 
 @pytest.fixture(params=["stories260K", "SmolLM2-135M-Instruct", "Qwen2.5", "Qwen3"])
@@ -33,8 +34,11 @@ def row_for(words: list[str], tokenizer: Tokenizer) -> SamplingRow:
 
 def is_masked(row: SamplingRow, tokens: list[int]) -> bool:
     """Whether one of the tokens could not have been generated after those before it."""
+    last = {word[-1] for word in row.bad_words}
     for index, token in enumerate(tokens):
-        if token in row.banned or token in bad_word_pairs(row, tokens[:index], in_flight=False)[1]:
+        if token in row.banned:
+            return True
+        if token in last and token in bad_word_pairs(row, tokens[:index], in_flight=False)[1]:
             return True
     return False
 
@@ -49,11 +53,11 @@ def test_no_encoded_text_holds_a_bad_word(tokenizer: Tokenizer, word: str):
 
 def test_words_of_real_text_are_masked_and_other_text_is_not(tokenizer: Tokenizer, shared_data: Path):
     with gzip.open(shared_data / "prompts" / "tinyshakespeare.txt.gz", "rt", encoding="utf-8") as file:
-        play = file.read(60_000)
-    words = sorted(set(re.findall(r"(?<=\s)[A-Za-z]{3,}(?=\s)", play)))[::13]
+        play = file.read(15_000)
+    words = sorted(set(re.findall(r"(?<=\s)[A-Za-z]{3,}(?=\s)", play)))[::9]
     lines = [line for line in play.splitlines() if line]
     encoded = tokenizer.encode_all(lines, add_special_tokens=False)
-    assert len(words) > 60
+    assert len(words) > 30
     for word in words:
         row = row_for([word], tokenizer)
         for line, tokens in zip(lines, encoded, strict=True):
