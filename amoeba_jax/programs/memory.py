@@ -127,14 +127,18 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
-def plan_memory(dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device) -> MemoryPlan:
+def plan_memory(
+    dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device, platform: str
+) -> MemoryPlan:
     """Divide the budget of a device: the KV cache gets everything that weights and temporaries leave.
+
+    In a dry run `platform` may differ from the platform of `device`.
 
     Raises `DeviceTooSmallError` with the needed bytes if no page fits, and `MemoryBudgetError` if `kv_cache_tokens` do
     not fit.
     """
     budget = device_budget(config, device)
-    activations = activation_estimate(dims, config) + widened_weight_bytes(dims, config, weight_bytes, device.platform)
+    activations = activation_estimate(dims, config) + widened_weight_bytes(dims, config, weight_bytes, platform)
     sampling = sampling_bytes(dims, config)
     hidden = hidden_bytes(dims, config)
     fixed = weight_bytes + activations + sampling + hidden

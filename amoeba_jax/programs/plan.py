@@ -28,6 +28,7 @@ class EnginePlan:
         weights: sizes of the weights, which need not be loaded.
         memory: division of a device's memory; by default the result of `plan_memory`, which may raise
             `MemoryBudgetError`.
+        platform: platform that memory is divided for; by default the platform of `devices`.
 
     Attributes:
         segments: runs of layers, each compiled as one program.
@@ -49,6 +50,7 @@ class EnginePlan:
         devices: tuple[jax.Device, ...],
         weights: WeightLayout,
         memory: MemoryPlan | None = None,
+        platform: str | None = None,
     ):
         if config.max_model_len is not None and config.max_model_len > dims.config.longest_context:
             raise ConfigError(
@@ -57,7 +59,9 @@ class EnginePlan:
             )
         self.config, self.dims, self.weights = config, dims, weights
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
-        self.memory = memory or plan_memory(dims, config, weights.num_bytes, devices[0])
+        self.memory = memory or plan_memory(
+            dims, config, weights.num_bytes, devices[0], platform or devices[0].platform
+        )
         self.segments = plan_segments(
             dims, config.segment_layers or segment_layers(devices[0].platform, dims.config.num_layers)
         )

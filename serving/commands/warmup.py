@@ -104,12 +104,12 @@ def _plan(
     if dry_run and platform != devices[0].platform and config.device_memory is None:
         raise ConfigError(f"device_memory must be given for {platform} devices: this machine has none")
     try:
-        return EnginePlan(config, dims, devices, weights), 0
+        return EnginePlan(config, dims, devices, weights, platform=platform), 0
     except DeviceTooSmallError as error:
         if not dry_run:
             raise
         enough = replace(config, device_memory=error.needed_bytes, kv_cache_tokens=None)
-        plan = EnginePlan(enough, dims, devices, weights)
+        plan = EnginePlan(enough, dims, devices, weights, platform=platform)
         return plan, error.needed_bytes - error.budget_bytes
 
 
