@@ -4,12 +4,15 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from amoeba_jax.errors import EngineClosedError, EngineStuckError
 from amoeba_jax.host_memory import trim_host_memory
-from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.snapshot import take_snapshot
+
+if TYPE_CHECKING:
+    from amoeba_jax import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +21,7 @@ _TRIM_INTERVAL_S = 60.0
 
 
 async def watch_engine(
-    backend: Backend, metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
+    backend: "LLM", metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
     """Update the snapshot of the metrics until the engine fails. Return its error within two intervals.
 

@@ -65,16 +65,6 @@ class OpenRequests:
         self.requests_by_class: Counter[PriorityClass] = Counter()
         self.tokens_by_class: Counter[PriorityClass] = Counter()
 
-    @property
-    def queued_requests(self) -> int:
-        """Number of queued requests of all classes."""
-        return self.requests_by_class.total()
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of the queued requests of all classes."""
-        return self.tokens_by_class.total()
-
     @contextmanager
     def admit(
         self,

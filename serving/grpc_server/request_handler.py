@@ -27,11 +27,11 @@ from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import LimitError, NotServingError, UnknownModelError, reason_of
 from serving.grpc_server.threads import MAX_TRANSFORM_CALLS, Threads
-from serving.runtime.backend import Backend
 from serving.runtime.metrics import RequestRecord, ServerMetrics
 from serving.runtime.scheduling import Scheduling
 
 if TYPE_CHECKING:
+    from amoeba_jax import LLM
     from serving.grpc_server.tracing import Tracing
 
 # Seconds that a drain waits for clients of aborted requests, and for the engine to abort requests.
@@ -71,7 +71,7 @@ class RequestHandler:
         self.limits = limits
         self.metrics = metrics
         self._tracing = tracing
-        self._backend: Backend | None = None
+        self._backend: LLM | None = None
         self.scheduling: Scheduling | None = None
         self._threads = Threads()
         self._num_transforming = 0
@@ -83,7 +83,7 @@ class RequestHandler:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def attach(self, backend: Backend, scheduling: Scheduling | None) -> None:
+    def attach(self, backend: "LLM", scheduling: Scheduling | None) -> None:
         """Start to serve with a loaded model, unless a drain has started.
 
         Args:
@@ -105,7 +105,7 @@ class RequestHandler:
         self._threads.close()
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> "LLM":
         """Loaded model. Raises `NotServingError` if it is still loading or has failed."""
         if self._backend is None or self.state is State.DEAD:
             raise NotServingError(self.state.value)
@@ -318,7 +318,7 @@ class RequestHandler:
         return len(left)
 
 
-def resume_paused(backend: Backend) -> None:
+def resume_paused(backend: "LLM") -> None:
     """Resume paused requests. On failure, log a warning and leave the requests paused."""
     try:
         for view in backend.instances:

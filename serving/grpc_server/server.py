@@ -24,11 +24,11 @@ from serving.grpc_server.priority_classes import PriorityClass
 from serving.grpc_server.reflection import add_reflection
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.security import server_credentials
-from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling import Scheduling
 
 if TYPE_CHECKING:
+    from amoeba_jax import LLM
     from serving.grpc_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Server:
             raise binding_error(self.config.host, port, flag) from error
 
     async def attach(
-        self, backend: Backend, interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
+        self, backend: "LLM", interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
         """Start to serve with a loaded model, unless a drain has started.
 
@@ -120,7 +120,7 @@ class Server:
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
         self._show_readiness()
 
-    async def _watch_engine(self, backend: Backend, interval_s: float) -> None:
+    async def _watch_engine(self, backend: "LLM", interval_s: float) -> None:
         error = await watch_engine(backend, self.metrics, self.config.engine_timeout_s, interval_s)
         self.request_handler.fail()
         logger.error("the engine has failed: %s", error)

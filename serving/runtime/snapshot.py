@@ -8,7 +8,7 @@ from amoeba_jax.views import InstanceStatus, MemoryReport
 from sharding.owners import Owner
 
 if TYPE_CHECKING:
-    from serving.runtime.backend import Backend
+    from amoeba_jax import LLM
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,6 @@ class Snapshot:
         return {device: self.memory.by_owner(device).get(Owner.KV_CACHE, 0) for device in self.memory.devices}
 
 
-def take_snapshot(backend: "Backend") -> Snapshot:
+def take_snapshot(backend: "LLM") -> Snapshot:
     """Return the state of the engine after its present step. Raise `EngineClosedError` if the engine has failed."""
     return Snapshot(backend.instances, backend.memory(), backend.stats)

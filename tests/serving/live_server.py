@@ -90,7 +90,7 @@ class Live:
         """No request is left: everything is free and zero, and the next one is answered as the API answers it."""
         self.loop.run(asyncio.wait_for(self.server.request_handler._idle.wait(), TIMEOUT_S))
         admission = self.server.request_handler.admission
-        assert (admission.ids, admission.queued_requests, admission.queued_tokens) == (set(), 0, 0)
+        assert (admission.ids, admission.requests_by_class.total(), admission.tokens_by_class.total()) == (set(), 0, 0)
         assert not admission._requests_of
         # The engine takes a request that was cancelled out between two steps.
         idle = (0, 0, 0)

@@ -106,7 +106,7 @@ def test_nothing_is_counted_any_more_when_requests_have_ended():
         door.admit(priority).count_tokens(7)
     admission = door.admission
     assert dict(admission.requests_by_class) == dict.fromkeys(PriorityClass, 1)
-    assert (admission.queued_requests, admission.queued_tokens) == (3, 21)
+    assert (admission.requests_by_class.total(), admission.tokens_by_class.total()) == (3, 21)
     door.open.close()
-    assert (admission.queued_requests, admission.queued_tokens, admission.ids) == (0, 0, set())
+    assert (admission.requests_by_class.total(), admission.tokens_by_class.total(), admission.ids) == (0, 0, set())
     assert admission._requests_of == admission._samples_of == {}

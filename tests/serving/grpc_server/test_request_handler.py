@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from amoeba_jax import LLM
 from amoeba_jax.errors import (
     DeadlineError,
     EngineClosedError,
@@ -23,7 +24,6 @@ from serving.grpc_server.calls import Call
 from serving.grpc_server.config import Limits
 from serving.grpc_server.request_handler import _LAST_WRITE_S, RequestHandler
 from serving.grpc_server.statuses import LimitError, NotServingError, SlowReaderError
-from serving.runtime.backend import Backend
 from serving.runtime.metrics import ServerMetrics
 
 CALLER = Caller("client", "connection", "client")
@@ -70,7 +70,7 @@ class Writes:
 async def serve(then: Awaitable[Any], writes: Writes, timeout_s: float | None = None) -> Scripted:
     """One request, to its end, after which nothing of it is left."""
     door, backend = RequestHandler(Limits(), ServerMetrics()), Scripted(then)
-    door.attach(cast(Backend, backend), None)
+    door.attach(cast(LLM, backend), None)
     try:
         await door.serve(Call("request", [1], SamplingParams(), CALLER, timeout_s), writes)
     finally:
@@ -116,7 +116,7 @@ def test_a_second_cancellation_leaves_nothing_running():
 
     async def run() -> None:
         door, backend, writing = RequestHandler(Limits(), ServerMetrics()), Scripted(never_done()), asyncio.Event()
-        door.attach(cast(Backend, backend), None)
+        door.attach(cast(LLM, backend), None)
 
         async def write(_: RequestDelta) -> None:
             writing.set()
@@ -163,7 +163,7 @@ def test_what_clients_do_counts_as_no_error(error: Exception, reason: str, num_t
 
     async def run() -> None:
         door = RequestHandler(Limits(), metrics)
-        door.attach(cast(Backend, Failing(never_done())), None)
+        door.attach(cast(LLM, Failing(never_done())), None)
         with pytest.raises(type(error)):
             await door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(0))
         door.close()
@@ -182,7 +182,7 @@ def test_a_request_that_is_given_up_before_its_first_token_counts_as_aborted():
 
     async def run() -> None:
         door = RequestHandler(Limits(), metrics)
-        door.attach(cast(Backend, Silent(never_done())), None)
+        door.attach(cast(LLM, Silent(never_done())), None)
         serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(0)))
         await reached.wait()
         serving.cancel()
@@ -205,7 +205,7 @@ def counted(metrics: ServerMetrics) -> dict[str, float]:
 def test_any_number_of_cancellations_at_any_time_end_the_request(cancellations: int):
     async def run(pauses: list[int]) -> None:
         door, backend = RequestHandler(Limits(), ServerMetrics()), Scripted(never_done())
-        door.attach(cast(Backend, backend), None)
+        door.attach(cast(LLM, backend), None)
         serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), Writes(60)))
         for pause in pauses:
             for _ in range(pause):
@@ -242,7 +242,7 @@ def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drai
     async def run() -> None:
         door, reached, go_on = RequestHandler(Limits(), ServerMetrics()), asyncio.Event(), asyncio.Event()
         backend = Late(reached, go_on)
-        door.attach(cast(Backend, backend), None)
+        door.attach(cast(LLM, backend), None)
 
         async def tokenize(_: Any) -> list[int]:
             reached.set()
@@ -277,11 +277,11 @@ def test_the_first_token_is_not_what_comes_of_a_prompt_before_it():
             of_prompt = RequestDelta("request", 3, (), RequestMetrics(0.0), False, (None, {7: Logprob(-1.0, 1)}))
             for news in ((None, of_prompt), delta(), delta(finished=True)):
                 yield news
-                queued.append(door.admission.queued_requests)
+                queued.append(door.admission.requests_by_class.total())
             self.closed = True
 
     async def run() -> None:
-        door.attach(cast(Backend, OfPrompt(never_done())), None)
+        door.attach(cast(LLM, OfPrompt(never_done())), None)
         await door.serve(Call("request", [1], SamplingParams(prompt_logprobs=1), CALLER), Writes(0))
         door.close()
 

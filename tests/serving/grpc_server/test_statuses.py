@@ -103,7 +103,7 @@ def test_full_queue_is_exhausted(start: Callable[..., Live]):
     running = fill_slots(live)
     queued = [live.generate(text=f"queued {index}", params=LONG) for index in range(2)]
     admission = live.server.request_handler.admission
-    wait_until(live, lambda: admission.queued_requests == 2)
+    wait_until(live, lambda: admission.requests_by_class.total() == 2)
     code, text = code_and_text(lambda: list(live.generate(text="one more")))
     assert code is Status.RESOURCE_EXHAUSTED
     assert "2 requests are queued" in text
@@ -126,7 +126,7 @@ def test_queued_tokens_are_limited(start: Callable[..., Live]):
     live = start(max_queued_tokens=20)
     slots = fill_slots(live)
     queued = live.generate(text="x" * 15, params=LONG)
-    wait_until(live, lambda: live.server.request_handler.admission.queued_tokens == 15)
+    wait_until(live, lambda: live.server.request_handler.admission.tokens_by_class.total() == 15)
     code, text = code_and_text(lambda: list(live.generate(text="y" * 6)))
     assert code is Status.RESOURCE_EXHAUSTED
     assert "limit of 20" in text
@@ -206,9 +206,9 @@ def test_cancelled_request_frees_its_pages(live: Live):
 def test_request_cancelled_in_the_queue_leaves_it(live: Live):
     slots = fill_slots(live)
     queued = live.generate(text="waits")
-    wait_until(live, lambda: live.server.request_handler.admission.queued_requests == 1)
+    wait_until(live, lambda: live.server.request_handler.admission.requests_by_class.total() == 1)
     queued.cancel()
-    wait_until(live, lambda: live.server.request_handler.admission.queued_requests == 0)
+    wait_until(live, lambda: live.server.request_handler.admission.requests_by_class.total() == 0)
     for stream in slots:
         stream.cancel()
     live.check_idle()

@@ -53,7 +53,7 @@ def test_an_answer_that_is_not_read_belongs_to_its_request(start: Callable[..., 
     """Which goes on until it is read, as that of a stream does."""
     live = start()
     admission, call = live.server.request_handler.admission, unread(live, infer())
-    wait_until(lambda: bool(admission.ids) and admission.queued_requests == 0)
+    wait_until(lambda: bool(admission.ids) and admission.requests_by_class.total() == 0)
     wait_until(lambda: not registry_of(live.llm).ids)
     time.sleep(0.3)
     assert len(admission.ids) == 1
