@@ -1,4 +1,4 @@
-"""From what was added to a request to everything so far, in the thread that wants it."""
+"""Full outputs of a request from its deltas."""
 
 import queue
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from amoeba_jax.request import Delivery, Request
 
 
 class OutputAccumulator:
-    """Puts a request's deltas together.
+    """Sum of the deltas of a request.
 
-    An output holds all tokens so far, so that making one takes time in proportion to their number: this is why the
-    thread of all requests' outputs does not do it.
+    An output holds all tokens so far, so the work for each output grows with their number. It is done in the caller's
+    thread, because the output thread serves all requests.
     """
 
     def __init__(self, request: Request):
@@ -30,8 +30,8 @@ class OutputAccumulator:
         self._grown: list[int] = []
 
     def add(self, delta: RequestDelta) -> RequestOutput:
-        """Take in the next delta, and return everything so far."""
-        for index in self._grown:  # nothing is new any more in what grew before
+        """Add the next delta and return the output so far."""
+        for index in self._grown:  # clear the old `new_text`
             self._outputs[index] = _with_delta(self._outputs[index], None)
         self._grown = [completion.index for completion in delta.completions]
         for completion in delta.completions:
@@ -73,13 +73,13 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """The output of a request that delivers once. Raises what it failed with."""
+    """Return the output of a request that delivers only once. Raises the error of a failed request."""
     (output,) = wait_for_all(request, deliveries)
     return output
 
 
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Outputs up to the finished one. Raises what the request failed with."""
+    """Yield outputs up to the finished output. Raises the error of a failed request."""
     accumulator = OutputAccumulator(request)
     finished = False
     while not finished:

@@ -1,4 +1,4 @@
-"""What a user chooses when starting an engine."""
+"""Settings of an engine."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,20 +11,20 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. Every field can be given to `LLM(...)` by name.
+    """Settings of an engine. Every field is also a keyword argument of `LLM`.
 
-    Raises `ConfigError` on construction for a value that cannot work, naming it and the limit.
+    Raises `ConfigError` with the value and the limit if a value is not supported.
     """
 
     model: str = "smollm2-135m"
-    """Built-in name, directory in Hugging Face form, GGUF file, checkpoint saved by `LLM.save`, or hub name."""
+    """Built-in name, directory with Hugging Face files, GGUF file, checkpoint of `LLM.save`, or name on the hub."""
     revision: str | None = None
-    """Branch, tag or commit of a model from the hub. Default: its main branch."""
+    """Branch, tag or commit of a model on the hub. Default: the main branch."""
     load_format: str = "auto"
-    """Where weights come from. `auto`: the model's files. `random`: drawn from `seed`; the directory needs only
-    config.json."""
+    """Source of the weights. `auto`: files of the model. `random`: random values from `seed`; then the model's
+    directory needs only config.json."""
     load_threads: int | None = None
-    """Threads that read weights, 1 to 64, each with one parameter in host memory. Default: one a core, at most 8."""
+    """Threads that read weights, 1 to 64. Each holds one parameter in host memory. Default: one per core, at most 8."""
     num_devices: int = 1
     """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
@@ -33,57 +33,57 @@ class EngineConfig:
     """Largest degree that instances may be given (1, 2 or 4). Default: 4, or the number of devices if that is
     less."""
     dtype: str = "auto"
-    """Type of weights, cache and activations: float32, bfloat16 or float16. `auto`: the model's own on GPU, float32 on
-    CPU."""
+    """Data type of weights, KV cache and activations: float32, bfloat16 or float16. `auto`: float32 on CPU, the type of
+    the model on GPU."""
     device_memory: str | int | None = None
-    """Budget per device, such as "2GiB". Default: on CPU 2 GiB, on GPU `memory_utilization` of the device."""
+    """Memory budget of each device, such as "2GiB". Default: 2 GiB on CPU, the share `memory_utilization` on GPU."""
     memory_utilization: float = 0.9
-    """Share of a GPU's memory to use where `device_memory` is not given."""
+    """Share of a GPU's memory to use if `device_memory` is not set."""
     kv_cache_tokens: int | None = None
-    """Tokens that one device's KV cache holds. Default: as many as the budget has room for. Fewer tokens leave memory
-    for what is not known at the start: programs that are compiled later, and transformations that copy."""
+    """Tokens in the KV cache of one device. Default: as many as fit in the budget. A smaller cache leaves memory for
+    programs that are compiled later."""
     page_size: int = 16
     """Tokens per KV page, a power of two."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens, at most the model's context. Default: that, or what the largest layout
-    holds."""
+    """Limit for prompt plus output of a request, in tokens. Default: the context length of the model, or less if an
+    instance of the highest degree cannot hold it."""
     max_num_seqs: int = 32
-    """Sequences that an instance decodes at once for each of its devices: 4 times as many at TP4."""
+    """Limit for the running sequences of an instance, per device. A TP4 instance runs 4 times as many."""
     max_num_batched_tokens: int = 512
-    """Prompt tokens that one step of an instance computes besides its decodes; longer prompts take several steps."""
+    """Limit for the prompt tokens in a step. Longer prompts take several steps. Tokens of decodes are not counted."""
     prefix_caching: bool = True
-    """Keep the KV pages of earlier requests while there is room, for requests that begin with the same tokens."""
+    """Reuse of the KV pages of earlier requests that begin with the same tokens. Pages are kept while there is room."""
     segment_layers: int | None = None
-    """Most layers compiled into one executable. Deeper models run as several launches of one such executable. Default:
-    8; on CPU, where a process cannot hold many large programs (docs/startup.md), 4, or 5 if that divides the depth."""
+    """Limit for the layers in one executable. A deeper model takes several launches in each step. Default: 8 on GPU; 4
+    on CPU, or 5 if that divides the number of layers. docs/startup.md explains the limit of XLA on CPU."""
     transform_attention: bool = False
-    """Let transformations release attention projections too, and not only FFN weights."""
+    """Release of attention projections, in addition to FFN weights, if instances merge."""
     phase_pages: int | None = None
-    """Pages that devices exchange at once while instances merge or split, which sizes the staging buffer. Default: 16,
-    or fewer where that is a large part of the memory."""
+    """Pages that two devices exchange at once while instances merge or split. The staging buffer of each device holds
+    up to three times as many. Default: 16, or fewer on a device with little memory."""
     overlap_exchange: bool | None = None
-    """Have devices exchange the pages of layers that switch in the programs of steps, beside what these compute, as far
-    as steps have programs for that. Takes a program more for each way in which devices trade. Default: on GPU."""
+    """Exchange of KV pages inside step programs, so that transfers overlap with computation. More programs have to be
+    compiled. Default: yes on GPU, no on CPU."""
     compile_cache: str | None = None
-    """Directory of the persistent compilation cache, which holds for the whole process. An empty text leaves JAX's
-    setting alone. Default: JAX's own setting if there is one, else the user's cache directory."""
+    """Directory of the persistent compilation cache, for the whole process. An empty text leaves JAX's setting
+    unchanged. Default: the directory set in JAX, or else the user's cache directory."""
     compile_cache_size: str | int = "8GiB"
-    """Most bytes that the compilation cache's directory may hold: the least recently used programs go first."""
+    """Size limit of the compilation cache. The least recently used programs are removed first."""
     compile_jobs: int | None = None
-    """Programs that a warm-up compiles at once. Default: one a processor, at most 8."""
+    """Programs that a warm-up compiles at the same time. Default: one per processor, at most 8."""
     compile_beside: bool = True
-    """Compile missing programs beside the steps of running requests: a request waits for its own programs alone, and
-    steps take larger batches than they need while theirs are compiled. Otherwise programs are compiled between steps:
-    all requests wait, and runs with the same requests take the same steps."""
+    """Compilation of missing programs in the background. A request waits only for the programs it needs, and steps use
+    programs of larger batches meanwhile. Without it, all requests wait for each compilation, but the same requests
+    always lead to the same steps."""
     strict_compile: bool = False
-    """After a warm-up of all degrees, refuse a request or transformation that would need another program, instead of
-    compiling it while requests wait."""
+    """Refusal of requests and transformations that need a program that is not compiled yet. Takes effect after a
+    warm-up of all degrees."""
     prepare_pausing: bool = False
     """Have warm-ups compile besides what instances of higher degrees need that keep all weights, as they do while
     requests are paused, and launch long steps in parts, of which few have to run before requests pause: see
     `LLM.transform`. Takes a second buffer of hidden states on each device."""
     seed: int = 0
-    """Seed of requests that set none, and of random weights."""
+    """Seed of random weights, and of requests without a seed."""
 
     def __post_init__(self) -> None:
         if self.num_devices not in (1, 2, 4, 8):
@@ -119,13 +119,13 @@ class EngineConfig:
             raise ConfigError(f"revision={self.revision!r} must be the name of a branch, a tag or a commit")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not _is_power_of_two(getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two: batches come in such sizes")
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a power of two, as all batch sizes")
         for name in ("segment_layers", "max_model_len", "phase_pages", "kv_cache_tokens", "compile_jobs"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
         if self.phase_pages == 1:
-            raise ConfigError("phase_pages=1 is too few: two pages must be able to change places")
+            raise ConfigError("phase_pages=1 is too small: it must be at least 2, because two pages change places")
 
     @property
     def max_tp(self) -> int:
@@ -134,7 +134,7 @@ class EngineConfig:
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
-        """Build from keyword arguments; an unknown name gets a `ConfigError` that lists the known ones."""
+        """Build from keyword arguments. Raises `ConfigError` with the known names for an unknown name."""
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:

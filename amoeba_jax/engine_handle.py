@@ -1,4 +1,4 @@
-"""A model on its devices: start-up, what it shows of itself, changes of its layout, and its end."""
+"""Engine with its threads: start-up, state, transformations, warm-up and shutdown."""
 
 import contextlib
 import weakref
@@ -40,7 +40,7 @@ P = TypeVar("P", bound=SchedulerHook)
 
 
 class EngineHandle:
-    """An engine with its threads, and everything that one can do with it besides generating. See `LLM`."""
+    """Base of `LLM`: all methods that do not generate text."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class EngineHandle:
             ends = model_eos_ids(self._directory, source.hf_config)
             ends |= self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
             self.eos_token_ids = frozenset(token for token in ends if token < model_config.vocab_size)
-            """Ids that end a generation: the model's and the tokenizer's."""
+            """End-of-sequence token ids of the model and the tokenizer."""
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
@@ -96,27 +96,27 @@ class EngineHandle:
 
     @property
     def num_devices(self) -> int:
-        """Devices that it serves on."""
+        """Number of devices."""
         return self.config.num_devices
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens: the model's context, or what the largest layout holds."""
+        """Limit for prompt plus output of a request, in tokens. See `EngineConfig.max_model_len`."""
         return self._engine.max_model_len
 
     @property
     def stats(self) -> EngineStats:
-        """Running totals: steps, tokens computed, tokens found in the prefix cache, preemptions, compiled programs."""
+        """Totals since the start, such as steps, tokens, preemptions and compiled programs."""
         stats = self._dispatcher.call(engine_stats, self._engine).result()
         return replace(stats, output_backlog=self._outputs.backlog, output_stalls=self._dispatcher.num_held)
 
     @property
     def instances(self) -> tuple[InstanceStatus, ...]:
-        """The serving replicas as they are now."""
+        """Current state of all instances."""
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def memory(self) -> MemoryReport:
-        """Who owns which bytes on each device."""
+        """Return the bytes of each owner on each device. In a notebook, the report draws itself."""
         return self._dispatcher.call(memory_report, self._engine).result()
 
     def transform(
@@ -129,40 +129,40 @@ class EngineHandle:
         wait_for_programs: bool = True,
         running: RunningRequests = "migrate",
     ) -> TransformReport:
-        """Merge or split instances while requests run; returns when it is done.
+        """Merge or split instances while requests run. Return a report when the transformation is done.
 
-        Running requests go on: nothing of them is lost, or computed again unless the variant is `restart` or a device
-        runs out of pages, as it may at any time. Those whose prompt is computed generate tokens throughout, in turn
-        with chunks of prompts. New requests start wherever there is room, also on the devices that change.
+        No running request is lost. Requests generate tokens during the transformation, and new requests start on any
+        instance that has room. A request is computed again only if a device runs out of pages, as at any other time.
+
+        With `running="pause"`, requests of instances that merge stop after the steps in flight and keep their pages.
+        The merged instance serves other requests with the free pages. A transformation back to the earlier degree
+        resumes the paused requests on their devices. If the merged instance runs out of pages, it first evicts cached
+        prefixes, and then paused requests of the same or a lower priority, which are computed again later.
 
         Args:
-            tensor_parallel_size: degree that instances have afterwards.
-            devices: those of the instances that change: whole instances, and whole groups of the new degree. Default:
-                all devices.
-            variant: how; see `TransformVariant`.
-            release_weights: whether merging instances give FFN weights that their ranks do not need to the KV cache.
-                Without it, weights stay where they are, and the instance holds as many tokens as those it was made of.
-                Splitting restores what the lower degree needs. An instance that has the degree already stays as it is,
-                with the weights that it has: split and merge it to release or restore them.
-            layers_per_step: layers that change between two steps, rounded up to whole segments
-                (`EngineConfig.segment_layers`); `"auto"`: one segment. If no request runs, all layers change at once.
-            wait_for_programs: whether to wait for a degree that `warmup(background=True)` has not come to yet. Requests
-                run as before until its programs are there.
-            running: what becomes of the requests that run on instances that merge. `"migrate"`: they go on in the
-                merged one. `"pause"`, with `release_weights=False`: they keep their pages and do not run; the merged
-                instance serves others from the free pages, at once, and transforming it back to the degree before lets
-                them go on where they were. Where others lack pages, those of cached prefixes are taken first, then
-                those of the paused request that is served last, of the same priority or a lower one, which is computed
-                again later. `"wait"`, also of instances that split: the change begins when they have ended, and no
-                others start there meanwhile.
+            tensor_parallel_size: degree of the instances afterwards.
+            devices: devices of the instances to change. They must be whole instances and whole groups of the new
+                degree. Default: all devices.
+            variant: name of a `TransformVariant`.
+            release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
+                weights stay, and the merged instance holds as many tokens as the instances before. A split always
+                restores the weights. An instance that already has the degree does not change: to release or restore its
+                weights, split and merge it.
+            layers_per_step: number of layers to switch between two steps, rounded up to whole segments
+                (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
+            wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
+                run as before in the meantime.
+            running: treatment of running requests. `"migrate"`: they continue on the new instances. `"pause"`: they
+                pause until the instances split again, see above; requires `release_weights=False`. `"wait"`: the
+                transformation starts when they are finished, and no other requests start on these devices.
 
         Raises:
-            LayoutError: if such instances cannot be made of these devices.
-            RequestError: if running or waiting requests would not fit, or the devices are being transformed already.
-                Nothing has changed then.
-            ProgramsNotReadyError: the same, for a degree that is not to be waited for.
-            NotCompiledError: the same, for programs that were not compiled, with `strict_compile`.
-            TransformError: if it failed part-way; the message says how it ended.
+            LayoutError: the devices cannot form instances of this degree.
+            RequestError: requests would not fit, or the devices are being transformed. Nothing was changed.
+            ProgramsNotReadyError: programs are still being compiled, and `wait_for_programs` is False. Nothing was
+                changed.
+            NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.
+            TransformError: the transformation failed after it started. The message describes the result.
         """
         try:
             how = TransformVariant(variant)
@@ -180,23 +180,27 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
-        """`transform` on all devices of an engine without requests; returns the seconds it took.
+        """Transform all devices of an idle engine. Return the duration in seconds.
 
-        Raises `RequestError` while a request is waiting or running.
+        Raises `RequestError` if a request is waiting or running.
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
-        """Compile every program that serving at the given degrees (default: the present one) can need, and those of
-        transformations between them, and run each once.
+        """Compile all programs of the given degrees and of transformations between them, and run each once.
 
-        Returns how many programs were compiled or loaded from the compile cache. The layout is the same afterwards.
-        After all degrees of the engine, nothing is compiled any more while requests wait, or, with `strict_compile`,
-        refused; `stats.late_programs` counts. Raises `RequestError` if requests are waiting or running,
-        `MemoryBudgetError` if the programs' temporaries do not fit the budget.
+        Return the number of programs that were compiled or loaded from the cache on disk. The layout does not change.
+        After a warm-up of all degrees, requests no longer wait for compilations; `stats.late_programs` counts
+        exceptions.
 
-        With `background` it returns at once how many are missing. They are compiled at lower priority, with all threads
-        while no request runs, else with half of them, and not run; `stats.degrees` tells which degrees are ready.
+        Args:
+            tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
+            background: whether to return at once, with the number of missing programs. They are compiled while requests
+                run, at a low priority, and not run. `stats.degrees` shows the progress.
+
+        Raises:
+            RequestError: requests are waiting or running, and `background` is False.
+            MemoryBudgetError: temporaries of the programs do not fit in the memory budget.
         """
         engine = self._engine
         degrees = tensor_parallel_sizes or sorted({instance.tp for instance in engine.instances})
@@ -207,19 +211,19 @@ class EngineHandle:
             return self._dispatcher.call(warm_up, engine, degrees, advance).result()
 
     def executables(self) -> tuple[ExecutableInfo, ...]:
-        """All programs that are compiled now, with their bytes and what they took to compile."""
+        """Return the compiled programs with their memory and compile time."""
         return self._dispatcher.call(executable_infos, self._engine).result()
 
     def save(self, directory: str | Path) -> None:
-        """Save the model in its loaded form; `LLM(directory)` loads it again, in this or another layout."""
+        """Save the model to a directory. `LLM(directory)` loads it again, with any degrees."""
         weights = self._engine.cluster.weights
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
-        """Let something else than the engine decide where requests go and when instances change, from now on.
+        """Install a scheduler that decides where requests run and when instances change. Return it.
 
-        `make(engine)` is called in the dispatcher thread, and what it makes is returned too. Requests may then be
-        longer than an instance of the present layout holds: the hook can change it.
+        The dispatcher thread creates it by `make(engine)`. The engine then also accepts requests that no current
+        instance can hold, because the scheduler can merge instances.
         """
 
         def install() -> P:
@@ -229,7 +233,7 @@ class EngineHandle:
         return self._dispatcher.call(install).result()
 
     def remove_scheduler_hook(self) -> None:
-        """Take back `use_scheduler_hook`. For an engine without requests: one that waits could be too long for it."""
+        """Remove the scheduler of `use_scheduler_hook`. No request may be waiting: it could be too long."""
 
         def remove() -> None:
             self._engine.scheduler_hook = None
@@ -237,7 +241,7 @@ class EngineHandle:
         self._dispatcher.call(remove).result()
 
     def close(self) -> None:
-        """End running requests and free the device memory. May be called twice."""
+        """Abort all requests and free the device memory. Further calls do nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -253,7 +257,7 @@ class EngineHandle:
 
 
 def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str | None) -> None:
-    """A stop string has come, or the request failed (None): the engine need not go on. Not waited for."""
+    """Ask the engine to finish a sequence at a stop string, or to abort it if `stop` is None. Do not wait."""
     with contextlib.suppress(EngineClosedError):
         dispatcher.call(engine.finish, [sequence], "abort" if stop is None else "stop", stop)
 
@@ -264,7 +268,7 @@ def _close(dispatcher: Dispatcher, outputs: OutputThread) -> None:
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """The model's tokenizer, or None where it has none: such a model takes token ids only."""
+    """Return the tokenizer. None: the directory has no tokenizer.json, so prompts must be token ids."""
     if directory is None or not (directory / "tokenizer.json").exists():
         return None
     return Tokenizer.from_directory(directory)

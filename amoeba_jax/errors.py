@@ -1,59 +1,59 @@
-"""Errors that users see: each names the value, the limit, and what to do."""
+"""Errors for users. Messages name the value, the limit and a remedy."""
 
 from sharding.errors import LayoutError, MemoryBudgetError
 
 
 class ConfigError(ValueError):
-    """An `EngineConfig` field, alone or together with others, cannot work."""
+    """A setting, or a combination of settings, is not supported."""
 
 
 class ModelNotFoundError(ValueError):
-    """A model name or path leads to nothing that can be loaded."""
+    """There is no model with this name or path."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or disagrees with its own config."""
+    """A checkpoint is damaged, incomplete, not supported, or does not match its config."""
 
 
 class RequestError(ValueError):
-    """One request cannot be served as asked; other requests are not affected."""
+    """A request cannot be served. Other requests are not affected."""
 
 
 class DeadlineError(RequestError):
-    """The request's time was over before it was served."""
+    """The deadline of a request passed before the request started."""
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait: try again later."""
+    """Too many requests are waiting. Try again later."""
 
 
 class NotANumberError(RuntimeError):
-    """The model's logits for one request were infinite or not numbers; other requests are not affected."""
+    """The logits for a request were infinite or NaN. Other requests are not affected."""
 
 
 class RequestFailedError(RuntimeError):
-    """The engine could not go on with one request: a program for it did not compile, load or run, or a device had no
-    memory for it. Other requests are not affected."""
+    """The engine could not continue a request: a program did not compile, load or run, or a device had not enough
+    memory. Other requests are not affected."""
 
 
 class NotCompiledError(RequestError):
-    """A request needs a program that was not compiled before the engine was ready, and `strict_compile` is set."""
+    """A request or transformation needs a program that the warm-up did not compile, and `strict_compile` is set."""
 
 
 class ProgramsNotReadyError(RequestError):
-    """A degree whose programs are still being compiled in the background."""
+    """Programs of the requested degree are still being compiled in the background."""
 
 
 class TransformError(RuntimeError):
-    """A transformation failed part-way. Requests go on: where the message says so, computed again."""
+    """A transformation failed after it started. No request is lost; the message says if requests are computed again."""
 
 
 class EngineClosedError(RuntimeError):
-    """The engine was closed, or died of an earlier error, which is then its cause."""
+    """The engine was closed, or failed with the error in `__cause__`."""
 
 
 class EngineStuckError(RuntimeError):
-    """The engine's thread lives and does not answer."""
+    """The thread of the engine runs but does not respond."""
 
 
 __all__ = [

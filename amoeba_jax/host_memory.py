@@ -1,4 +1,4 @@
-"""Freed memory that the C library keeps."""
+"""Host memory of the process."""
 
 import ctypes
 

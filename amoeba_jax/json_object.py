@@ -1,4 +1,4 @@
-"""Reads the JSON files of a model's directory."""
+"""JSON files in the directory of a model."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from amoeba_jax.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `CheckpointError` if there is no file, or none that has an object."""
+    """Return the object in a JSON file. Raises `CheckpointError` if the file is missing or has no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The offline API: a model on this machine's devices, ready to generate."""
+"""Python API: a model on the devices of this machine."""
 
 import asyncio
 import contextlib
@@ -25,18 +25,20 @@ Message = dict[str, Any]
 
 
 class LLM(EngineHandle):
-    """A language model on `num_devices` devices, as instances of `tensor_parallel_size` devices each.
+    """Language model on `num_devices` devices, in instances of `tensor_parallel_size` devices each.
 
-    `LLM(model=..., num_devices=4, tensor_parallel_size=1, ...)`: every field of `EngineConfig` is accepted by name.
-    Construction loads the weights onto every device; executables are compiled on first use, or all at once by
-    `warmup()`, and kept in a cache across processes. `LLM(..., warmup=[1])` does what `LLM(...).warmup([1])` does in
-    less time: it compiles while weights are loaded. Close it, or use it as a context manager, to free the memory.
+    `LLM(model=..., num_devices=4, tensor_parallel_size=1, ...)` accepts every field of `EngineConfig` by name. The
+    constructor loads the weights onto every device. Programs are compiled on first use, or all at once by `warmup()`. A
+    cache on disk keeps them. `LLM(..., warmup=[1])` is faster than `LLM(...).warmup([1])`, as it compiles while the
+    weights are loaded. To free the memory, call `close()` or use the `LLM` as a context manager.
 
-    Methods may be called from several threads.
+    All methods are thread-safe. Errors of the constructor name the value and the limit.
 
     Raises:
-        ConfigError, ModelNotFoundError, CheckpointError, MemoryBudgetError: on construction, naming the value
-            and the limit.
+        ConfigError: a setting is not supported.
+        ModelNotFoundError: the name or path of the model does not exist.
+        CheckpointError: the files of the model are damaged, incomplete or not supported.
+        MemoryBudgetError: the model does not fit in the memory budget.
     """
 
     def generate(
@@ -47,17 +49,21 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts (texts or token ids), and return when all are done, in the same order.
+        """Complete one or many prompts and return their outputs, in the same order, when all are finished.
+
+        If one of several prompts fails, its output has the message in `error`, and the others are served. After a
+        `KeyboardInterrupt` the requests are aborted and the engine is still usable.
 
         Args:
-            prompts: one prompt, or a list of them.
-            params: settings of all prompts, or a list with those of each.
-            request_ids: names for `cancel`, one for each prompt; by default they are numbered.
-            cache_salt: prompts share cached prefixes only with requests of the same salt.
+            prompts: one prompt or a list of prompts, each a text or a list of token ids.
+            params: settings for all prompts, or a list with the settings of each prompt. Default: `SamplingParams()`.
+            request_ids: one id for each prompt, for `cancel`. Default: generated ids.
+            cache_salt: name of a group of requests. Cached prefixes are shared only inside a group.
 
-        Raises `RequestError` if a single prompt cannot be served, `NotANumberError` if the model's logits for it are
-        not numbers. One of several fails alone: its output has the message in `error`, and the others are served.
-        `KeyboardInterrupt` ends the requests and leaves the engine usable.
+        Raises:
+            RequestError: the only prompt cannot be served.
+            NotANumberError: logits of the only prompt are infinite or NaN.
+            RequestFailedError: a program or memory for the only prompt was not available.
         """
         prompt_list, alone = as_prompts(prompts)
         return self._generate(prompt_list, alone, params, request_ids, cache_salt)
@@ -70,7 +76,7 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for a list of prompts, some of which may have failed already. Raises for one that is `alone`."""
+        """Complete a list of prompts. An error in the list becomes a failed output; if `alone`, it is raised."""
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
         deliveries: list[tuple[Request, queue.SimpleQueue[Delivery]] | RequestOutput] = []
@@ -97,7 +103,7 @@ class LLM(EngineHandle):
                 for prompt, request_id, delivery in zip(prompt_list, ids, deliveries, strict=True):
                     try:
                         outputs.append(delivery if isinstance(delivery, RequestOutput) else wait_for(*delivery))
-                    except (RequestError, NotANumberError, RequestFailedError) as error:  # it failed alone
+                    except (RequestError, NotANumberError, RequestFailedError) as error:
                         if alone:
                             raise
                         outputs.append(failed_output(prompt, request_id, error))
@@ -114,15 +120,16 @@ class LLM(EngineHandle):
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
-        """Outputs as they grow: each holds everything so far and, in `new_text`, what was added.
+        """Complete one prompt and yield its growing output: all text so far, and the added text in `new_text`.
 
-        A bad prompt raises `RequestError` here; the request starts with the loop, and leaving the loop early ends it.
+        The request starts when the loop starts. Leaving the loop early aborts the request. The call itself, before the
+        loop, raises `RequestError` if the prompt cannot be served. Arguments are the same as for `generate`.
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._registry.make(prompt, params, deliveries.put, request_id, cache_salt)
         self._registry.register(request)
         outputs = self._stream(request, deliveries)
-        # A generator that is dropped before its loop starts runs no `finally`.
+        # A generator that is dropped before its loop starts does not run `finally`.
         weakref.finalize(outputs, _end_request, weakref.ref(self._registry), request).atexit = False
         return outputs
 
@@ -142,9 +149,10 @@ class LLM(EngineHandle):
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` for `async for`. Leaving the loop, or cancelling the task, ends the request.
+        """Complete one prompt as `stream` does, for `async for`.
 
-        Raises `DeadlineError` if no instance had room for it before `deadline`, a time of `time.monotonic()`.
+        Leaving the loop or cancelling the task aborts the request. Raises `DeadlineError` if the request does not start
+        before `deadline`, a time of `time.monotonic()`.
         """
         deltas = self.astream_deltas(prompt, params, request_id=request_id, cache_salt=cache_salt, deadline=deadline)
         async with contextlib.aclosing(deltas):
@@ -166,11 +174,14 @@ class LLM(EngineHandle):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
-        """`astream` with what was added alone, and the request: for servers, whose work for a token must not grow with
-        what came before it. Arguments and errors are those of `astream`.
+        """Complete one prompt and yield the request with each addition to its output, for servers.
 
-        While several clients have requests, each has an equal share of slots and of the KV cache: `client` names whom
-        this request is counted for. Times are counted from `arrival`, a time of `time.monotonic()`; None: from now.
+        The work for a token does not grow with the length of the output. Other arguments and errors are the same as for
+        `astream`.
+
+        Args:
+            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
+            arrival: start of the measured times, a time of `time.monotonic()`. None: now.
         """
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -187,7 +198,7 @@ class LLM(EngineHandle):
             client=client,
             arrival=arrival,
         )
-        # Long lists take a while to check, and words to tokenize.
+        # Checks and tokenization of long prompts would block the event loop.
         request = await loop.run_in_executor(None, make)
         self._registry.register(request)
         try:
@@ -210,7 +221,7 @@ class LLM(EngineHandle):
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        """Complete one prompt; many at once by `asyncio.gather`. Cancelling the task ends the request."""
+        """Complete one prompt. Cancelling the task aborts the request. Use `asyncio.gather` for many prompts."""
         stream = self.astream(prompt, params, request_id=request_id, cache_salt=cache_salt)
         async with contextlib.aclosing(stream):
             async for output in stream:
@@ -223,9 +234,9 @@ class LLM(EngineHandle):
         messages: list[Message] | list[list[Message]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's own chat template.
+        """Answer one conversation or several, with the chat template of the model.
 
-        Errors are those of `generate`: one of several fails alone. Raises `RequestError` if there is no template.
+        Failures are reported as in `generate`. Raises `RequestError` if the model has no chat template.
         """
         tokenizer = self._registry.need_tokenizer("chat")
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
@@ -240,19 +251,19 @@ class LLM(EngineHandle):
         return self._generate(prompts, len(prompts) == 1, params)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request of any thread; what it has generated is returned to its caller, with reason `abort`.
+        """Abort a request of any thread. Return False if no request with this id is waiting or running.
 
-        Returns False if no such request is waiting or running.
+        Its caller gets the output so far, with `finish_reason="abort"`.
         """
         return self._registry.cancel(request_id)
 
     def logits(self, token_ids: list[int], decode_from: int | None = None) -> np.ndarray:
-        """f32 logits `[len, vocabulary]` at every position, computed through the paged cache.
+        """Compute the logits of every position with the paged KV cache: f32 `[len(token_ids), vocabulary]`.
 
         Args:
-            token_ids: the sequence.
-            decode_from: positions from here on are computed one at a time, as decoding does; by default all are
-                computed as chunks of prefill.
+            token_ids: tokens of the sequence.
+            decode_from: first position to compute by decoding, one token at a time. Earlier positions are computed as
+                chunks of a prompt. Default: all positions as chunks.
         """
         tokens = check_tokens(token_ids, self.dims.config.vocab_size)
         start = len(tokens) if decode_from is None else decode_from
@@ -262,6 +273,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """A stream is dropped: its request ends with it. Keeps no engine alive."""
+    """Abort the request of a stream that was dropped. The weak reference keeps no engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

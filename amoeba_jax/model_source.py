@@ -1,4 +1,4 @@
-"""A model that was found: its config, its tokenizer's directory, and its weights, as often as they are wanted."""
+"""Files of a model: config, tokenizer and weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +14,14 @@ from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, rand
 
 
 class ModelSource:
-    """Where a model comes from. It is open from construction to the end of the first `weights` or `close`.
+    """Files of a model. They are open until `close`, or until the first use of `weights` ends.
 
-    Raises `ModelNotFoundError` or `CheckpointError` on construction.
+    The constructor raises `ModelNotFoundError` or `CheckpointError`.
 
     Attributes:
-        name: what clients call it.
-        hf_config: the content of its config.json; a dtype that this does not name is that of all matrices, if they
-            have one.
-        directory: of its tokenizer's files, or None where it has none.
+        name: name of the model for clients.
+        hf_config: content of config.json. If it names no dtype, the stored dtype of the matrices is added.
+        directory: directory of the tokenizer files; None without a tokenizer.
     """
 
     def __init__(self, config: EngineConfig):
@@ -42,9 +41,9 @@ class ModelSource:
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:
-        """Weights for an engine of these dims, opened again where need be.
+        """Open the weights for an engine with these dims.
 
-        Raises `CheckpointError` where they do not make up the model.
+        Raises `CheckpointError` if the tensors do not match the model.
         """
         source = self._source = self._source or self._open()
         try:
@@ -60,7 +59,7 @@ class ModelSource:
             self.close()
 
     def close(self) -> None:
-        """Let go of the files. `weights` opens them again."""
+        """Close the files. `weights` opens them again."""
         source, self._source = self._source, None
         if source is not None:
             source.close()

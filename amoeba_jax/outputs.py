@@ -1,4 +1,4 @@
-"""What requests return."""
+"""Outputs of requests."""
 
 from dataclasses import KW_ONLY, dataclass, field, fields
 from reprlib import Repr
@@ -8,13 +8,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class _Values(Repr):
-    """Cuts long values short, and numbers to six digits."""
+    """Shortener of long values and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxtuple = self.maxdict = 8
         self.maxstring = 200
-        # Outputs within outputs shorten themselves.
+        # Nested outputs shorten themselves.
         self.maxother = 100_000
 
     def repr_float(self, value: float, level: int) -> str:
@@ -22,7 +22,7 @@ class _Values(Repr):
 
 
 class _ShortRepr:
-    """A dataclass whose repr fits a notebook: long texts and lists cut short, what is not there left out."""
+    """Base of dataclasses with a short repr for notebooks: long values are cut, and None is left out."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
@@ -33,85 +33,85 @@ class _ShortRepr:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Probability of a token, before temperature and other changes that sampling makes to the logits."""
+    """Probability of a token by the logits of the model, before temperature and other sampling settings."""
 
     logprob: float
-    """Natural logarithm of its probability over the whole vocabulary."""
+    """Natural logarithm of the probability over the whole vocabulary."""
     rank: int
     """Rank among all tokens: 1 is the most probable."""
     decoded_token: str | None = None
-    """What it adds to a text, with its space if it has one; None without a tokenizer."""
+    """Text of the token, including a leading space; None without a tokenizer."""
 
 
 @dataclass(frozen=True, repr=False)
 class RequestMetrics(_ShortRepr):
-    """Times of one request. `arrival` is on the clock of `time.monotonic`; the rest are durations in seconds.
+    """Times of one request in seconds, defined as in vLLM. A time is None until it is known.
 
-    They mean what vLLM's metrics of these names mean. None until the moment that they measure to has come. With
-    several samples, first and last token are those of the whole request.
+    If a request has several samples, the first and the last token of any sample count.
     """
 
     arrival: float
-    """When the request came: its call began, or, at a server, its message was there."""
+    """Time of `time.monotonic()` when the call began or the server received the message."""
     queue_s: float | None = None
-    """From arrival until an instance first took it up."""
+    """Time from arrival until the request first started to run."""
     ttft_s: float | None = None
-    """Time to first token: from arrival."""
+    """Time from arrival to the first token."""
     tpot_s: float | None = None
-    """Time per output token: (end to end - TTFT) / (tokens - 1); None with fewer than two tokens."""
+    """Time per output token after the first: (e2e_s - ttft_s) / (tokens - 1); None for a single token."""
     _: KW_ONLY
     e2e_s: float | None = None
-    """End to end: from arrival to the last token."""
+    """Time from arrival to the last token."""
     num_preemptions: int = 0
-    """How often it lost its pages to other requests and was computed again."""
+    """Number of times that the request lost its pages to other requests and was computed again."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values were in the cache already, from earlier requests."""
+    """Prompt tokens that were found in the prefix cache."""
 
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput(_ShortRepr):
-    """One generated continuation. `finish_reason` is None while it grows."""
+    """One sample of a request. `finish_reason` is None while the sample grows."""
 
     text: str
-    """Never shows part of a stop string; it may lag behind `token_ids` while one may be beginning."""
+    """Text without the stop string. It may lag behind `token_ids`, because the start of a stop string is held back."""
     token_ids: tuple[int, ...]
-    """All tokens, those of a stop string or of the end of the sequence included."""
+    """All generated tokens, including the tokens of a stop string and the end-of-sequence token."""
     finish_reason: FinishReason | None = None
-    """`stop`: the model ended it, or something in the request's `stop` or `stop_token_ids` did. `length`: it came to
-    `max_tokens`. `abort`: it was cancelled."""
+    """`stop`: an end-of-sequence token, a stop token or a stop string was generated. `length`: the sample
+    has `max_tokens` tokens. `abort`: the request was cancelled."""
     _: KW_ONLY
     stop_reason: int | str | None = None
-    """The stop string or the stop token's id that ended it; None for the model's own end of sequence, or no stop."""
+    """Stop string or stop token id that ended the sample; None for an end-of-sequence token or another reason."""
     index: int = 0
-    """Which of the request's `n` samples this is."""
+    """Index among the `n` samples of the request."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """For each token: itself and the most probable ones, by token id. None unless the request asked for it."""
+    """Log-probabilities for each position, by token id: the generated token and the most probable tokens. None if they
+    were not requested."""
     cumulative_logprob: float | None = None
-    """Sum over the tokens' own log-probabilities. None unless the request asked for log-probabilities."""
+    """Sum of the log-probabilities of the generated tokens. None if they were not requested."""
     new_text: str = field(default="", compare=False)
     """Text added since the previous output of a stream."""
 
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput(_ShortRepr):
-    """A request with what has been generated for it."""
+    """Output of one request: its samples and metrics."""
 
     request_id: str
-    """The id that the caller gave, or else a generated one: names the request when it is to be cancelled."""
+    """Id of the request, for `LLM.cancel`."""
     prompt: str | None
-    """None where the prompt was given as token ids."""
+    """Text of the prompt; None if the prompt was given as token ids."""
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-    """The request's `n` samples, by index."""
+    """Samples of the request, by index."""
     metrics: RequestMetrics
     new_text: str = field(default="", compare=False)
-    """Text added to the first sample since the previous output of a stream. All samples have their own `new_text`."""
+    """Text added to the first sample since the previous output of a stream. Each sample has a `new_text` too."""
     _: KW_ONLY
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """For each token of the prompt: itself and the most probable ones, by token id. The first is None: nothing comes
-    before it. None altogether unless the request asked for it."""
+    """Log-probabilities for each position of the prompt, by token id: the prompt's token and the most probable tokens.
+    None for the first position. None as a whole if they were not requested."""
     error: str | None = None
-    """Why the request was refused or failed, if it was one of several; it has no `outputs` then."""
+    """Error message of a failed prompt among several; then there are no `outputs`."""
 
     @property
     def finished(self) -> bool:
@@ -120,41 +120,40 @@ class RequestOutput(_ShortRepr):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that did not have to be computed."""
+        """Prompt tokens that were found in the prefix cache."""
         return self.metrics.num_cached_tokens
 
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What was added to one of a request's samples since the request's delta before."""
+    """Addition to one sample of a request since the previous delta."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, Logprob], ...] | None
-    """For each of `token_ids`. None unless the request asked for it."""
+    """Log-probabilities for each of `token_ids`. None if they were not requested."""
     cumulative_logprob: float | None
-    """Sum over all tokens of the sample so far. None unless the request asked for log-probabilities."""
+    """Sum over all tokens of the sample so far. None if log-probabilities were not requested."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What was added to a request since the delta before. Its size is that of what is new, however long the request
-    is and however many samples it has."""
+    """Addition to a request since the previous delta. Its size does not depend on the length of the request."""
 
     request_id: str
     num_prompt_tokens: int
     completions: tuple[CompletionDelta, ...]
-    """Those that grew or ended, by index. None before the first token, where log-probabilities of the prompt come."""
+    """Additions to the samples that grew or ended, by index. Empty if only `prompt_logprobs` has additions."""
     metrics: RequestMetrics
     finished: bool
-    """Every sample has ended: this is the last."""
+    """Whether every sample has ended. No delta follows."""
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
-    """For the positions of the prompt that follow those of the deltas before."""
+    """Log-probabilities for the next positions of the prompt."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were added, of all samples."""
+        """Number of added tokens of all samples."""
         return sum(len(completion.token_ids) for completion in self.completions)

@@ -1,4 +1,4 @@
-"""Set up JAX for serving: devices and numbers."""
+"""Set-up of JAX for serving: devices and data types."""
 
 import contextlib
 import os
@@ -12,29 +12,29 @@ from jax._src import xla_bridge
 
 from amoeba_jax.errors import ConfigError
 
-# Virtual CPU devices cost nothing until used, and their number is fixed when JAX starts: take what any engine may ask.
+# Limit of virtual CPU devices. JAX fixes their number when it starts, and unused devices cost nothing.
 MAX_CPU_DEVICES = 8
-# XLA's thread pool on CPU. A collective holds one thread per participant: with fewer threads than virtual devices
-# a program that waits for a thread and one that waits for a peer dead-lock.
+# Threads of XLA on CPU. A collective blocks one thread for each participant, so fewer threads than virtual devices can
+# deadlock.
 CPU_THREADS = 16
-# XLA splits NCCL communicators off those that it has. A process with programs on 2 and on 4 GPUs can then hang: some
-# devices of a group take part in a split, and others use a communicator that they have already (openxla/xla#37063).
+# Flag of XLA that creates NCCL communicators by splitting existing ones. A process with programs on 2 and on 4 GPUs can
+# then hang: some devices of a group wait for a split, and others use an existing communicator (openxla/xla#37063).
 NCCL_SPLITTING = "--xla_gpu_enable_nccl_comm_splitting"
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
-    """The first `num_devices` devices, starting JAX if need be. Raises `ConfigError` if there are not enough.
+    """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if there are too few.
 
-    Where JAX may start GPUs, it starts with `NCCL_SPLITTING` off in XLA_FLAGS, unless the user has set that flag. Warns
-    where there are several GPUs and JAX has started without it.
+    If JAX may start GPUs, first turn `NCCL_SPLITTING` off in XLA_FLAGS. A value that the user has set stays. Warn if
+    JAX has already started several GPUs without the flag.
     """
     os.environ.setdefault("NPROC", str(CPU_THREADS))
     if not jax_has_started() and cuda_may_start(jax.config.values["jax_platforms"] or ""):
         with contextlib.suppress(OSError, ValueError):
             os.environ["XLA_FLAGS"] = without_nccl_splitting(os.environ)
     if jax.config.values["jax_num_cpu_devices"] < 0:
-        # Refused if JAX has started already, with the devices that it has.
+        # JAX refuses the change if it has started already.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", MAX_CPU_DEVICES)
     devices = jax.local_devices()
@@ -54,25 +54,27 @@ def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
 
 
 def jax_has_started() -> bool:
-    """Whether JAX has its devices already, so that what XLA reads when it starts has no effect any more."""
+    """Return whether JAX has started its devices, so that changes of XLA_FLAGS have no effect."""
     return xla_bridge.backends_are_initialized()
 
 
 def cuda_may_start(platforms: str) -> bool:
-    """Whether JAX would try to start NVIDIA GPUs: a plug-in is there, and `platforms` (JAX_PLATFORMS) allows it.
+    """Return whether JAX would try to start NVIDIA GPUs: a plug-in is installed, and `platforms` allows it.
 
-    XLA reads all of XLA_FLAGS on every platform, and ends the process for a flag that it does not know. So a flag for
-    GPUs is set only where there may be some.
+    GPU flags must not be set otherwise: XLA reads XLA_FLAGS on every platform and exits if a flag is unknown.
+
+    Args:
+        platforms: value of JAX_PLATFORMS.
     """
     wanted = set(platforms.split(",")) - {""}
     return (not wanted or not wanted.isdisjoint({"cuda", "gpu"})) and any(map(find_spec, _CUDA_PLUGINS))
 
 
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
-    """What XLA_FLAGS sets `NCCL_SPLITTING` to ("true" for the flag alone), or None where it does not have it.
+    """Return the value of `NCCL_SPLITTING` in XLA_FLAGS ("true" for the flag alone), or None if it is not set.
 
-    XLA takes XLA_FLAGS for the name of a file with flags unless it begins with a dash. Raises `OSError` where that file
-    cannot be read.
+    If XLA_FLAGS does not begin with a dash, it is the name of a file with flags. Raises `OSError` if the file cannot be
+    read.
     """
     value = None
     for flag in _xla_flags(environ).split():
@@ -83,9 +85,9 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 
 
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
-    """XLA_FLAGS with `NCCL_SPLITTING` off, or as it is where it has that flag.
+    """Return XLA_FLAGS with `NCCL_SPLITTING` off. A value that is already set stays.
 
-    Raises `ValueError` where XLA_FLAGS is the name of a file without it: nothing can be appended to a name.
+    Raises `ValueError` if XLA_FLAGS is the name of a file without this flag.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:
@@ -101,16 +103,15 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Whether a value of XLA_FLAGS has the flags themselves, and is not the name of a file with them."""
+    """Return whether a value of XLA_FLAGS contains flags, and not the name of a file."""
     return not flags.strip() or flags.strip().startswith("-")
 
 
 def resolve_dtype(dtype: str, model_dtype: str, platform: str) -> str:
-    """Return the dtype of weights, cache and activations; "auto" is the model's own on an accelerator, f32 on CPU.
+    """Return the data type of an engine. "auto" is float32 on CPU and the type of the model on accelerators.
 
-    Raises `ConfigError` for bfloat16 on CPU before JAX 0.12. There XLA widens whole KV extents to f32 in every step: a
-    copy of the cache, twice as large as the cache, for which no budget has room, and 38 ms in place of 16 us to write a
-    token into an extent of 32 MiB.
+    Raises `ConfigError` for bfloat16 on CPU before JAX 0.12: XLA converts whole KV extents to float32 in every step.
+    Writing a token into an extent of 32 MiB takes 38 ms instead of 16 us.
     """
     if dtype == "auto":
         return "float32" if platform == "cpu" else model_dtype

@@ -26,14 +26,16 @@ BYTES: tuple[type[ProgressColumn], ...] = (DownloadColumn, TransferSpeedColumn, 
 def progress_bar(
     description: str, total: int, *, amount: tuple[type[ProgressColumn], ...] = COUNT, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """A bar that disappears at the end, as a function that advances it: by one, or by the number that it gets.
+    """Show a progress bar and yield a function that advances it by a number, default 1. Remove the bar at the end.
 
     Args:
-        total: number of things, or of bytes.
-        amount: columns that show how much is done: `COUNT` or `BYTES`.
+        description: text before the bar.
+        total: number of items or bytes.
+        amount: columns for the progress: `COUNT` or `BYTES`.
+        shown: whether to show the bar.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), *(column() for column in amount), TimeElapsedColumn())
-    # Without ipywidgets rich can only warn in a notebook: plain text works there too.
+    # Without ipywidgets, rich would print a warning in notebooks instead of a bar. Plain text works there.
     console = Console(stderr=True, force_jupyter=None if find_spec("ipywidgets") else False)
     with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
         task = bar.add_task(description, total=total)

@@ -1,4 +1,4 @@
-"""What callers give as prompts, checked and brought into one form."""
+"""Checks of prompts and their arguments."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ Prompt = str | list[int]
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """One prompt or many as a list, and whether it was one. Raises `RequestError` for what is neither."""
+    """Return the prompts as a list, and whether there is only one. Raises `RequestError` for a wrong type."""
     if isinstance(prompts, str):
         return [prompts], True
     if not isinstance(prompts, list | tuple):
@@ -24,7 +24,7 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """A list of `count` values, from one for all or a list with one for each. Raises `RequestError` for others."""
+    """Return `count` values: the same value for all, or the given list. Raises `RequestError` for anything else."""
     if values is None or isinstance(values, kind):
         return [values] * count
     if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
@@ -33,7 +33,7 @@ def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
 
 
 def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as a tuple. Raises `RequestError` for the first that is no integer in `[0, vocab_size)`."""
+    """Return token ids as a tuple. Raises `RequestError` for an id that is not an integer in `[0, vocab_size)`."""
     if not isinstance(token_ids, list | tuple | np.ndarray) or (
         isinstance(token_ids, np.ndarray) and token_ids.ndim == 0
     ):
@@ -41,7 +41,7 @@ def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     if len(token_ids) == 0:
         raise RequestError("the prompt is empty: give at least one token")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return tuple(token_ids)  # an integer in Python, not in NumPy, as most are
+        return tuple(token_ids)  # fast path for Python integers
     for position, token in enumerate(token_ids):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
@@ -53,7 +53,7 @@ def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def failed_output(prompt: Any, request_id: str | None, error: Exception) -> RequestOutput:
-    """What a prompt that cannot be served gets among others that can."""
+    """Return the output of a prompt that failed."""
     tokens = () if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
     metrics = RequestMetrics(arrival=time.monotonic())
     text = prompt if isinstance(prompt, str) else None

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when it ends."""
+"""Sampling settings and limits of a request."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from amoeba_jax.shorten import shorten
 from amoeba_jax.valid_text import check_unicode
 
 MAX_LOGPROBS = 20
-"""Most top logprobs that a request can have for a token."""
+"""Limit for `logprobs` and `prompt_logprobs`."""
 
 MAX_SLO_S = 86_400.0
 """Largest SLO of a request, in seconds."""
@@ -32,63 +32,64 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one request. Raises `RequestError` for a value out of range, naming it and the range.
+    """Sampling settings and limits of one request.
 
-    Values are kept as Python's own numbers, and sequences as tuples, so that settings can be hashed and compared.
+    Raises `RequestError` with the value and its range if a value is out of range. Sequences are stored as tuples, and
+    numbers as Python numbers, so settings can be hashed and compared.
     """
 
     n: int = 1
-    """Continuations of the prompt. 1 where temperature is 0, which would give the same one again; at most 128."""
+    """Number of samples, 1 to 128. It must be 1 if temperature is 0, because all samples would be equal."""
     temperature: float = 1.0
-    """Divides the logits before sampling; 0 takes the greedy token."""
+    """Divisor of the logits before sampling, at least 0. At 0 the most probable token is chosen."""
     top_p: float = 1.0
-    """Sample from the most probable tokens whose probabilities reach this sum. In (0, 1]."""
+    """Sum of probabilities, in (0, 1]: sampling is limited to the most probable tokens that reach this sum."""
     top_k: int = 0
-    """Sample from the k most probable tokens; 0 or -1 keeps all."""
+    """Number of most probable tokens to sample from. 0 or -1: all."""
     min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one. In [0, 1]."""
+    """Minimum probability of a token, as a share of the highest probability. In [0, 1]."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated already. In [-2, 2]."""
+    """Value subtracted from the logit of each token that was already generated. In [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that it was generated. In [-2, 2]."""
+    """Value subtracted from the logit of a token for each time that it was generated. In [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output. Above 0."""
+    """Divisor of positive logits, and factor of negative logits, for tokens in the prompt or output. Above 0."""
     seed: int | None = None
-    """Makes sampling repeatable, whatever else is in the batch. Sample `i` of `n` has the seed `seed + i`. Default: a
-    seed of its own for each sample, derived from the engine's."""
+    """Seed of the random numbers, in [0, 2**32). The result does not depend on other requests in the batch. Sample `i`
+    has the seed `seed + i`. Default: different seeds, derived from the seed of the engine."""
     stop: str | Sequence[str] = ()
-    """Text that ends the request, one string or several. A tuple once constructed."""
+    """Stop strings: one string or several. Stored as a tuple."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the request, besides the model's own end-of-sequence tokens."""
+    """Stop tokens, in addition to the end-of-sequence tokens of the model."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string that ended the request in its text."""
+    """Whether the text includes the stop string that ended it."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Whether to continue after an end-of-sequence token."""
     max_tokens: int = 16
-    """Most tokens to generate. Below 2**31."""
+    """Limit for generated tokens, 1 to 2**31 - 1."""
     min_tokens: int = 0
-    """Stop tokens and end-of-sequence tokens cannot come before this many others. At most `max_tokens`."""
+    """Number of tokens to generate before a stop token or end-of-sequence token is allowed. At most `max_tokens`."""
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of this many most probable ones, 0 to 20. None: of no token."""
+    """Number of most probable tokens to report with each generated token, 0 to 20. None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. None: of no token."""
+    """Number of most probable tokens to report with each prompt token, 0 to 20. None: no log-probabilities."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    """Value that is added to a token's logit, by token id, in [-100, 100]. Pairs sorted by id once constructed."""
+    """Values to add to the logits, by token id, in [-100, 100]. Stored as pairs, sorted by id."""
     allowed_token_ids: Sequence[int] | None = None
-    """Only these tokens can be generated. None: all."""
+    """Tokens that may be generated. None: all."""
     bad_words: Sequence[str] = ()
     """Words that cannot be generated, as the tokenizer encodes them without and with a space before them. A token that
     holds more than the word, such as its last letter and a newline, is not banned. At most 256 forms of several tokens,
     and any number of one token."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Whether the text omits special tokens."""
     priority: int = 0
-    """Requests with a lower value are served first."""
+    """Priority of the request. Lower values are served first."""
     ttft_slo_s: float | None = None
-    """Seconds from its arrival in which the request should have its first token; above 0, at most 86400. What a policy
-    does for it is in docs/scheduling.md; the request goes on where it comes later. None: the server's."""
+    """Target for the time to the first token, in seconds: above 0, at most 86400. A request that misses its target
+    continues. docs/scheduling.md describes the effect on each policy. None: the target of the server."""
     tpot_slo_s: float | None = None
-    """Seconds that each further token should take on average, likewise. None: the server's."""
+    """Target for the mean time per further token, in seconds: above 0, up to 86400. None: the target of the server."""
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
@@ -105,7 +106,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not (_is_number(value) and -2 <= value <= 2):
                 raise RequestError(f"{name} must be in [-2, 2], got {shorten(value)}")
-        # What float32 rounds to 0 would turn masked logits into NaN.
+        # A value that float32 rounds to 0 would turn masked logits into NaN.
         if not (_is_number(self.repetition_penalty) and _SMALLEST_F32 <= self.repetition_penalty <= _LARGEST_F32):
             raise RequestError(f"repetition_penalty must be above 0 and finite, got {shorten(self.repetition_penalty)}")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
@@ -120,7 +121,7 @@ class SamplingParams:
             )
         if self.temperature == 0 and self.n > 1:
             raise RequestError(
-                f"n must be 1 where temperature is 0, which always takes the greedy token, got {shorten(self.n)}"
+                f"n must be 1 if temperature is 0, because all samples would be equal, got {shorten(self.n)}"
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -138,7 +139,7 @@ class SamplingParams:
         self._normalize()
 
     def _normalize(self) -> None:
-        """Python's numbers and tuples; checks what is in the sequences."""
+        """Check the sequences, and convert values to Python numbers and tuples."""
         values: dict[str, Any] = {
             "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
@@ -161,7 +162,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises `RequestError` if a setting names a token id outside `[0, vocab_size)`."""
+        """Raise `RequestError` if a setting has a token id outside `[0, vocab_size)`."""
         named = {
             "logit_bias": dict(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -178,12 +179,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """A real number, NumPy's included; comparisons with NaN are false, so ranges refuse it."""
+    """Return whether a value is a real number of Python or NumPy. NaN is included: range checks refuse it."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
-    """`values` as a tuple of strings, none of them blank where they are words, or empty. None: no strings."""
+    """Return a tuple of non-empty strings (None: no strings). Words must not be blank."""
     strings = () if values is None else tuple(values) if _is_collection(values) else None
     if strings is None or not all(isinstance(text, str) for text in strings):
         raise RequestError(f"{name} must be a sequence of strings, got {shorten(values)}")
@@ -200,7 +201,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, sorted by id, from a mapping or from such pairs."""
+    """Return pairs of token id and bias, sorted by id, from a mapping or pairs."""
     try:
         biases = dict(values or ())
     except (TypeError, ValueError) as error:
@@ -214,5 +215,5 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _is_collection(values: Any) -> bool:
-    """Whether it has elements to take in: a string's characters are not meant."""
+    """Return whether a value is a collection of elements. Strings and mappings are not."""
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)

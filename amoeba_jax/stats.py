@@ -1,42 +1,42 @@
-"""Running totals of an engine."""
+"""Totals of an engine since its start."""
 
 from dataclasses import dataclass, field
 
 from amoeba_jax.views import DegreePrograms
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Largest number of tokens of each of `EngineStats.steps_by_tokens`, but for the last, which has no limit."""
+"""Upper limits of the classes in `EngineStats.steps_by_tokens`. The last class has no limit."""
 
 
 @dataclass
 class EngineStats:
-    """What an engine has done since it was started. `LLM.stats` is a copy."""
+    """Totals of an engine since its start. `LLM.stats` returns a copy."""
 
     steps: int = 0
-    """Steps launched, over all instances."""
+    """Launched steps of all instances."""
     prompt_tokens: int = 0
-    """Tokens computed as part of prompts, those computed again after a preemption included."""
+    """Tokens computed as part of prompts, also if computed again after a preemption."""
     decode_tokens: int = 0
-    """Tokens computed one at a time."""
+    """Tokens computed by decoding."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed, as the prefix cache had them (at a request's first start)."""
+    """Prompt tokens that were found in the prefix cache when a request first started."""
     preemptions: int = 0
-    """Times that a running request had to give up its pages."""
+    """Preemptions: a running request lost its pages to other requests."""
     nan_logits: int = 0
-    """Sequences that ended as their logits were infinite or not numbers."""
+    """Sequences that failed because their logits were infinite or NaN."""
     failed_steps: int = 0
-    """Steps that failed on their devices; the requests of their instances were computed again."""
+    """Steps that failed on the devices. The requests of the instance were computed again."""
     output_backlog: int = 0
-    """Now: tokens that were generated and not made into outputs yet, of all requests."""
+    """Generated tokens that are not part of an output yet (current value)."""
     output_stalls: int = 0
-    """Times that no steps were launched, as that backlog was at its limit."""
+    """Number of times that the engine launched no step because the output backlog was full."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Steps of at most 1 token, of at most 8, and so on: see `STEP_TOKENS`."""
+    """Number of steps by number of tokens, in the classes of `STEP_TOKENS`."""
     compiled_programs: int = 0
-    """Programs compiled, or loaded from the compilation cache."""
+    """Programs that were compiled or loaded from the compilation cache."""
     late_programs: int = 0
-    """Programs compiled or loaded after a warm-up of all degrees: each held requests up."""
+    """Programs that were compiled or loaded after a warm-up of all degrees. Each delayed requests."""
     awaited_programs: int = 0
-    """Programs compiled or loaded when requests needed them, and not before."""
+    """Programs that were compiled or loaded only when requests needed them."""
     degrees: tuple[DegreePrograms, ...] = ()
-    """How far a warm-up in the background has come; none where there was none."""
+    """Progress of a background warm-up. Empty if there was none."""

@@ -1,4 +1,4 @@
-"""Read-only pictures of an engine, for notebooks and the command line."""
+"""Reports about an engine, for notebooks and the command line."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.table import Table
 from sharding.ledger import format_bytes
 from sharding.owners import Owner
 
-# What a layer's bytes can serve, from the top of its column down.
+# Uses of the bytes of a layer, in the order of its column from top to bottom.
 _LAYER_PARTS: tuple[str, ...] = (
     "weights",
     "kv cache in use",
@@ -19,7 +19,7 @@ _LAYER_PARTS: tuple[str, ...] = (
     "sampling",
     "padding",
 )
-# Colors that stand out on light and on dark pages, and for color-blind eyes, and how opaque: what is free is faint.
+# Color and opacity of each part. The colors are visible on light and dark pages and to color-blind readers.
 _COLORS = {
     "weights": ("#5b8fd9", 1.0),
     "kv cache in use": ("#e8890c", 1.0),
@@ -35,89 +35,89 @@ _PICTURE_WIDTH = 920
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """One serving replica at the moment of asking."""
+    """State of an instance at the time of the call."""
 
     id: int
     devices: tuple[int, ...]
     tensor_parallel_size: int
     running: int
     waiting: int
-    """Requests in the queue that all instances share."""
+    """Requests in the queue, which all instances share."""
     kv_used_pages: int
     kv_total_pages: int
     num_cached_pages: int = 0
-    """Pages that hold prompts of earlier requests for later ones, and are free for others when needed."""
+    """Pages of cached prefixes. They are evicted if running requests need pages."""
     paused: int = 0
-    """Requests on its devices that go on when it is transformed back to the degree that they had."""
+    """Paused requests on these devices. They resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
-    """That degree; 0 where none are paused."""
+    """Degree at which the paused requests ran; 0 if there are none."""
 
 
 @dataclass(frozen=True)
 class ExecutableInfo:
-    """A compiled program."""
+    """Description of a compiled program."""
 
     kind: str
-    """`step`, or another part of serving: `sample`, `exchange`, `restore` and so on."""
+    """Kind of work: `step`, `sample`, `exchange`, `restore` and others."""
     name: str
-    """What it is for."""
+    """Description of the program's work."""
     devices: tuple[int, ...]
     compile_s: float
-    """Seconds to trace and compile it, or to load it."""
+    """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """XLA did not compile it: the compilation cache had it, or JAX in its memory, or it was relocated."""
+    """Whether XLA did not have to compile the program: it came from a cache or was relocated."""
     relocated: bool
-    """It is the program of other devices, loaded for these."""
+    """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
-    """Bytes of its machine code; 0 where XLA does not tell, as on CPU."""
+    """Bytes of machine code; 0 if XLA does not report them, as on CPU."""
     temp_bytes: int
-    """Temporaries on each device while it runs."""
+    """Bytes of temporaries on each device while the program runs."""
     argument_bytes: int
-    """On each device, as all below."""
+    """Bytes of arguments on each device."""
     output_bytes: int
+    """Bytes of results on each device."""
     aliased_bytes: int
-    """Arguments that it updates in place."""
+    """Bytes of donated arguments on each device, which the program updates in place."""
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Devices that it runs on at once."""
+        """Number of devices that run the program together."""
         return len(self.devices)
 
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Bytes of one owner on one device. `layer` is None for what belongs to no layer."""
+    """Bytes of one owner on one device. `layer` is None for buffers outside the layers, such as the embedding."""
 
     device: int
     layer: int | None
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Bytes, of `num_bytes`, of zeros and copies of heads that are stored so that sizes divide."""
+    """Padding among `num_bytes`: zeros, and copies of heads, that make sizes divisible."""
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Who owns which bytes on each device. Shows itself as a table; draws itself in a notebook."""
+    """Bytes of each owner on each device. It prints as a table and draws itself in a notebook."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
     kv_used_bytes: tuple[int, ...]
-    """Per device: the part of `kv cache` that holds pages of running requests."""
+    """Bytes of the KV cache in pages of running requests, by device."""
     reserved_bytes: tuple[int, ...]
-    """Per device: kept free for the temporaries of running programs, and for what a transformation takes besides."""
+    """Bytes reserved for temporaries of programs and transformations, by device."""
     padding: dict[str, float]
-    """Stored over model elements, by kind of parameter, and `kv cache`: 1.0 means no padding."""
+    """Ratio of stored elements to model elements, by kind of parameter and for `kv cache`; 1.0 without padding."""
     kv_kept_bytes: tuple[int, ...] = ()
-    """Per device: the part of `kv cache` that holds prompts of earlier requests for later ones, and is free for
-    others when needed."""
+    """Bytes of the KV cache in pages of cached prefixes, by device. They are evicted if requests need pages."""
 
     def device_bytes(self, device: int) -> int:
-        """Bytes of live buffers on a device."""
+        """Return the bytes of live buffers on a device."""
         return sum(entry.num_bytes for entry in self.entries if entry.device == device)
 
     def by_owner(self, device: int) -> dict[str, int]:
-        """Bytes of each owner on a device, over all layers."""
+        """Return the bytes of each owner on a device, over all layers."""
         totals: dict[str, int] = {}
         for entry in self.entries:
             if entry.device == device:
@@ -125,10 +125,9 @@ class MemoryReport:
         return totals
 
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
-        """Bytes of each layer (None: of what belongs to no layer) on a device, by what they serve.
+        """Return the bytes on a device, by layer and by use. Layer None has the buffers outside the layers.
 
-        The parts do not overlap: `padding` is that of weights and cache, and the others are without theirs. All
-        layers have the same pages in use and kept.
+        The uses do not overlap: `padding` is counted apart from weights and KV cache.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -152,7 +151,7 @@ class MemoryReport:
         return layers
 
     def unused_bytes(self, device: int) -> int:
-        """What is left of a device's budget."""
+        """Return the bytes of a device's budget that nothing uses or reserves."""
         return self.budget_bytes - self.reserved_bytes[device] - self.device_bytes(device)
 
     @property
@@ -160,7 +159,7 @@ class MemoryReport:
         return tuple(sorted({entry.device for entry in self.entries}))
 
     def rows(self) -> list[list[str]]:
-        """Header and rows of the table: an owner a row, a device a column."""
+        """Return the header and the rows of the table: one row for each owner, one column for each device."""
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
         owners = list(dict.fromkeys(owner for device in devices for owner in totals[device]))
@@ -177,7 +176,7 @@ class MemoryReport:
         return rows
 
     def table(self) -> Table:
-        """The report as a rich table."""
+        """Return the report as a rich table."""
         header, *rows = self.rows()
         padded = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in self.padding.items() if ratio > 1.0005)
         table = Table(title="device memory", caption=f"padding: {padded or 'none'}")
@@ -188,7 +187,7 @@ class MemoryReport:
         return table
 
     def __repr__(self) -> str:
-        # Wide enough that no figure is cut short; in a notebook too it is text.
+        # The width fits all figures. The result is text in notebooks too.
         console = Console(width=max(100, 30 + 14 * len(self.devices)), color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.table())
@@ -203,7 +202,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """One column of a device's row: a layer, or something that belongs to none."""
+    """Column in the row of a device: a layer, or buffers outside the layers."""
 
     layer: int | None
     parts: dict[str, int]
@@ -214,9 +213,9 @@ class _Column:
 
 
 def _picture(report: MemoryReport) -> str:
-    """A legend and an SVG: a row for each device, as long as its budget, with its layers as columns, all to scale.
+    """Return HTML with a legend and an SVG: one row for each device, with its layers as columns, all to scale.
 
-    No script, no style sheet and no file beside it, so that it is drawn wherever a notebook is shown.
+    It needs no script, style sheet or other file, so every notebook viewer shows it.
     """
     rows = {device: _columns(report, device) for device in report.devices}
     longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
@@ -229,7 +228,7 @@ def _picture(report: MemoryReport) -> str:
     )
     return (
         f'<div style="font-size:12px">{_legend(rows.values())}<br>'
-        "A row is a device with its whole budget: a column for each layer, then what belongs to no layer. "
+        "A row is a device with its whole budget: a column for each layer, then the buffers outside the layers. "
         "Areas are to scale; point at one for its bytes."
         f'<svg viewBox="0 0 {_PICTURE_WIDTH} {pitch * len(rows)}" role="img" aria-label="device memory" '
         'style="display:block;width:100%;max-width:1200px" font-family="sans-serif" font-size="11" '
@@ -238,27 +237,27 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Columns that together are the device's budget."""
+    """Return the columns of a device. Their sum is its budget."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
     columns.append(_Column(None, parts.get(None, {})))
     columns.append(_Column(None, {"temporaries (reserved)": report.reserved_bytes[device]}))
-    # Nothing, rather than a negative width, where programs were found to need more than was set aside.
+    # Programs may need more than was reserved: show no negative width.
     columns.append(_Column(None, {"unused": max(report.unused_bytes(device), 0)}))
     return columns
 
 
 def _row(report: MemoryReport, device: int, columns: list[_Column], scale: float, height: int) -> str:
-    """One device: what it holds, its columns, and the layers' numbers below."""
+    """Return the SVG row of a device: its bytes, its columns and the numbers of the layers."""
     held = f"device {device}: {format_bytes(report.device_bytes(device))} of {format_bytes(report.budget_bytes)}"
     shapes, numbers, x = [], [], 0.0
     narrowest = min((c.num_bytes for c in columns if c.layer is not None and c.num_bytes), default=1) * scale
-    # Every layer has its number, or every 2nd, 5th, ... where they would touch.
+    # Number every layer, or every 2nd, 5th, ... layer if the numbers would touch.
     step = next((step for step in (1, 2, 5, 10, 20, 50) if step * narrowest >= 20), 100)
     for column in columns:
         width = column.num_bytes * scale
-        name = "of no layer" if column.layer is None else f"layer {column.layer}"
+        name = "outside the layers" if column.layer is None else f"layer {column.layer}"
         shapes.append(_stack(f"device {device}, {name}", column.parts, x, width, height))
         if column.layer is not None and column.layer % step == 0:
             numbers.append(f'<text x="{x + width / 2:.2f}" y="{height + 31}">{column.layer}</text>')
@@ -271,7 +270,7 @@ def _row(report: MemoryReport, device: int, columns: list[_Column], scale: float
 
 
 def _stack(title: str, parts: dict[str, int], x: float, width: float, height: int) -> str:
-    """A column with its parts on top of each other, and their bytes as what appears when one points at it."""
+    """Return the SVG of a column: its parts on top of each other, and a tooltip with their bytes."""
     present = {part: size for part, size in parts.items() if size}
     if not present:
         return ""
@@ -289,7 +288,7 @@ def _stack(title: str, parts: dict[str, int], x: float, width: float, height: in
 
 
 def _legend(rows: Iterable[list[_Column]]) -> str:
-    """The colors that occur, with their meaning."""
+    """Return the HTML legend of the parts in the picture."""
     present = {part for columns in rows for column in columns for part, size in column.parts.items() if size}
     swatch = '<span style="display:inline-block;width:.9em;height:.9em;background:{};opacity:{}"></span>'
     return "".join(
@@ -301,12 +300,12 @@ def _legend(rows: Iterable[list[_Column]]) -> str:
 
 @dataclass(frozen=True)
 class DegreePrograms:
-    """How far a warm-up in the background has come with one degree.
+    """Progress of a background warm-up for one degree.
 
     Attributes:
         degree: tensor-parallel size.
-        num_programs: that instances of it need, and transformations to it from lower degrees.
-        num_ready: how many of these are there.
+        num_programs: number of programs of this degree, and of merges to this degree.
+        num_ready: number of programs that are compiled.
     """
 
     degree: int
@@ -315,5 +314,5 @@ class DegreePrograms:
 
     @property
     def ready(self) -> bool:
-        """Instances may be given this degree."""
+        """Whether all programs of this degree are compiled."""
         return self.num_ready == self.num_programs

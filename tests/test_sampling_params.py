@@ -92,7 +92,7 @@ def test_defaults():
 
 def test_greedy_has_one_continuation():
     SamplingParams(temperature=0, n=1)
-    with pytest.raises(RequestError, match=r"n must be 1 where temperature is 0.*got 2"):
+    with pytest.raises(RequestError, match=r"n must be 1 if temperature is 0.*got 2"):
         SamplingParams(temperature=0, n=2)
 
 

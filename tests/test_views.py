@@ -85,9 +85,9 @@ def test_areas_are_proportional_to_bytes(num_devices: int, num_layers: int):
     assert len(drawn) == num_devices
     area_per_byte = sum(drawn[0].values()) / memory.budget_bytes
     for device, row in enumerate(drawn):
-        expected = {("of no layer", "temporaries (reserved)"): 3 * MIB, ("of no layer", "unused"): 2 * MIB}
-        expected |= {("of no layer", "weights"): 6 * MIB - 5000, ("of no layer", "padding"): 5000}
-        expected["of no layer", "sampling"] = MIB
+        expected = {("outside the layers", "temporaries (reserved)"): 3 * MIB, ("of no layer", "unused"): 2 * MIB}
+        expected |= {("outside the layers", "weights"): 6 * MIB - 5000, ("of no layer", "padding"): 5000}
+        expected["outside the layers", "sampling"] = MIB
         for layer in range(num_layers):
             name = f"layer {layer}"
             # A quarter of the cache is padding.
@@ -148,7 +148,10 @@ def test_devices_have_their_own_reservations_and_owners():
     assert table["ffn weights"] == table["head"] == ["0 B", "1.0 MiB"]
     assert table["temporaries (reserved)"] == ["1.0 MiB", "3.0 MiB"]
     assert table["unused"] == ["5.0 MiB", "3.0 MiB"]
-    drawn = [row[f"device {device}, of no layer", "temporaries (reserved)"] for device, row in enumerate(areas(memory))]
+    drawn = [
+        row[f"device {device}, outside the layers", "temporaries (reserved)"]
+        for device, row in enumerate(areas(memory))
+    ]
     assert drawn[1] == pytest.approx(3 * drawn[0], rel=0.01)
 
 
@@ -156,7 +159,7 @@ def test_pointing_at_a_column_gives_its_bytes():
     titles = [title.text for title in picture(report()).iter("title")]
     parts = ["weights: 1.9 MiB", "kv cache in use: 96.0 KiB", "kv cache kept: 96.0 KiB", "kv cache free: 2.8 MiB"]
     assert "\n".join(["device 2, layer 0", *parts, "padding: 1.1 MiB"]) in titles
-    assert "device 3, of no layer\ntemporaries (reserved): 3.0 MiB" in titles
+    assert "device 3, outside the layers\ntemporaries (reserved): 3.0 MiB" in titles
 
 
 def test_deep_models_have_numbers_that_do_not_touch():
@@ -193,7 +196,7 @@ def test_text_is_escaped():
 
 def test_programs_over_the_budget_leave_nothing_unused():
     memory = MemoryReport(10 * MIB, (MemoryEntry(0, 0, "kv cache", 9 * MIB),), (0,), (3 * MIB,), {})
-    assert ("device 0, of no layer", "unused") not in areas(memory)[0]
+    assert ("device 0, outside the layers", "unused") not in areas(memory)[0]
     assert {row[0]: row[1] for row in memory.rows()}["unused"] == "-2.0 MiB"
 
 
