@@ -85,8 +85,11 @@ def test_areas_are_proportional_to_bytes(num_devices: int, num_layers: int):
     assert len(drawn) == num_devices
     area_per_byte = sum(drawn[0].values()) / memory.budget_bytes
     for device, row in enumerate(drawn):
-        expected = {("outside the layers", "temporaries (reserved)"): 3 * MIB, ("of no layer", "unused"): 2 * MIB}
-        expected |= {("outside the layers", "weights"): 6 * MIB - 5000, ("of no layer", "padding"): 5000}
+        expected = {
+            ("outside the layers", "temporaries (reserved)"): 3 * MIB,
+            ("outside the layers", "unused"): 2 * MIB,
+        }
+        expected |= {("outside the layers", "weights"): 6 * MIB - 5000, ("outside the layers", "padding"): 5000}
         expected["outside the layers", "sampling"] = MIB
         for layer in range(num_layers):
             name = f"layer {layer}"
