@@ -306,7 +306,7 @@ def test_a_server_that_was_drained_while_it_was_loading_is_not_said_to_be_ready(
     live.loop.run(live.server.attach(served_llm))
     assert _say_loaded(live.server, "tiny", "amoeba") != drained
     said = capsys.readouterr().err
-    assert said.startswith("loaded, and not ready: tiny on" if drained else "ready: tiny on")
+    assert said.startswith("not ready: tiny on" if drained else "ready: tiny on")
     assert ("drained while it was loading" in said) == drained
 
 
