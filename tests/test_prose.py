@@ -16,8 +16,6 @@ NOT_REWRITTEN_YET = frozenset(
         "amoeba_jax/sampling",
         "amoeba_jax/transform",
         "amoeba_jax/weights",
-        "docs/extending.md",
-        "docs/notation.md",
     }
 )
 """Packages that may have more hits. Remove a package as soon as it is rewritten."""
