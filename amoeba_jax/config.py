@@ -79,9 +79,8 @@ class EngineConfig:
     """Refusal of requests and transformations that need a program that is not compiled yet. Takes effect after a
     warm-up of all degrees."""
     prepare_pausing: bool = False
-    """Have warm-ups compile besides what instances of higher degrees need that keep all weights, as they do while
-    requests are paused, and launch long steps in parts, of which few have to run before requests pause: see
-    `LLM.transform`. Takes a second buffer of hidden states on each device."""
+    """Let warm-ups also compile the programs of higher degrees that keep all weights: instances need them while
+    requests are paused (`LLM.transform`)."""
     seed: int = 0
     """Seed of random weights, and of requests without a seed."""
 

@@ -21,8 +21,7 @@ class SequenceAdmission:
     """Starts waiting sequences. Used by the dispatcher thread only.
 
     Args:
-        launching: is told of an instance whose buffers a program has lost, and launches what an instance has begun
-            before a sequence starts there: it may get pages and a slot of one that was part of that step.
+        launching: is told of an instance whose buffers a program has lost.
     """
 
     def __init__(
@@ -47,9 +46,6 @@ class SequenceAdmission:
                 return  # preempted a moment ago: its last token is not known yet
             chosen = self._room.choose(sequence)
             if chosen is not None:
-                self._launching.finish_begun(chosen[0])
-                if chosen[0] not in self._cluster.instances:
-                    continue  # that has failed
                 self._sequences.dequeue(sequence)
                 self._place(*chosen, sequence)
             elif self._fits_nowhere(sequence):
@@ -97,9 +93,6 @@ class SequenceAdmission:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
         if instance.capacity_tokens < most:
             raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
-        self._launching.finish_begun(instance)
-        if instance not in self._cluster.instances:
-            raise RequestError(f"instance {instance.id} has just been replaced: a step of it has failed")
         lane = self._room.lane_for(instance, sequence)
         if lane is None:
             raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")

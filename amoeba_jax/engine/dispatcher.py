@@ -40,8 +40,6 @@ class Dispatcher:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _RESULT, or None to stop
-        self._num_called = self._num_served = 0  # under the lock, and in the dispatcher's thread
-        self._in_call = False
         # Reentrant: a finalizer that the garbage collector runs inside `call` may call again.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
@@ -49,7 +47,6 @@ class Dispatcher:
         self.num_held = 0
         # Waiting for the device happens in threads that launch nothing.
         engine.on_result = partial(self._calls.put, _RESULT)
-        engine.rounds.calls_wait = lambda: not self._in_call and self._num_called != self._num_served
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 
@@ -62,7 +59,6 @@ class Dispatcher:
         with self._lock:
             if self._closed is not None:
                 raise EngineClosedError(f"the engine is closed: {self._closed}") from self._closed
-            self._num_called += 1
             self._calls.put((lambda: function(*args), future))
         return future
 
@@ -81,14 +77,16 @@ class Dispatcher:
             self._thread.join()
 
     def _run(self) -> None:
-        held = False
+        timeout_s = self._engine.interval_s
         try:
-            while self._serve(None if held else self._engine.interval_s):
+            while self._serve(timeout_s):
                 self._engine.collect()
-                if held := self.hold is not None and self.hold.behind:
+                if self.hold is not None and self.hold.behind:
                     self.num_held += 1
+                    timeout_s = None
                 else:
-                    self._engine.advance()
+                    launched = self._engine.advance()
+                    timeout_s = 0.0 if launched else self._engine.interval_s
         except BaseException as error:  # donated buffers are lost with the step: nothing can go on
             with self._lock:
                 self._closed = error
@@ -114,16 +112,12 @@ class Dispatcher:
             if item is _RESULT:
                 continue
             function, future = item
-            self._num_served += 1
             # Its caller may have been cancelled, and no one wants the call any more. From here on it cannot be.
             if future.set_running_or_notify_cancel():
-                self._in_call = True  # others wait for its end, and not for a launch of its own
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-                finally:
-                    self._in_call = False
             # Nothing may outlive its call while this waits for the next: it may hold an `LLM` that no one else does.
             item = function = future = None
 

@@ -1,7 +1,6 @@
 """Instances, their requests, and the step that moves all of them forward."""
 
 import itertools
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +13,6 @@ from amoeba_jax.engine.background_warmup import BackgroundWarmup
 from amoeba_jax.engine.launching import Launching
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.results import Results
-from amoeba_jax.engine.rounds import Rounds
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import RequestError
@@ -36,8 +34,7 @@ class Engine:
     """Everything behind the API, driven by one thread: all methods run in the dispatcher thread.
 
     The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
-    to two steps launched: the device computes one while the host takes in the results of the one before it. See
-    `Launching.due_s`.
+    to two steps launched: the device computes one while the host takes in the results of the one before it.
 
     Construction loads the weights, and meanwhile begins to compile the programs of the degrees `compile_first`.
     `on_load(name)` is called after each parameter.
@@ -75,7 +72,6 @@ class Engine:
         self.scheduler_hook: SchedulerHook | None = None
         self.background_warmup = BackgroundWarmup(self.cluster)
         self.closing = False
-        self.rounds = Rounds(self.cluster, self.launching, self._admit)
         self._shared_at = 0
         self._numbers = itertools.count()
         self.on_result: Callable[[], None] = lambda: None
@@ -149,12 +145,9 @@ class Engine:
     @property
     def interval_s(self) -> float | None:
         """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
-        waits_s = [self.rounds.next_at - time.perf_counter()]
         if self.cluster.lost:
-            waits_s.append(REVIVE_INTERVAL_S)
-        elif self.scheduler_hook is not None:
-            waits_s.append(self.scheduler_hook.interval_s)
-        return None if (shortest_s := min(waits_s)) == math.inf else max(shortest_s, 0.0)
+            return REVIVE_INTERVAL_S
+        return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
 
     @property
     def has_requests(self) -> bool:
@@ -214,8 +207,9 @@ class Engine:
     # Steps
 
     def advance(self) -> bool:
-        """Admit what fits and launch the steps that are due, until a call waits. Returns whether anything was launched.
+        """Admit what fits, and launch one step on each instance that has room for it (`MAX_PENDING_STEPS`).
 
+        Returns whether anything was launched: call it again then, as there may be more to launch.
         Raises `RuntimeError` if there is work and nothing can ever move it.
         """
         if arrived := self.background_warmup.take_arrived():
@@ -223,8 +217,11 @@ class Engine:
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
         self._admit()
-        launched = self.rounds.launch_due()
-        pending = any(i.pending or (i.begun and i in self.instances) for i in self.cluster.all_instances)
+        launched = False
+        for instance in self.instances:
+            if instance in self.instances:  # not replaced meanwhile: a launch may end or fail a transformation
+                launched |= self.launching.launch(instance)
+        pending = any(instance.pending for instance in self.cluster.all_instances)
         # Requests that all wait for programs are not disturbed by those who compile them.
         self.cluster.executables.background.serving = pending
         if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:
@@ -248,7 +245,6 @@ class Engine:
         self.transformations.collect()
 
     def _drain(self, instance: Instance) -> None:
-        self.launching.finish_begun(instance)
         while instance.pending:
             self.results.take(instance, instance.pending.popleft())
 

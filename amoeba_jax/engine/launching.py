@@ -1,8 +1,6 @@
 """What each instance computes next, and what becomes of steps that cannot be launched."""
 
 import bisect
-import math
-import time
 from collections.abc import Iterable, Iterator
 
 from amoeba_jax.engine.recovery import Recovery
@@ -12,7 +10,6 @@ from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane_batcher import lane_plans
-from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.sampling.rows import SamplerKind
@@ -21,14 +18,6 @@ from amoeba_jax.transform.transformation import Transformations
 
 # The step that computes, and one behind it so that the device need not wait for the host.
 MAX_PENDING_STEPS = 2
-# That one is launched this long before the other is expected to end: requests that come until then are in it, and an
-# urgent one, for which others pause, waits for one step less.
-LAUNCH_LEAD_S = 0.015
-# One that takes less is followed at once: waking up in the middle of it costs 1% of it (28 ms on 2 cores).
-SHORT_STEP_S = 0.04
-# Steps of instances that may pause are launched in parts that take at least `PART_S`, each `PART_LEAD_S` before those
-# ahead of it are expected to have run: an urgent request waits for these alone, and not for the step.
-PART_S, PART_LEAD_S = 0.015, 0.007
 
 
 class Launching:
@@ -45,19 +34,12 @@ class Launching:
         self._cluster, self._sequences, self._stats = cluster, sequences, stats
         self._transformations, self._recovery = transformations, recovery
 
-    def due_s(self, instance: Instance) -> float:
-        """Seconds until an instance's next step, or part of one, is to be launched; infinite where nothing says when,
-        before a result comes."""
-        held_s = self._transformations.held_s(instance) if instance.begun is None else 0.0
-        return max(held_s, step_due_s(instance))
-
     def launch(self, instance: Instance) -> bool:
-        """Launch an instance's next step, if it has anything to compute; of one that merges or splits, switch layers
-        before it. Of a step that was begun, launch the next part. Returns whether anything was done."""
-        if instance.begun is not None:
-            self._launch_part(instance)
-            return True
-        if self._transformations.held_s(instance) > 0:
+        """Launch the next step of an instance. If the instance merges or splits, switch layers before it.
+
+        Returns whether anything was done: not if `MAX_PENDING_STEPS` are in flight, nor without anything to compute.
+        """
+        if len(instance.pending) >= MAX_PENDING_STEPS or self._transformations.holds(instance):
             return False
         num_preempted = self._reserve_next_tokens(instance)
         if instance.transition is None:
@@ -72,10 +54,7 @@ class Launching:
         """Launch the next step; None if there is nothing to compute. A step that fails is one."""
         while (plan := self._plan(instance)) is not None:
             try:
-                if (parts := self._parts(instance, plan)) is None:
-                    instance.launch_plan(plan)
-                else:
-                    instance.begun = instance.launcher.begin(plan, instance.lanes, *parts)
+                instance.launch_plan(plan)
             except StepNotLaunchedError as error:
                 if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
                     return None
@@ -85,60 +64,12 @@ class Launching:
             except Exception as error:
                 self.failed(instance, error, plan.rows)
                 return plan
-            if instance.begun is None:
-                self._launched(instance, plan)
-            else:
-                self._launch_part(instance)
+            instance.turns.took(plan.rows)
+            self._count(plan)
+            for sequence in self._end_prompts(plan):
+                self._sequences.cache_pages(instance, sequence)
             return plan
         return None
-
-    def _parts(self, instance: Instance, plan: StepPlan) -> tuple[int, ExpectedStep] | None:
-        """In how many parts a step is launched, and when it is expected to compute; None: all of it at once.
-
-        Long steps of instances that may have to pause are launched in parts, where a spare buffer of hidden states is
-        there to serve with meanwhile.
-        """
-        plans = self._cluster.plan
-        if not plans.has_spare_hidden or instance.tp == plans.config.max_tp or plan.logits_of == "all":
-            return None
-        if instance.transition is not None:
-            return None
-        now, last = time.perf_counter(), instance.pending[-1] if instance.pending else None
-        before = None if last is None else instance.pace.expected(last.launched_at, last.decodes, last.prompt_tokens)
-        step = instance.pace.expected(now, plan.decodes, plan.prompt_tokens)
-        if step is None or (last is not None and before is None):
-            return None
-        seconds = step.ends_at - step.begins_at
-        begins_at = now if before is None else max(now, before.ends_at)
-        num_parts = min(int(seconds / PART_S), len(plans.segments) + 1) if seconds >= SHORT_STEP_S else 1
-        return None if num_parts < 2 else (num_parts, ExpectedStep(begins_at, begins_at + seconds))
-
-    def _launch_part(self, instance: Instance, *, to_the_end: bool = False) -> None:
-        """Launch the next part of the step that an instance has begun, or all that is left of it."""
-        begun = instance.begun
-        try:
-            plan = instance.launch_part(to_the_end=to_the_end)
-        except Exception as error:
-            self.failed(instance, error, () if begun is None else begun.left()[0].rows)
-            self._cluster.on_result()  # no result will come that changes may wait for
-            return
-        if plan is not None:
-            self._launched(instance, plan)
-        elif instance.begun is None:  # all of its sequences have ended
-            self._cluster.on_result()  # no result will come that changes may wait for
-
-    def finish_begun(self, instance: Instance) -> None:
-        """Launch what is left of a step that an instance has begun, before something else happens to it: where that
-        fails, another is in its place. A paused one keeps what it has begun."""
-        if instance.begun is not None and instance in self._cluster.instances:
-            self._launch_part(instance, to_the_end=True)
-
-    def _launched(self, instance: Instance, plan: StepPlan) -> None:
-        """Take note of a step all of which was launched."""
-        instance.turns.took(plan.rows)
-        self._count(plan)
-        for sequence in self._end_prompts(plan):
-            self._sequences.cache_pages(instance, sequence)
 
     def _plan(self, instance: Instance) -> StepPlan | None:
         """The next step whose programs are there: sequences that can do without those of the best one go on.
@@ -242,20 +173,3 @@ class Launching:
                 self._sequences.preempt(self._sequences.home(holder), holder)
                 num_preempted += 1
         return num_preempted
-
-
-def step_due_s(instance: Instance) -> float:
-    """Seconds until an instance's next step is to be launched where nothing changes: none where the one that computes
-    is short or near its end, or where nothing is known of that; infinite where that one is launched."""
-    pending = instance.pending
-    if instance.begun is not None:
-        return instance.begun.runs_until - PART_LEAD_S - time.perf_counter()
-    if len(pending) >= MAX_PENDING_STEPS:
-        return math.inf
-    if not pending or instance.transition is not None:
-        return 0.0
-    (step,) = pending
-    expected = instance.pace.expected(step.launched_at, step.decodes, step.prompt_tokens)
-    if expected is None or expected.ends_at - expected.begins_at < SHORT_STEP_S:
-        return 0.0
-    return expected.ends_at - LAUNCH_LEAD_S - time.perf_counter()

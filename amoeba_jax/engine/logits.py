@@ -16,8 +16,6 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
     pages.
     """
     engine.check_request(len(tokens), 0)
-    for instance in engine.instances:
-        engine.launching.finish_begun(instance)
     steady = [instance for instance in engine.instances if instance.transition is None]
     if not steady:
         raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")

@@ -79,7 +79,7 @@ class Recovery:
         drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
         forget_tokens(sampled)
-        give_up(self._cluster, instance, self._requeue)
+        give_up(instance, self._requeue)
         self._replace(instance)
         for sequence in involved:
             if sequence.finished:

@@ -50,8 +50,6 @@ class Results:
         now = time.perf_counter()
         kind = step.decodes, prompt_tokens, step.beside_decodes
         instance.pace.take(step.launched_at, now, *kind, num_rows=len(step.rows))
-        if instance.begun is not None and not instance.pending:
-            instance.begun.began(now)
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:

@@ -102,7 +102,7 @@ class Sequences:
         for instance in self._cluster.all_instances:
             for lane in instance.lanes:
                 lane.running.clear()
-            instance.forget_steps()
+            instance.pending.clear()
         for sequence in sequences:
             sequence.fail(error)
             self.report(Update(sequence, finished=True))

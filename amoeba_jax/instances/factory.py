@@ -51,9 +51,6 @@ class InstanceFactory:
         jax.block_until_ready([(state.flags, state.bias) for state in self._sampling_states])
         self._begins = [jax.device_put((np.bool_(False), np.bool_(True)), device) for device in devices]
         self.allocators = [self.new_allocator(released) for _ in devices]
-        self._spare_hidden: list[jax.Array | None] = []
-        if plan.has_spare_hidden:
-            self._spare_hidden += jax.block_until_ready([self._new_hidden(device) for device in devices])
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """An empty allocator over the base extent and those that are released for a degree."""
@@ -128,26 +125,6 @@ class InstanceFactory:
         shape = (self._dims.config.hidden_size, self._plan.hidden_tokens)
         return jnp.zeros(shape, self._dims.dtype, device=device)
 
-    def spare_hidden(self, group: SubMesh) -> list[jax.Array] | None:
-        """Take a group's buffers of hidden states `[D, hidden_tokens]` besides those that its instances have, in the
-        order of ranks; None where there are none (`EnginePlan.has_spare_hidden`). One that is gone is made again;
-        raises what the allocation does."""
-        if not self._spare_hidden:
-            return None
-        taken = []
-        for device, index in zip(group.devices, group.device_indices, strict=True):
-            buffer, self._spare_hidden[index] = self._spare_hidden[index], None
-            taken.append(self._new_hidden(device) if buffer is None or buffer.is_deleted() else buffer)
-        return taken
-
-    def put_spare(self, group: SubMesh, buffers: list[jax.Array]) -> bool:
-        """Keep buffers for `spare_hidden`, where there are to be such. Returns whether that is so."""
-        if not self._spare_hidden:
-            return False
-        for index, buffer in zip(group.device_indices, buffers, strict=True):
-            self._spare_hidden[index] = buffer
-        return True
-
     def scratch_of(self, instance: Instance) -> Scratch:
         """What an instance, which nothing is launched on any more, has of it. Of what is lost, the other is kept."""
         runner = instance.runner
@@ -171,4 +148,3 @@ class InstanceFactory:
         """Drop the device buffers that instances share."""
         self._sampling_states.clear()
         self._begins.clear()
-        self._spare_hidden.clear()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row
@@ -16,7 +15,7 @@ def forget_tokens(sampled: Iterable[Row]) -> None:
         row.sequence.num_in_flight = 0
 
 
-def give_up(cluster: Cluster, instance: Instance, requeue: Callable[[Instance, Sequence], None]) -> None:
+def give_up(instance: Instance, requeue: Callable[[Instance, Sequence], None]) -> None:
     """Have the sequences of an instance, and those that are paused on its devices, computed again.
 
     Args:
@@ -25,13 +24,11 @@ def give_up(cluster: Cluster, instance: Instance, requeue: Callable[[Instance, S
     paused = instance.drop_paused()
     for each in (instance, *paused):
         forget_tokens(row for step in each.pending for row in step.sampled)
-        each.forget_steps()
+        each.pending.clear()
         for lane in each.lanes:
             lane.cache.clear()
             lane.cache.enabled = False  # what it holds is lost: there is nothing to keep
         for sequence in list(each.running):
             requeue(each, sequence)
     for each in paused:
-        if not each.runner.hidden.is_lost:
-            cluster.factory.put_spare(each.group, each.runner.hidden.release(check=False))
         each.retire()

@@ -72,13 +72,6 @@ class HiddenStates:
                 self._buffers[rank] = jnp.zeros(self._shape, self._dtype, device=device)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the programs that were launched with them have run. Does not wait."""
-        buffers = self._buffers if self._whole is None else [self._whole]
-        ready = (buffer.is_ready() for buffer in buffers if buffer is not None)  # pyright: ignore[reportAttributeAccessIssue]
-        return all(ready)
-
-    @property
     def is_lost(self) -> bool:
         """Whether a failed program has taken any along."""
         if self._whole is not None:

@@ -2,9 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
-from amoeba_jax.instances.begun_step import BegunStep
 from amoeba_jax.instances.changing import Changing, PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
@@ -38,7 +36,6 @@ class Instance:
         launcher: of its steps.
         reader: of what they return.
         pending: steps that were launched and whose results have not been taken.
-        begun: a step of which not all programs have been launched.
         transition: what changes the placement of its layers.
         pace: of its steps whose results were taken.
         turns: whose prompts it computes next.
@@ -63,7 +60,6 @@ class Instance:
         self.buckets = self.lane_buckets = buckets
         self.released = released
         self.pending: deque[PendingStep] = deque()
-        self.begun: BegunStep | None = None
         self.num_launched = 0
         self.last_was_prompt = False
         self.transition: Changing | None = None
@@ -224,41 +220,13 @@ class Instance:
         step = self.launcher.launch(plan, self.lanes)
         if self.transition is not None:
             step.decodes = False
-        self._add_pending(step, plan)
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether a step was launched, or begun, whose results have not been taken."""
-        return bool(self.pending) or self.begun is not None
-
-    def launch_part(self, *, to_the_end: bool = False) -> StepPlan | None:
-        """Launch the next part of the step that was begun, or all that is left; returns its plan with the last part.
-        Where it fails, or no sequence is left, the step is not begun any more."""
-        begun, self.begun = self.begun, None
-        if begun is None or not begun.has_rows:
-            return None
-        begun.devices_wait(begun.num_launched > 0 and self.runner.hidden.is_ready)
-        if not to_the_end and (segments := begun.next_part()) is not None:
-            self.launcher.launch_part(begun, segments)
-            self.begun = begun
-            return None
-        step = self.launcher.finish(begun)
-        self._add_pending(step, begun.plan)
-        return replace(begun.plan, rows=step.rows)
-
-    def _add_pending(self, step: PendingStep, plan: StepPlan) -> None:
         self.pending.append(step)
         self.num_launched += 1
         self.last_was_prompt = not plan.decodes
 
-    def forget_steps(self) -> None:
-        """Wait for no results of steps, and launch nothing more of a step that was begun."""
-        self.pending.clear()
-        self.begun = None
-
     def retire(self) -> None:
         """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
-        self.transition = self.begun = None
+        self.transition = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner, self.launcher
 

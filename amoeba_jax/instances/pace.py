@@ -6,10 +6,6 @@ from statistics import median
 from typing import NamedTuple
 
 _NUM_STEPS = 16
-# The next one ends at the earliest as the shortest of these did: with fewer requests steps are shorter at once.
-_NUM_LATEST = 4
-# A prompt may be shorter than others that took as long.
-_PROMPT_SHARE = 0.8
 
 
 class DecodeRate(NamedTuple):
@@ -17,13 +13,6 @@ class DecodeRate(NamedTuple):
 
     sequences: float
     tokens_per_s: float
-
-
-class ExpectedStep(NamedTuple):
-    """When a step begins, and ends at the earliest, in seconds of `time.perf_counter`."""
-
-    begins_at: float
-    ends_at: float
 
 
 class Pace:
@@ -62,16 +51,6 @@ class Pace:
             of_decodes_s = (self.step_s or 0.0) if beside_decodes else 0.0
             self._prompts.append((prompt_tokens, seconds, max(seconds - of_decodes_s, 0.0)))
         self.taken_at = taken_at
-
-    def expected(self, launched_at: float, decodes: bool, prompt_tokens: int = 0) -> ExpectedStep | None:
-        """When a step that was launched then computes, as the latest ones of its kind say; None where there was none.
-        Arguments are those of `take`."""
-        begins_at = max(launched_at, self.taken_at)
-        if decodes and self._seconds:
-            return ExpectedStep(begins_at, begins_at + min(list(self._seconds)[-_NUM_LATEST:]))
-        if prompt_tokens and (rate := self.prompt_tokens_per_s) is not None:
-            return ExpectedStep(begins_at, begins_at + _PROMPT_SHARE * prompt_tokens / rate)
-        return None
 
     @property
     def step_s(self) -> float | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.site import Site
-from amoeba_jax.instances.step_switch import ExchangePart, StepSwitch
+from amoeba_jax.instances.step_switch import StepSwitch
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
@@ -166,28 +166,8 @@ class Runner:
         _, rows = put(self.placement.ends, None, shape)
         return StepInputs(tuple(work), rows, head, shape if lane is None else None)
 
-    def run_segments(self, inputs: StepInputs, segments: slice) -> None:
-        """Dispatch some segments of a step of an instance in steady state, without waiting. `run` launches those that
-        are left.
-
-        Donates their cache and the hidden states.
-        """
-        (work,) = inputs.work
-        assert isinstance(work, PreparedPart), "all layers have one home"
-        self._run_part(work, segments)
-
-    def _run_part(
-        self, work: PreparedPart, segments: slice, exchanges: Mapping[SegmentPlan, ExchangePart] | None = None
-    ) -> None:
-        site = self.sites[work.part.home]
-        states, tokens = self.hidden.take(site.group), self._tokens_at(site.group)
-        programs = work.programs[segments]
-        states = site.run(work.part.segments[segments], programs, states, work.packed, tokens, exchanges)
-        self.hidden.put(site.group, states)
-
-    def run(self, inputs: StepInputs, launched: int = 0) -> HeadOutput:
-        """Dispatch a step without waiting, but for that many segments that `run_segments` has launched. The tokens it
-        samples as the argmax are recorded in their slots.
+    def run(self, inputs: StepInputs) -> HeadOutput:
+        """Dispatch a step without waiting. The tokens it samples as the argmax are recorded in their slots.
 
         Donates the cache and the hidden states from the first program on: what fails after that has lost some of them.
         """
@@ -198,7 +178,9 @@ class Runner:
                 site = self.sites[work.part.home]
                 within = None if switch is None or site.group is not self.group else switch
                 exchanges = None if within is None else within.begin(inputs.shape)
-                self._run_part(work, slice(launched, None), exchanges)
+                states, tokens = hidden.take(site.group), self._tokens_at(site.group)
+                states = site.run(work.part.segments, work.programs, states, work.packed, tokens, exchanges)
+                hidden.put(site.group, states)
                 if within is not None:
                     within.end()
             elif work.program is None:

@@ -1,17 +1,17 @@
 """Prepares and launches the steps of an instance, and copies of its pages."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 
-from amoeba_jax.instances.begun_step import BegunStep, PreparedStep
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.pace import ExpectedStep
 from amoeba_jax.instances.result_reader import ResultReader
-from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.runner import Runner, StepInputs
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_batch import step_batch
-from amoeba_jax.instances.step_plan import PendingStep, StepNotLaunchedError, StepPlan
-from amoeba_jax.instances.step_sampler import StepSampler, sampler_kind
+from amoeba_jax.instances.step_plan import PendingStep, Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
@@ -19,6 +19,20 @@ from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
 from amoeba_jax.sampling.rows import SamplerKind
 from sharding.mesh import assemble, disassemble
 from sharding.placement import Home
+
+
+class _PreparedStep(NamedTuple):
+    """All that a step needs before its first program is launched.
+
+    Attributes:
+        sampled: rows whose next token it chooses.
+    """
+
+    inputs: StepInputs
+    sampled: list[Row]
+    sample: SampleCall | None
+    take_column: jax.stages.Compiled | None
+    token_logprobs: jax.stages.Compiled | None
 
 
 class StepLauncher:
@@ -66,37 +80,12 @@ class StepLauncher:
         Raises `StepNotLaunchedError`, with nothing changed, where it cannot be prepared, such as for lack of a program.
         Any other error has come after the first program: the cache may have lost extents with it.
         """
-        return self._finish(plan, self._try_prepare(plan, lanes))
-
-    def begin(self, plan: StepPlan, lanes: list[Lane], num_parts: int, expected: ExpectedStep) -> BegunStep:
-        """Prepare a step of an instance in steady state, which returns no logits of prompts, for `launch_part` and
-        `finish`. Raises `StepNotLaunchedError` as `launch` does."""
-        return BegunStep(plan, self._try_prepare(plan, lanes), num_parts, expected)
-
-    def launch_part(self, begun: BegunStep, segments: slice) -> None:
-        """Dispatch some segments of a step. What fails has lost some of the cache."""
-        self._runner.run_segments(begun.prepared.inputs, segments)
-
-    def finish(self, begun: BegunStep) -> PendingStep:
-        """Dispatch what is left of a step, and what samples its tokens, as `launch` does.
-
-        What its sequences computed counts from now on. One that has lost its pages meanwhile is none of them.
-        """
-        plan, sampled = begun.left()
-        step = self._finish(plan, begun.prepared._replace(sampled=sampled), begun.num_launched)
-        step.launched_at = begun.launched_at
-        return step
-
-    def _try_prepare(self, plan: StepPlan, lanes: list[Lane]) -> PreparedStep:
         try:
-            return self._prepare(plan, lanes)
+            prepared = self._prepare(plan, lanes)
         except Exception as error:
             raise StepNotLaunchedError("the step could not be prepared") from error
-
-    def _finish(self, plan: StepPlan, prepared: PreparedStep, launched: int = 0) -> PendingStep:
-        """Launch what is left of a step, the head and what samples its tokens."""
         every, sampled, sample = plan.logits_of == "all", prepared.sampled, prepared.sample
-        head = self._runner.run(prepared.inputs, launched)
+        head = self._runner.run(prepared.inputs)
         prompt_row = prompt_result = None
         # Taking a rank's part of an array takes time: only where it is wanted.
         logits = self._first_rank(head.logits) if sample is not None or every else None
@@ -124,7 +113,7 @@ class StepLauncher:
             row.sequence.num_in_flight += 1
         return step
 
-    def _prepare(self, plan: StepPlan, lanes: list[Lane]) -> PreparedStep:
+    def _prepare(self, plan: StepPlan, lanes: list[Lane]) -> _PreparedStep:
         """Everything that may fail without harm: the batch, the sampling settings, and all programs."""
         every = plan.logits_of == "all"
         sampled = [row for row in plan.rows if row.samples]
@@ -142,7 +131,7 @@ class StepLauncher:
             return step_batch(shape, home.degree, rows, lambda s: _table(lanes, s, home), geometry, first)
 
         inputs = self._runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
-        return PreparedStep(inputs, sampled, sample, *columns)
+        return _PreparedStep(inputs, sampled, sample, *columns)
 
     def launch_batch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
         """Dispatch a step of an instance in steady state, without waiting, and without choosing tokens by any other

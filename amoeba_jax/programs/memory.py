@@ -110,16 +110,9 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
     return config.max_num_seqs * config.max_tp * (4 + 8 * dims.config.vocab_size)
 
 
-def has_spare_hidden(config: EngineConfig) -> bool:
-    """Whether a device has a second buffer of hidden states: for an instance in the place of paused ones, which keep
-    theirs, with a step that they have begun."""
-    return config.prepare_pausing and config.max_tp > 1
-
-
 def hidden_bytes(dims: ModelDims, config: EngineConfig) -> int:
     """Return the bytes of a device's hidden states, and of two flags that mark the first segment of a step."""
-    buffer = dims.config.hidden_size * hidden_tokens(config) * jnp.dtype(dims.dtype).itemsize
-    return (2 if has_spare_hidden(config) else 1) * buffer + 2
+    return dims.config.hidden_size * hidden_tokens(config) * jnp.dtype(dims.dtype).itemsize + 2
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:

@@ -11,7 +11,7 @@ from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets, hidden_tokens
-from amoeba_jax.programs.memory import MOST_CPU_SEGMENT_LAYERS, MemoryPlan, has_spare_hidden, plan_memory
+from amoeba_jax.programs.memory import MOST_CPU_SEGMENT_LAYERS, MemoryPlan, plan_memory
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.step_program import HeadKey, LogitsOf, PageExchange, StepKey
 from amoeba_jax.weights.layout import WeightLayout
@@ -34,7 +34,6 @@ class EnginePlan:
         segments: runs of layers, each compiled as one program.
         head: segment of the final norm and the output head.
         hidden_tokens: tokens that fit in a group's buffer of hidden states.
-        has_spare_hidden: whether each device has a second such buffer.
         num_slots: sequences whose last tokens an instance remembers.
         max_model_len: limit of prompt plus output, in tokens.
         overlaps_exchanges: whether layers switch inside step programs; see `EngineConfig.overlap_exchange`.
@@ -70,7 +69,6 @@ class EnginePlan:
         self.overlaps_exchanges = devices[0].platform == "gpu" if wanted is None else wanted
         self.loops_exchanges = devices[0].platform == "cpu"
         self.hidden_tokens = hidden_tokens(config)
-        self.has_spare_hidden = has_spare_hidden(config)
         self.num_slots = config.max_num_seqs * dims.max_tp
         capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
         self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)

@@ -194,7 +194,7 @@ class ActiveTransitions:
         if not active.transition.up:
             instances = [i for i in self._cluster.instances if i.id in active.devices]
             for instance in instances:
-                give_up(self._cluster, instance, self._requeue)
+                give_up(instance, self._requeue)
                 instance.site.kv.clear()
             active.transition.let_go()
             # What was restored counts as released again, and is loaded.

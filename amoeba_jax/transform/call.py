@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from amoeba_jax.errors import LayoutError, RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.transform.in_step import InStep
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import KeptPages
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
@@ -31,9 +30,7 @@ class TransformCall:
     awaits_requests: bool = False
     """It begins when the requests of its instances have ended."""
     awaited: list[Instance] = field(default_factory=list)
-    """It begins when the steps of these have run. They launch no others but to get in step."""
-    in_step: InStep | None = None
-    """Which those are; None where no steps are awaited."""
+    """It begins when the steps of these have run. They launch no others."""
     error: BaseException | None = None
     outcomes: list[str] = field(default_factory=list)
     """How groups ended that failed."""

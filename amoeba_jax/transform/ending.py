@@ -56,10 +56,9 @@ class Ending:
         for home, lane in zip(new, instance.lanes, strict=True):
             adopt_prefixes(home.lane, [lane], home.group.home)
         if members := instance.drop_paused():
-            give_hidden(cluster, members, [buffer for part in scratch for buffer in part.hidden])
+            give_hidden(members, [buffer for part in scratch for buffer in part.hidden])
         for member, site in zip(members, transition.members, strict=False):
             member.site.kv[:] = site.kv
-            member.begun = None  # its place has other sequences beside those of the step
         cluster.replace([instance], new)
 
     def abort(self, active: GroupTransition) -> None:
@@ -89,7 +88,7 @@ class Ending:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
-        give_up(cluster, instance, self._requeue)
+        give_up(instance, self._requeue)
         instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)

@@ -40,13 +40,8 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     # No program takes last tokens donated: what the members have of their slots stays theirs.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
-    if (hidden := cluster.factory.spare_hidden(group)) is None:
-        hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
-    try:
-        instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
-    except BaseException:
-        cluster.factory.put_spare(group, hidden)
-        raise
+    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
+    instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
@@ -59,31 +54,25 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     members = instance.drop_paused()
     for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
-    give_hidden(cluster, members, instance.runner.hidden.release(check=False))
-    for member in members:
-        if member.begun is not None:
-            member.begun.resumed()
+    give_hidden(members, instance.runner.hidden.release(check=False))
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
     return members
 
 
-def give_hidden(cluster: Cluster, members: Sequence[Instance], buffers: list[jax.Array]) -> None:
-    """Give paused instances that go on, or the cluster if they have kept theirs, the hidden states' buffers of the one
-    in their place, in the order of ranks."""
+def give_hidden(members: Sequence[Instance], buffers: list[jax.Array]) -> None:
+    """Give paused instances that go on the hidden states' buffers of the one in their place, in the order of ranks."""
     for member in members:
         own, buffers = buffers[: member.tp], buffers[member.tp :]
-        if not cluster.factory.put_spare(member.group, own):
-            member.runner.hidden = HiddenStates(member.group, own)
+        member.runner.hidden = HiddenStates(member.group, own)
 
 
-def forget(cluster: Cluster, instance: Instance) -> None:
+def forget(instance: Instance) -> None:
     """Drop paused instances that have no sequences, with their cached prefixes."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
         forget_tokens(row for step in member.pending for row in step.sampled)
-        member.forget_steps()
-        cluster.factory.put_spare(member.group, member.runner.hidden.release(check=False))
+        member.pending.clear()
         member.retire()
 
 

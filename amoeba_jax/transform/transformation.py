@@ -1,6 +1,5 @@
 """Transformations: which groups of devices change their degree, from the request to the report."""
 
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +11,6 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.active import ActiveTransitions
 from amoeba_jax.transform.beginning import Beginning
 from amoeba_jax.transform.call import TransformCall, check_options, next_groups
-from amoeba_jax.transform.in_step import InStep
 from amoeba_jax.transform.needs import GroupChange, request_programs
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget, pause, resume
@@ -150,15 +148,12 @@ class Transformations:
         """Whether an instance changes when steps that were launched have run."""
         return any(instance in call.awaited for call in self._calls)
 
-    def held_s(self, instance: Instance) -> float:
-        """Seconds for which an instance launches no steps, as it is about to change, or as all of its layers are where
-        they are to be; infinite where it waits for steps that were launched."""
+    def holds(self, instance: Instance) -> bool:
+        """Whether an instance must launch no steps until those in flight have run: it is about to change, or all of its
+        layers have switched."""
         if instance.transition is not None:
-            return math.inf if instance.pending and self.active.has_switched_all(instance) else 0.0
-        call = next((call for call in self._calls if instance in call.awaited), None)
-        if call is None:
-            return 0.0
-        return math.inf if call.in_step is None else call.in_step.due_s(instance, time.perf_counter())
+            return bool(instance.pending) and self.active.has_switched_all(instance)
+        return self.is_about_to_change(instance)
 
     def retry(self) -> None:
         """Programs have come: go on with calls that wait for some."""
@@ -175,7 +170,7 @@ class Transformations:
         degree = call.options.tensor_parallel_size
         for instance in old:
             if instance.paused and instance.paused[0].tp != degree:
-                forget(self._cluster, instance)  # they have no requests: see `check_paused`
+                forget(instance)  # they have no requests: see `check_paused`
         if _keeps_steps(call, old):
             self._pause(call, old)
             return
@@ -229,11 +224,10 @@ class Transformations:
         return call.awaits_requests
 
     def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether steps that were launched are waited for. Instances launch no others, but to get in step: those that
-        have none now neither, or their group would wait for these in turn. No requests start beside them."""
+        """Whether steps that were launched are waited for. Meanwhile the instances launch no others, not even those
+        that have none now, or their group would wait for these in turn. No requests start beside them."""
         changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
-        call.awaited = changing if any(i.has_steps for i in changing) else []
-        call.in_step = InStep(changing, time.perf_counter()) if call.awaited else None
+        call.awaited = changing if any(i.pending for i in changing) else []
         for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
             lane.closed = True
         return bool(call.awaited)
@@ -266,4 +260,4 @@ def _keeps_steps(call: TransformCall, old: list[Instance]) -> bool:
 
 def _steps_have_run(call: TransformCall) -> bool:
     """Whether a call can begin that has waited for steps."""
-    return bool(call.awaited) and not any(instance.has_steps for instance in call.awaited)
+    return bool(call.awaited) and not any(instance.pending for instance in call.awaited)

@@ -25,7 +25,6 @@ from amoeba_jax.accumulate import wait_for
 from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs import compiling
@@ -100,9 +99,7 @@ class Load:
     def run(self) -> Outcome:
         """Raises what ends the engine, and `AssertionError` where requests never end."""
         forget_prefixes(self._llm)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pace, "expected", lambda *_: None)  # steps are launched ahead at once, whatever they take
-            in_dispatcher(self._llm, self._drive, engine_of(self._llm))
+        in_dispatcher(self._llm, self._drive, engine_of(self._llm))
         for name, (request, deliveries) in self._asked.items():
             try:
                 outputs = wait_for(request, deliveries).outputs
@@ -148,7 +145,8 @@ class Load:
         for _ in range(MAX_ROUNDS):
             if done():
                 return
-            engine.advance()
+            while engine.advance():
+                pass
             for instance in engine.cluster.all_instances:
                 for step in instance.pending:
                     step.result.exception()

@@ -62,21 +62,3 @@ def test_the_rate_of_decodes_is_of_sixteen_steps():
         pace.take(2.0 * step, 2.0 * step + 0.5, True, num_rows=1 if step < 4 else 4)
         pace.take(2.0 * step + 1, 2.0 * step + 1.5, False, prompt_tokens=5, num_rows=9)
     assert pace.decode_rate == (4, 8.0)
-
-
-def test_the_end_of_a_step_is_that_of_the_shortest_of_the_latest():
-    pace = Pace()
-    assert pace.expected(0.0, True) is None
-    for step, seconds in enumerate((1.0, 9.0, 4.0, 6.0, 5.0)):
-        pace.take(10.0 * step, 10.0 * step + seconds, True)
-    assert pace.expected(50.0, True) == (50.0, 54.0)
-    assert pace.expected(44.5, True) == (45.0, 49.0), "launched behind the one that ended at 45"
-
-
-def test_the_end_of_a_prompt_is_known_by_the_rate_of_others():
-    pace = Pace()
-    pace.take(0.0, 1.0, True)
-    assert pace.expected(1.0, False, prompt_tokens=8) is None
-    pace.take(1.0, 3.0, False, prompt_tokens=100)
-    assert pace.expected(3.0, False, prompt_tokens=50) == (3.0, pytest.approx(3.0 + 0.8))
-    assert pace.expected(3.0, False) is None, "a step of a transformation"

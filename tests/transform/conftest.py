@@ -9,7 +9,6 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
-from amoeba_jax.instances.pace import Pace
 
 
 @pytest.fixture(scope="module")
@@ -21,22 +20,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
     with make(directory, compile_cache, **SHARED) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def always_in_step() -> Iterator[None]:
-    """Instances get in step before they change together, however short their steps are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("amoeba_jax.transform.in_step._LEAST_STEP_S", 0.0)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def launched_ahead() -> Iterator[None]:
-    """Steps are launched ahead at once, however long the first ones took: by hand, `advance` launches all there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "expected", lambda *_: None)
-        yield
 
 
 @pytest.fixture

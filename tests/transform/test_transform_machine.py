@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    initialize,
     invariant,
     precondition,
     rule,
@@ -28,9 +27,7 @@ from transform_cases import make
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import LayoutError, RequestError
-from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.pace import ExpectedStep, Pace
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import RunningRequests, TransformOptions
@@ -65,9 +62,6 @@ class Machine(RuleBasedStateMachine):
 
     llm: LLM
     expected: list[list[tuple[int, ...]]]
-    in_parts = False
-    """Steps of instances that may pause are launched a segment at a time, by `launch_part` and whatever waits for
-    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,16 +89,6 @@ class Machine(RuleBasedStateMachine):
                 self.engine.drain()
             else:
                 self.engine.collect()
-
-    @initialize(in_parts=st.booleans())
-    def launch_in_parts(self, in_parts: bool) -> None:
-        type(self).in_parts = in_parts
-
-    @rule(index=st.integers(0, 3))
-    def launch_part(self, index: int) -> None:
-        instance = self.engine.instances[index % len(self.engine.instances)]
-        if instance.begun is not None:
-            self.engine.launching.launch(instance)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
@@ -251,17 +235,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> Iterator[LLM]:
     """Pages for a few of the requests."""
     settings = {"kv_cache_tokens": 4 * PAGES, "device_memory": "8MiB", "max_num_seqs": 4, "max_model_len": 80}
-    with make(directory, compile_cache, prefix_caching=request.param, prepare_pausing=True, **settings) as llm:
+    with make(directory, compile_cache, prefix_caching=request.param, **settings) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
-def test_any_order(llm: LLM, examples: int, monkeypatch: pytest.MonkeyPatch):
+def test_any_order(llm: LLM, examples: int):
     class ThisMachine(Machine):
         pass
-
-    def expected(pace: Pace, begin: float, *_: Any) -> ExpectedStep | None:
-        return ExpectedStep(begin, begin + 3600.0) if ThisMachine.in_parts else None
 
     ThisMachine.llm = llm
     ThisMachine.expected = [
@@ -272,6 +253,4 @@ def test_any_order(llm: LLM, examples: int, monkeypatch: pytest.MonkeyPatch):
         stateful_step_count=25,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
-    monkeypatch.setattr(Pace, "expected", expected)
-    monkeypatch.setattr(HiddenStates, "is_ready", False)  # as if parts took long
     llm._dispatcher.call(lambda: run_state_machine_as_test(ThisMachine, settings=limits)).result()

@@ -184,6 +184,7 @@ def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
         engine = scarce._engine
         engine.submit([leader])
         engine.advance()
+        engine.advance()
         assert leader.num_uncomputed_tokens == 1
         assert not leader.output
         assert len(leader.siblings) == 2
