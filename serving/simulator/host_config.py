@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits, WaitingRequest
-from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.pricing import Pricing
 from serving.simulator.transformation_cost import TransformationCost
 
@@ -31,8 +30,8 @@ class HostConfig:
     layers_per_step: int = 1
     regroup_s: float = 0.0
     """Seconds without steps when requests pause or resume, because views of buffers change."""
-    launch_ahead: LaunchAhead | None = None
-    """Rule for the launch of the next step. None: at the end of the running step."""
+    launches_ahead: bool = False
+    """Whether the next step is launched when the running step begins, as in the engine, or when it ends."""
     shows_timing: bool = False
     """Whether snapshots contain measured times, like snapshots of an engine."""
     strict: bool = False

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits, InstanceView, RunningRequest, ScaleDown, ScaleUp
 from serving.simulator.block import Block
-from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.prefix_store import PrefixStore
 from serving.simulator.pricing import Pricing
 from serving.simulator.run import Run
@@ -107,7 +106,7 @@ class SimInstance:
 
     __slots__ = (
         "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
-        "launch_ahead", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
+        "launches_ahead", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
         "prefixes", "pricing", "prompt_slowdown", "prompt_tokens_per_s", "prompts", "ready_s", "records",
         "room_tokens", "runs", "slowdown", "step_began_s", "step_rows", "step_s", "steps", "tally", "version",
         "waits_for",
@@ -121,9 +120,9 @@ class SimInstance:
         page_size: int,
         records: Records,
         tally: Tally,
-        launch_ahead: LaunchAhead | None = None,
+        launches_ahead: bool = False,
     ):
-        self.launch_ahead = launch_ahead
+        self.launches_ahead = launches_ahead
         self.devices, self.degree, self.limits = devices, len(devices), limits
         self.pricing, self.page_size, self.records, self.tally = pricing, page_size, records, tally
         self.runs: dict[str, Run] = {}
@@ -234,7 +233,7 @@ class SimInstance:
 
         The caller makes sure that requests have pages for them (`pages_short`).
         """
-        self._take_joining(now_s)
+        self._take_joining()
         if self.change is not None and not self.change.fails:
             self.block = self.change.step(self, now_s)
         elif self.prompts:
@@ -246,12 +245,11 @@ class SimInstance:
         self.version += 1
         return self.block
 
-    def _take_joining(self, now_s: float) -> None:
+    def _take_joining(self) -> None:
         """Add requests to the next step if they arrived before its launch."""
         came = self.joining
-        if self.launch_ahead is not None and (self.prompts or self.num_decoding):
-            launched_s = self.launch_ahead.launched_s(self.step_began_s, now_s)
-            came = [run for run in came if run.added_s <= launched_s]
+        if self.launches_ahead and (self.prompts or self.num_decoding):
+            came = [run for run in came if run.added_s <= self.step_began_s]
         if came:
             self.prompts = sorted([*self.prompts, *came], key=lambda run: run.order)
             self.joining = [run for run in self.joining if run not in came]

@@ -16,7 +16,6 @@ from serving.simulator.comparators import (
 )
 from serving.simulator.errors import SimulationError
 from serving.simulator.host_config import HostConfig
-from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.pricing import Pricing
 from serving.simulator.settings import SimulationConfig
@@ -26,8 +25,6 @@ from serving.simulator.transformation_cost import FixedTransformation, InPlaceCo
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
 REGROUP_S = 2e-3
 """Seconds of a pause, in which the host assembles views of the cache and moves no page."""
-LAUNCH_AHEAD = LaunchAhead(lead_s=15e-3, short_step_s=40e-3)
-"""As in `amoeba_jax.engine.launching`."""
 MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
 
 
@@ -170,7 +167,7 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
         regroup_s=REGROUP_S,
-        launch_ahead=LAUNCH_AHEAD,
+        launches_ahead=True,
         shows_timing=True,
     )
     return Setup(name, host, _maker(name, config))

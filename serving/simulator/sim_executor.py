@@ -80,7 +80,7 @@ class SimExecutor:
         if capacity_tokens is not None:
             limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
         self.tally.degrees.append((self.now_s, len(devices), len(devices)))
-        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally, c.launch_ahead)
+        return SimInstance(devices, limits, c.pricing, c.page_size, self.records, self.tally, c.launches_ahead)
 
     # Executor
 

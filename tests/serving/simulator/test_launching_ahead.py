@@ -1,4 +1,4 @@
-"""Instances that launch a step before the end of the one before, as the engine does."""
+"""Instances that launch a step when the one before begins, as the engine does."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from serving.scheduler import DegreeLimits, Dispatch, Preempt, StaticPolicy, Wai
 from serving.simulator.batching import TokenBudget
 from serving.simulator.event_loop import Cluster
 from serving.simulator.host_config import HostConfig, Waiting
-from serving.simulator.launch_ahead import LaunchAhead
 from serving.simulator.pricing import Pricing
 from serving.simulator.requests import RequestTable
 from serving.simulator.router import OneHost
@@ -22,7 +21,7 @@ DECODES = TableStepCost({1: {1: 0.010, 2: 0.010, 8: 0.010}}, {1: {16: 0.020}}, f
 def serve(
     arrivals: list[float],
     outputs: list[int],
-    ahead: LaunchAhead | None,
+    ahead: bool,
     latency_s: float = 0.0,
 ) -> Cluster:
     """Prompts of 16 tokens, in steps of 20 ms; tokens of 10 ms."""
@@ -32,38 +31,30 @@ def serve(
     )
     host = HostConfig(
         1, (DegreeLimits(1, 4096, 8),), Pricing(DECODES, TokenBudget(64), latency_s=latency_s), FixedTransformation(),
-        (1,), launch_ahead=ahead,
+        (1,), launches_ahead=ahead,
     )  # fmt: skip
     cluster = Cluster(host, 1, StaticPolicy, table, OneHost())
     cluster.run()
     return cluster
 
 
-@pytest.mark.parametrize(("lead_s", "first_token_s"), [(None, 0.090), (0.003, 0.090), (0.006, 0.100), (1.0, 0.100)])
-def test_a_request_joins_the_step_after_the_one_that_is_launched(lead_s: float | None, first_token_s: float):
-    """It comes at 65 ms, in the step from 60 to 70 ms: the next one, to 80 ms, may have been launched, at 60 at the
-    earliest."""
-    records = serve([0.0, 0.065], [50, 5], None if lead_s is None else LaunchAhead(lead_s)).records
+@pytest.mark.parametrize(("ahead", "first_token_s"), [(False, 0.090), (True, 0.100)])
+def test_a_request_joins_the_step_after_the_one_that_is_launched(ahead: bool, first_token_s: float):
+    """It comes at 65 ms, in the step from 60 to 70 ms: the next one, to 80 ms, is launched at 60, or else at 70."""
+    records = serve([0.0, 0.065], [50, 5], ahead).records
     assert records.first_token_s[0] == pytest.approx(0.020)
-    assert records.first_token_s[1] == pytest.approx(first_token_s)
-
-
-@pytest.mark.parametrize(("short_s", "first_token_s"), [(0.009, 0.090), (0.011, 0.100)])
-def test_a_short_step_is_followed_at_once(short_s: float, first_token_s: float):
-    """Launched at 67 ms, the next step would have the request of 65 ms; launched at 60, it has not."""
-    records = serve([0.0, 0.065], [50, 5], LaunchAhead(0.003, short_s)).records
     assert records.first_token_s[1] == pytest.approx(first_token_s)
 
 
 def test_nothing_is_launched_ahead_where_nothing_is_left_to_compute():
     """The first request's last token comes with the step in which the second one arrives."""
-    records = serve([0.0, 0.025], [2, 5], LaunchAhead(1.0)).records
+    records = serve([0.0, 0.025], [2, 5], True).records
     assert records.end_s[0] == pytest.approx(0.030)
     assert records.first_token_s[1] == pytest.approx(0.050)
 
 
 def test_latency_is_seen_and_keeps_no_device_busy():
-    plain, late = serve([0.0, 0.1], [20, 20], None), serve([0.0, 0.1], [20, 20], None, latency_s=0.004)
+    plain, late = serve([0.0, 0.1], [20, 20], False), serve([0.0, 0.1], [20, 20], False, latency_s=0.004)
     for column in ("first_token_s", "end_s"):
         shift = np.array(getattr(late.records, column)) - np.array(getattr(plain.records, column))
         assert shift == pytest.approx([0.004, 0.004])
@@ -71,7 +62,7 @@ def test_latency_is_seen_and_keeps_no_device_busy():
 
 def test_all_requests_are_served_the_same_tokens():
     arrivals, outputs = sorted(np.random.default_rng(0).uniform(0, 2, 40).tolist()), [7] * 40
-    ahead, plain = serve(arrivals, outputs, LaunchAhead(1.0)), serve(arrivals, outputs, None)
+    ahead, plain = serve(arrivals, outputs, True), serve(arrivals, outputs, False)
     assert ahead.tally.generated_tokens == plain.tally.generated_tokens == 280
     late = np.array(ahead.records.first_token_s) - np.array(plain.records.first_token_s)
     assert late.mean() > 0.005
