@@ -1,4 +1,4 @@
-"""Weights on disk: finding a model and reading it tensor by tensor, under Hugging Face names."""
+"""Models on disk: how to find one and read its tensors under Hugging Face names."""
 
 from amoeba_jax.checkpoint.base import Checkpoint
 from amoeba_jax.checkpoint.default_model import DEFAULT_MODEL, ensure_default_model

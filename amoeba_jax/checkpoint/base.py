@@ -1,4 +1,4 @@
-"""What a loader sees of weights on disk: names, shapes, arrays, and a way to give the memory back."""
+"""Interface of checkpoints, and files mapped into memory."""
 
 import math
 import mmap
@@ -12,49 +12,50 @@ from amoeba_jax.errors import CheckpointError
 from sharding.params import ParamSpec
 
 FillShards = Callable[[ParamSpec, list[np.ndarray]], None]
-"""Fills all shards of a parameter."""
+"""Function that writes all shards of a parameter into the given arrays."""
 
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """Weights of one model under their Hugging Face names, in the Hugging Face orientation `[out, in]`."""
+    """Weights of one model, with Hugging Face names and orientation (`[out, in]`)."""
 
     config: dict[str, Any]
-    """The content of the model's `config.json`."""
+    """Content of the model's `config.json`."""
 
     directory: Path | None
-    """Where the tokenizer files lie, or None where the source has none."""
+    """Directory of the tokenizer files, or None."""
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors, such as `model.layers.0.self_attn.q_proj.weight`."""
+        """Return the names of all tensors, such as `model.layers.0.self_attn.q_proj.weight`."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`, without reading it. Raises `CheckpointError` if there is none."""
+        """Return the shape of a tensor without reading it. Raises `CheckpointError` for an unknown name."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Tensor `name` in the file's own dtype (bf16 as `ml_dtypes.bfloat16`); quantised ones as float32.
+        """Return a tensor in its stored dtype (bf16 as `ml_dtypes.bfloat16`), or in float32 if it is quantized.
 
-        The array may be a read-only view of the mapped file: copy it to change it. Several threads may read at once.
-        Raises `CheckpointError` if there is no such tensor, or its file is shorter than when it was opened.
+        The array may be a read-only view of the mapped file. Several threads may read at once.
+
+        Raises `CheckpointError` for an unknown name, or if the file has become shorter.
         """
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Give back the memory of tensor `name`, or of all that was read; arrays and further reads keep working."""
+        """Free the memory of one tensor, or of all tensors. Arrays stay valid, and tensors can be read again."""
         ...
 
     def close(self) -> None:
-        """Let go of the files. Arrays that were read stay valid; reading more raises `CheckpointError`."""
+        """Close the files. Arrays stay valid; further reads raise `CheckpointError`."""
         ...
 
 
 class MappedFile:
-    """A file mapped read-only, whose pages can be dropped while views of them are still held.
+    """A file that is mapped read-only, and whose resident memory can be freed while views of it exist.
 
-    Loading copies each tensor to a device once, so its pages in the page cache are worthless to this process
-    afterwards, yet they count as its resident memory until they are dropped.
+    Loading copies each tensor to devices once. Its pages are useless afterwards, but count as resident memory of the
+    process until they are dropped.
     """
 
     def __init__(self, path: Path):
@@ -63,12 +64,12 @@ class MappedFile:
             self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view(self, name: str, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """Tensor `name`, the `shape` array of `dtype` at byte `offset`: a read-only view, or a copy if unaligned."""
+        """Return the array at byte `offset`: a read-only view, or a copy if it is not aligned. Errors use `name`."""
         if self._map is None:
-            raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read more of it")
+            raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read it")
         count = math.prod(shape)
         end, size = offset + count * dtype.itemsize, self._map.size()
-        if end > size:  # reading beyond the end of a mapped file kills the process
+        if end > size:  # reading past the end of a mapped file would end the process
             raise CheckpointError(
                 f"{self.path} is truncated: tensor {name!r} ends at byte {end}, the file at {size}: download it again"
             )
@@ -76,12 +77,12 @@ class MappedFile:
         return array if array.flags.aligned else array.copy()
 
     def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Drop the resident pages, or those of some bytes. Views stay valid: a later access reads the file again."""
+        """Drop the resident pages of the file, or of some bytes. Views stay valid: an access reads the file again."""
         if self._map is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             end = len(self._map) if num_bytes is None else offset + num_bytes
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Forget the mapping; it goes away with the last view of it."""
+        """Drop the mapping. It ends with its last view."""
         self._map = None

@@ -1,4 +1,4 @@
-"""Directories that are made once on this computer and shared by every process that needs them."""
+"""Cached directories, built once on a machine and shared by all processes."""
 
 import json
 import os
@@ -16,17 +16,23 @@ MARKER = "amoeba-cache.json"
 
 
 def cache_root() -> Path:
-    """The cache folder: `AMOEBA_CACHE_DIR`, or else the user's own cache folder."""
+    """Return the cache directory: `AMOEBA_CACHE_DIR`, or the user's cache directory if that is not set."""
     return Path(os.environ.get("AMOEBA_CACHE_DIR") or user_cache_dir("amoeba-jax")).expanduser()
 
 
 def cached_directory(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> Path:
-    """Return `target`, first filling it with `fill(folder)` unless a whole copy of this `version` lies there.
+    """Return `target`, and build it with `fill(directory)` first if it is missing, incomplete or of another version.
 
-    `num_bytes` is about what `fill` writes: that much must be free before the work starts. The folder appears
-    in one rename, so a killed process leaves none or a whole one; a file cut afterwards shows in its size.
-    Processes that start together take turns, and all but the first find the work done.
-    Raises `CheckpointError`, naming the path, where the cache cannot be written.
+    The directory appears by one rename, so a killed process never leaves a partial one. Files that are truncated later
+    are found by their size. A lock makes concurrent processes wait for the first one.
+
+    Args:
+        target: cached directory.
+        version: version of the content.
+        fill: function that writes the files into an empty directory.
+        num_bytes: approximate size of the files, which must be free on the disk.
+
+    Raises `CheckpointError` if the cache cannot be written.
     """
     if _is_whole(target, version):
         return target
@@ -38,20 +44,20 @@ def cached_directory(target: Path, version: str, fill: Callable[[Path], None], n
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write {target} ({num_bytes / 1e6:.0f} MB): {error}. "
-            f"Free some space, or set AMOEBA_CACHE_DIR to a folder that can be written"
+            f"Free some space, or set AMOEBA_CACHE_DIR to a writable directory"
         ) from error
     return target
 
 
 def _build(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> None:
-    # Beside the target, as a rename is atomic only within one file system. A killed process may have left it.
+    # In the same file system as the target, so that the rename is atomic. A killed process may have left it behind.
     scratch = target.parent / f".{target.name}.partial"
     shutil.rmtree(scratch, ignore_errors=True)
-    if target.exists():  # damaged, or of another version; processes that have its files open keep them
+    if target.exists():  # damaged or of another version; processes keep the files that they have open
         shutil.rmtree(target)
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
-        raise OSError(f"only {free / 1e6:.0f} MB are free there")
+        raise OSError(f"only {free / 1e6:.0f} MB are free")
     scratch.mkdir()
     try:
         fill(scratch)
@@ -64,7 +70,7 @@ def _build(target: Path, version: str, fill: Callable[[Path], None], num_bytes: 
 
 
 def _is_whole(target: Path, version: str) -> bool:
-    """Whether `target` was filled by this `version` and every file still has its size."""
+    """Whether `target` has this version, and all its files have their recorded sizes."""
     try:
         marker = json.loads((target / MARKER).read_text())
         return marker["version"] == version and all(

@@ -1,4 +1,4 @@
-"""A model that is only a config: its weights are drawn at random."""
+"""A model without weights, for random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from amoeba_jax.json_object import read_json_object
 
 
 class RandomCheckpoint:
-    """The config.json of a directory that need hold nothing else. For benchmarks and capacity checks."""
+    """The config.json of a directory. The weights are random; for benchmarks and capacity checks."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.config: dict[str, Any] = read_json_object(directory / "config.json")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

@@ -1,4 +1,4 @@
-"""The model that is there without a download: SmolLM2-135M-Instruct, out of a package from the registry."""
+"""The default model, SmolLM2-135M-Instruct, from a Python package."""
 
 import hashlib
 import json
@@ -26,12 +26,15 @@ CONVERTED_BYTES = 275_000_000
 
 
 def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = True) -> Path:
-    """The directory of the default model in Hugging Face form (bfloat16), converted on the first call.
+    """Return the directory of the default model in Hugging Face form (bfloat16). The first call converts the model.
 
-    It lies in `models/smollm2-135m` of the cache: `cache_dir`, else `AMOEBA_CACHE_DIR`, else the user's cache
-    folder. The conversion takes about 5 s; `progress` shows it on stderr.
-    Raises `ModelNotFoundError` if the package is not installed, `CheckpointError` if its file is damaged or
-    the cache cannot be written.
+    Args:
+        cache_dir: cache directory. Default: see `cache_root`. The model goes to `models/smollm2-135m` in it.
+        progress: whether to show the conversion, which takes about 5 s, on stderr.
+
+    Raises:
+        ModelNotFoundError: the package is not installed.
+        CheckpointError: the package's file is damaged, or the cache cannot be written.
     """
     root = cache_root() if cache_dir is None else Path(cache_dir)
 
@@ -43,7 +46,7 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
 
 
 def _source() -> Path:
-    """The GGUF file inside the installed package, which is not imported: that needs llama.cpp's bindings."""
+    """Return the GGUF file of the installed package. An import of the package would need llama.cpp's bindings."""
     spec = find_spec(PACKAGE)
     path = Path(spec.origin).parent / SOURCE if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -73,7 +76,7 @@ def _convert(source: Path, directory: Path, progress: bool) -> None:
             tensors[name] = checkpoint.read(name).astype(ml_dtypes.bfloat16)
             bar.advance(task)
         checkpoint.release()
-        # transformers refuses a file that does not name its format.
+        # transformers refuses a file without a format.
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         checkpoint.write_tokenizer(directory)
         (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A GGUF file of the Llama and Qwen families, seen as a Hugging Face checkpoint."""
+"""GGUF files of the Llama and Qwen families, read as Hugging Face checkpoints."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ from amoeba_jax.checkpoint.gguf_tokenizer import write_tokenizer
 from amoeba_jax.errors import CheckpointError
 
 CONVERTER_VERSION = "2"
-"""Raised whenever the files made from a GGUF file change, so that cached ones are made again."""
+"""Version of the files made from a GGUF file. A new number makes caches build them again."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -51,11 +51,11 @@ PLAIN_DTYPES = {
 
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Dequantised at a time: `dequantize` keeps two copies of what it makes, in many small pieces."""
+"""Elements to dequantize at once. `dequantize` makes two more copies of its result."""
 
 
 class _Reader(GGUFReader):
-    """A reader whose slices of the file are plain arrays: made in 0.6 s for 49,152 tokens, where memmaps take 2 s."""
+    """A reader that slices plain arrays: 0.6 s for 49,152 tokens, in place of 2 s with slices of a memmap."""
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,27 +67,27 @@ class _Reader(GGUFReader):
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies and how it is stored."""
+    """Place, kind and shape of one tensor."""
 
     stored_name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]  # in elements of a plain dtype, in bytes for a quantised kind
+    stored_shape: tuple[int, ...]  # in elements of a plain dtype, or in bytes of a quantized kind
     offset: int
 
 
 class GGUFCheckpoint:
-    """Reads the metadata at once, tensors when asked; see `Checkpoint`. Quantised tensors read as float32.
+    """Weights of a GGUF file; see `Checkpoint`. Opening it reads the metadata.
 
-    Raises `CheckpointError` for a damaged file, and for an architecture or a tensor without counterpart here.
+    Raises `CheckpointError` for a damaged file, and for architectures and tensors that are not supported.
     """
 
     def __init__(self, path: Path):
         self.directory: Path | None = None
-        """None until the tokenizer files are written; `open_gguf` does it."""
+        """Directory of the tokenizer files. None until `open_gguf` has written them."""
         self._path = path
         try:
-            # The reader makes an array of each string, and takes much memory for it. So it is not kept.
+            # The reader is not kept: it holds an array for each string, which takes much memory.
             reader = _Reader(path)
             self._metadata = {key: field.contents() for key, field in reader.fields.items()}
         except (ValueError, IndexError, KeyError, OverflowError) as error:
@@ -122,15 +122,15 @@ class GGUFCheckpoint:
         self.config: dict[str, Any] = self._make_config(rope_freqs)
 
     def names(self) -> frozenset[str]:
-        """Hugging Face names of all tensors."""
+        """Return the Hugging Face names of all tensors."""
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The Hugging Face shape, `[out, in]` for a matrix."""
+        """Return the shape of a tensor, `[out, in]` for a matrix."""
         return self._entry(name).shape
 
     def read(self, name: str) -> np.ndarray:
-        """Tensor `name`: float32, float16 or bfloat16 where stored so, float32 where quantised."""
+        """Return a tensor in its stored dtype, or in float32 if it is quantized."""
         entry = self._entry(name)
         array = self._read(entry)
         if self._architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
@@ -139,7 +139,7 @@ class GGUFCheckpoint:
         return array
 
     def release(self, name: str | None = None) -> None:
-        """Drop the resident pages of a tensor, or all of them."""
+        """Free the memory of one tensor, or of all."""
         if name is None:
             self._file.release()
         else:
@@ -148,11 +148,11 @@ class GGUFCheckpoint:
             self._file.release(entry.offset, math.prod(entry.stored_shape) * plain.itemsize)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write the tokenizer files, made from the file's own vocabulary, into `directory`."""
+        """Write tokenizer files, made from the vocabulary in the file, into `directory`."""
         write_tokenizer(self._metadata, self.config["max_position_embeddings"], directory)
 
     def _entry(self, name: str) -> Entry:
@@ -176,7 +176,7 @@ class GGUFCheckpoint:
         except NotImplementedError as error:
             raise CheckpointError(
                 f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "
-                f"which the gguf package cannot dequantise: use a file quantised in another way"
+                f"which the gguf package cannot dequantize: use a file with another quantization"
             ) from error
 
     def _hf_name(self, stored_name: str) -> str:
@@ -264,7 +264,7 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file. Its tokenizer files go to the cache, keyed by its path, size and time of change."""
+    """Open a GGUF file, and write its tokenizer files to the cache. The key is its path, size and time of change."""
     checkpoint = GGUFCheckpoint(path)
     status = path.stat()
     key = hashlib.sha256(f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()
@@ -275,17 +275,17 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
 
 
 def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key projection (or its bias) from llama.cpp's rotary order back to Hugging Face's.
+    """Convert rows of a query or key projection, or its bias, from llama.cpp's rotary order to Hugging Face's.
 
-    llama.cpp pairs neighbouring rows of a head, Hugging Face a row of the first half with one of the second.
-    Inverts `LlamaModel.permute` of llama.cpp's `convert_hf_to_gguf.py`.
+    llama.cpp pairs neighboring rows of a head. Hugging Face pairs row i with row i + half. This inverts
+    `LlamaModel.permute` of llama.cpp's `convert_hf_to_gguf.py`.
     """
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
-    """float32[head_dim / 2]: what Llama 3.1 divides each rotary frequency by (Meta's `apply_scaling`)."""
+    """Return Llama 3.1's divisor of each rotary frequency, f32 `[head_dim / 2]` (`apply_scaling` of Meta)."""
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelength
@@ -294,5 +294,5 @@ def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> n
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal with the same float32 value: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

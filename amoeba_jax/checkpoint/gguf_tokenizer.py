@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer files, rebuilt from the vocabulary inside a GGUF file."""
+"""Hugging Face tokenizer files, built from the vocabulary in a GGUF file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,13 +35,13 @@ ENDS = frozenset(
     }
 )
 
-# llama.cpp's names of pre-tokenizers (its `llama-vocab.cpp`), by the rule that they share.
+# Names of pre-tokenizers in llama.cpp (its `llama-vocab.cpp`), grouped by their rule.
 GPT2 = frozenset({"default", "gpt-2"})
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
 QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 
-# Both as in the tokenizer.json of the models; they differ in how many digits make a word.
+# Both rules as in the tokenizer.json of the models. They differ in the number of digits per word.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,17 +53,21 @@ QWEN2_WORDS = WORDS.replace("DIGITS", r"\p{N}")
 def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` into `directory`.
 
-    `metadata` is the GGUF file's key-value part; `max_length` is the model's context, in tokens.
-    Raises `CheckpointError` for a vocabulary of an unknown kind or one that contradicts itself.
+    Args:
+        metadata: key-value pairs of the GGUF file.
+        max_length: context length of the model in tokens.
+        directory: existing directory.
+
+    Raises `CheckpointError` if the vocabulary is of an unknown kind or inconsistent.
     """
     vocabulary = Vocabulary(metadata)
     try:
         tokenizer = vocabulary.build()
     except CheckpointError:
         raise
-    except Exception as error:  # the Rust library raises bare Exception, e.g. for merges outside the vocabulary
+    except Exception as error:  # the Rust library raises `Exception`, such as for merges outside the vocabulary
         raise CheckpointError(f"the GGUF file's vocabulary cannot be used: {error}") from error
-    # Not `tokenizer.save`: it raises bare Exception for a full disk.
+    # `tokenizer.save` would raise `Exception` for a full disk.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     config: dict[str, Any] = {
@@ -92,7 +96,7 @@ def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Pat
 
 
 class Vocabulary:
-    """The `tokenizer.ggml.*` part of a GGUF file."""
+    """Vocabulary of a GGUF file: its `tokenizer.ggml.*` keys."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
@@ -110,12 +114,12 @@ class Vocabulary:
                 f"the GGUF file has {len(self.tokens)} tokens and {len(self.types)} token types: "
                 f"it is damaged, download it again"
             )
-        # What llama.cpp assumes where the file does not say.
+        # The defaults of llama.cpp.
         self.add_bos: bool = self._get("add_bos_token", self.kind == "llama" or self.pre in LLAMA3)
         self.add_eos: bool = self._get("add_eos_token", False)
 
     def special_id(self, role: str) -> int | None:
-        """The id for a role such as "bos", or None. Raises `CheckpointError` if there is no such token."""
+        """Return the id of a role such as "bos", or None. Raises `CheckpointError` if the vocabulary lacks that id."""
         token_id = self._get(f"{role}_token_id", None)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
@@ -125,12 +129,12 @@ class Vocabulary:
         return token_id
 
     def special(self, role: str) -> str | None:
-        """The token for a role such as "bos", or None."""
+        """Return the token of a role such as "bos", or None."""
         token_id = self.special_id(role)
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
-        """Return the ids that end a generation: the end of a text first, then those of a turn and of a message.
+        """Return the ids that end a generation: end of text, end of turn, end of message.
 
         Many files of chat models name only `eos`, so control tokens with the name of an end count too.
         """
@@ -143,7 +147,7 @@ class Vocabulary:
         return list(dict.fromkeys([i for i in named if i is not None] + known))
 
     def build(self) -> Tokenizer:
-        """The tokenizer of this vocabulary."""
+        """Build the tokenizer."""
         tokenizer = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
         added = [
             AddedToken(token, normalized=False, special=kind != USER_DEFINED)
@@ -198,7 +202,7 @@ class Vocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
-        # As transformers' LlamaConverter builds it.
+        # The same parts as in transformers' LlamaConverter.
         scores: list[float] = self._get("scores", [])
         if len(scores) != len(self.tokens):
             raise CheckpointError(
@@ -226,9 +230,9 @@ class Vocabulary:
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Merge rules that act like SentencePiece's scores: each split of a piece in two, best score first.
+    """Return merge rules equivalent to SentencePiece's scores: all splits of each piece in two, best score first.
 
-    The order among equals is that of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
+    Ties are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
     """
     ranked: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in ids.items():

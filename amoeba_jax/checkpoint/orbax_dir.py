@@ -1,4 +1,4 @@
-"""The loaded form: the shards as devices hold them, saved by orbax."""
+"""Checkpoints of `LLM.save`: weight shards as devices hold them, written by orbax."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ from sharding.params import ParamSpec
 
 FORMAT = 3
 SHARDS = "shards"
-"""Folder of the shards, one file each."""
+"""Directory of the shards."""
 
 
 class OrbaxCheckpoint:
-    """A directory written by `weights.saving.save`. Shards load as they are, or are cut again for another layout."""
+    """A directory written by `weights.saving.save`. Shards of another layout are cut again when they are read."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -37,8 +37,7 @@ class OrbaxCheckpoint:
         differing = [key for key in now if saved.get(key) != now[key]]
         if differing:
             raise CheckpointError(
-                f"{directory}: config.json is not the one that the shards were saved with: {', '.join(differing)} "
-                "differ, so config and weights disagree"
+                f"{directory}: config.json is not the config of the saved shards: {', '.join(differing)} differ"
             )
         try:
             self.saved_dims = ModelDims(config, **layout)
@@ -49,7 +48,7 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillShards:
-        """Shards for an engine of these dims: read straight if saved in the same layout, else cut again."""
+        """Return a function that fills shards for these dims: read directly in the same layout, else cut again."""
         if dims == self.saved_dims:
             return self._read_shards
 
@@ -69,13 +68,13 @@ class OrbaxCheckpoint:
         return fill
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Do nothing: no file stays open between reads."""
 
     def _read_shards(self, spec: ParamSpec, shards: list[np.ndarray]) -> None:
-        """Copy this parameter's shards from their files, memory-mapped, into host memory.
+        """Copy a parameter's shards from memory-mapped files into host memory.
 
-        By tensorstore, through which orbax itself stores arrays: a restore by orbax takes 20 to 35 ms, however little
-        it reads, and new memory for every array.
+        Uses tensorstore, in whose format orbax stores arrays. A restore by orbax takes at least 20 to 35 ms, and
+        allocates new memory for every array.
         """
         opened = [self._open_shard(spec, index) for index in range(spec.num_shards)]
         for index, (stored, shard) in enumerate(zip(opened, shards, strict=True)):
@@ -95,12 +94,12 @@ class OrbaxCheckpoint:
 
     def _open_shard(self, spec: ParamSpec, index: int) -> "ts.Future[ts.TensorStore]":
         path = self.directory / SHARDS / shard_name(spec.name, index)
-        # Without the last setting a file that is missing would be read as zeros.
+        # Without the last setting, a missing file would be read as zeros.
         files = {"driver": "file", "path": f"{path}/"}
         store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
         return ts.open(store, open=True, read=True, context=self._context)
 
 
 def shard_name(name: str, index: int) -> str:
-    """File name of a parameter's shard, in the folder of shards."""
+    """Return the file name of a shard."""
     return f"{name}.{index}"

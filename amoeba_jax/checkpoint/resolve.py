@@ -1,4 +1,4 @@
-"""From what a user calls a model to its files."""
+"""Search for a model by its name or path."""
 
 import os
 import re
@@ -15,34 +15,34 @@ from amoeba_jax.checkpoint.safetensors_file import SafetensorsCheckpoint
 from amoeba_jax.errors import CheckpointError, ModelNotFoundError
 
 ORBAX_MARKER = "amoeba.json"
-"""The file that marks a directory as a checkpoint that amoeba saved."""
+"""File that marks a directory as a checkpoint of `LLM.save`."""
 
 HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.txt"]
-# The same weights again, in the form of their makers.
+# The same weights in another format.
 _OTHER_FORMS = ["consolidated*", "original/*"]
 
 FORMS = (
     f"Accepted: {DEFAULT_MODEL!r} (built in), a directory in Hugging Face form, a .gguf file, "
-    f"a directory that amoeba saved, or a hub name such as 'Qwen/Qwen3-0.6B'"
+    f"a directory of `LLM.save`, or a hub name such as 'Qwen/Qwen3-0.6B'"
 )
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model lies on this computer."""
+    """Files of a model on this machine."""
 
     name: str
-    """What clients call it: the last part of the path or hub name."""
+    """Name of the model for clients: the last part of the path or hub name."""
     path: Path
-    """A directory, or a file for "gguf"."""
+    """Directory, or the file if `kind` is "gguf"."""
     kind: Literal["safetensors", "gguf", "orbax"]
-    """How its weights are stored."""
+    """Format of the weights."""
 
 
 def resolve_model(model: str, *, revision: str | None = None) -> ResolvedModel:
-    """Find `model`: the default model's name, a path, or a hub name (downloaded, at `revision`).
+    """Find a model by the default model's name, a path, or a hub name, and download it from the hub if needed.
 
-    A path that exists comes before a hub name. Raises `ModelNotFoundError`, listing what is accepted.
+    An existing path wins over a hub name. Raises `ModelNotFoundError` with a list of the accepted forms.
     """
     if model == DEFAULT_MODEL:
         return ResolvedModel(DEFAULT_MODEL, ensure_default_model(), "safetensors")
@@ -60,25 +60,28 @@ def resolve_model(model: str, *, revision: str | None = None) -> ResolvedModel:
 
 
 def open_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint:
-    """Open the weights of `model` (see `resolve_model`), tensor by tensor.
+    """Find a model as `resolve_model` does, and open its weights.
 
-    Raises `ModelNotFoundError` if it is not found, `CheckpointError` if it is damaged or is a checkpoint that
-    amoeba saved, which is restored as a whole from `ResolvedModel.path` instead.
+    Raises:
+        ModelNotFoundError: the model is not found.
+        CheckpointError: the model is damaged, or is a checkpoint of `LLM.save`, which `OrbaxCheckpoint` reads.
     """
     return open_resolved(resolve_model(model, revision=revision))
 
 
 def open_resolved(resolved: ResolvedModel) -> Checkpoint:
-    """`open_checkpoint` for a model that `resolve_model` has found."""
+    """Open the weights of a model that `resolve_model` has found. See `open_checkpoint`."""
     if resolved.kind == "orbax":
-        raise CheckpointError(f"{resolved.path} was saved by amoeba: restore it as a whole, not tensor by tensor")
+        raise CheckpointError(
+            f"{resolved.path} is a checkpoint of `LLM.save`, without separate tensors: open it with `LLM`"
+        )
     if resolved.kind == "gguf":
         return open_gguf(resolved.path)
     return SafetensorsCheckpoint(resolved.path)
 
 
 def _download(repository: str, revision: str | None) -> Path:
-    """The hub's files of `repository`, from the hub's own cache where they are there already."""
+    """Return the directory of a hub repository's files, downloaded if the hub's cache lacks them."""
     try:
         found = snapshot_download(
             repository,
@@ -87,10 +90,10 @@ def _download(repository: str, revision: str | None) -> Path:
             ignore_patterns=_OTHER_FORMS,
             etag_timeout=5,
         )
-    except Exception as error:  # besides its own errors, the hub client lets those of its transport through
+    except Exception as error:  # the hub client also raises errors of its transport
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFoundError(
-            f"{repository!r} is no file or directory here, and the hub did not give it{at}: {reason}. {FORMS}"
+            f"{repository!r} is not a file or directory here, and the hub did not return it{at}: {reason}. {FORMS}"
         ) from error
     return Path(found)

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory with safetensors weights, in one file or in shards."""
+"""Hugging Face model directories with safetensors weights, in one file or in shards."""
 
 import json
 import math
@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies."""
+    """Place, dtype and shape of one tensor."""
 
     shard: str
     dtype: str
@@ -61,15 +61,15 @@ class SafetensorsCheckpoint:
             self._files[shard] = MappedFile(path)
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors in all shards."""
+        """Return the names of all tensors."""
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`, from the header."""
+        """Return the shape of a tensor, from the header."""
         return self._entry(name).shape
 
     def read(self, name: str) -> np.ndarray:
-        """Tensor `name`: float32, float16 or bfloat16 as stored; other dtypes raise `CheckpointError`."""
+        """Return a tensor in its stored dtype. Raises `CheckpointError` for integers and quantized kinds."""
         entry = self._entry(name)
         if entry.dtype not in DTYPES:
             raise CheckpointError(
@@ -79,7 +79,7 @@ class SafetensorsCheckpoint:
         return self._files[entry.shard].view(name, DTYPES[entry.dtype], entry.shape, entry.offset)
 
     def release(self, name: str | None = None) -> None:
-        """Drop the resident pages of a tensor, or of all shards."""
+        """Free the memory of one tensor, or of all."""
         if name is not None:
             entry = self._entry(name)
             self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize)
@@ -88,7 +88,7 @@ class SafetensorsCheckpoint:
             file.release()
 
     def close(self) -> None:
-        """Let go of all shards."""
+        """Close all files."""
         for file in self._files.values():
             file.close()
 
@@ -154,7 +154,7 @@ def _shards(directory: Path, source: str) -> dict[str, set[str]]:
     for name, shard in weight_map.items():
         # An index names plain files; a path would read outside the model's directory.
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{directory / source} places {name!r} in {shard!r}, which is no file name")
+            raise CheckpointError(f"{directory / source} places {name!r} in {shard!r}, which is not a file name")
         shards.setdefault(shard, set()).add(name)
     if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
         raise CheckpointError(
@@ -165,7 +165,7 @@ def _shards(directory: Path, source: str) -> dict[str, set[str]]:
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """The entries of one safetensors file, checked against the file's size."""
+    """Return the entries of one safetensors file, after a check against the file's size."""
     actual = path.stat().st_size
     try:
         with safe_open(path, framework="numpy"):
@@ -183,13 +183,13 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _describe_damage(path: Path, actual: int, reason: str) -> str:
-    """What is wrong with a file that `safe_open` refuses, with the size it should have if that is known."""
+    """Describe the damage of a file that `safe_open` refuses, with its correct size if that is known."""
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         text = file.read(length) if length <= actual else b""
     if len(start) < 8 or length > actual - 8:
-        # A header length beyond the file is a cut file or no safetensors file; the size alone cannot tell.
+        # The header ends beyond the file: a truncated file, or another format.
         return (
             f"{path} is truncated or not a safetensors file: its {actual} bytes end inside the header "
             f"({reason}): download it again"

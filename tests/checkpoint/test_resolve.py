@@ -45,7 +45,7 @@ def test_saved_directory_is_told_apart(tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "amoeba.json").write_text("{}")
     assert resolve_model(str(tmp_path / "saved")) == ResolvedModel("saved", tmp_path / "saved", "orbax")
-    with pytest.raises(CheckpointError, match="restore it as a whole"):
+    with pytest.raises(CheckpointError, match="without separate tensors: open it with `LLM`"):
         open_checkpoint(str(tmp_path / "saved"))
 
 
@@ -122,7 +122,9 @@ def resolve_with_hub(model: str, **environment: str) -> str:
 def test_hub_that_cannot_be_reached_is_told(tmp_path):
     # Nothing listens on port 1 of this machine.
     said = resolve_with_hub("org/name", HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_CACHE=str(tmp_path))
-    assert said.startswith("'org/name' is no file or directory here, and the hub did not give it at revision 'main'")
+    assert said.startswith(
+        "'org/name' is not a file or directory here, and the hub did not return it at revision 'main'"
+    )
     assert "Accepted: 'smollm2-135m' (built in)" in said
 
 

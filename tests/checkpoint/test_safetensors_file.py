@@ -264,7 +264,7 @@ def index_without_map(directory: Path) -> None:
         (corrupt_header, r"model\.safetensors has a corrupt header"),
         (remove_shard, r"lacks model-00002-of-00002\.safetensors \(1 of 2 shards missing\)"),
         (shard_without_tensor, r"model-00001-of-00002\.safetensors has no tensor 'bf16'.*2 of 2 missing"),
-        (index_leaves_directory, r"places 'x' in '\.\./other\.safetensors', which is no file name"),
+        (index_leaves_directory, r"places 'x' in '\.\./other\.safetensors', which is not a file name"),
         (index_without_map, r"has no weight_map"),
     ],
 )
