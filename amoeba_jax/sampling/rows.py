@@ -1,4 +1,4 @@
-"""Sampling on the host: a sequence's settings, a step's inputs for `sampling/sampler.py`, and its results."""
+"""Host side of sampling: settings of a sequence, inputs of a step for `sampling/sampler.py`, and its results."""
 
 import hashlib
 import struct
@@ -16,15 +16,15 @@ from amoeba_jax.shorten import shorten
 from amoeba_jax.tokenizer import Tokenizer
 
 NO_SLOT = 2**31 - 1
-"""Slot of a row whose token is not recorded: padding, or a chunk that does not end its prompt."""
+"""Slot of rows whose token is not recorded: padding, and chunks before the last chunk of a prompt."""
 ANY_TOKEN = -1
-"""In a pair of a bad word: its last token is banned whatever came before."""
+"""First token of a pair whose second token is banned after any token."""
 NO_TOKEN = -1
-"""In place of a token that was sampled: the largest of the row's logits is not finite."""
+"""Token of rows whose largest logit is not finite."""
 
-# Of a row's `options`.
+# Bits of a row's `options`.
 USES_STATE, BELOW_MIN_TOKENS, LOGPROBS = 1, 2, 4
-# Of a token's entry in `flags`; the bits above count how often it was generated.
+# Bits of a token's entry in `flags`. The bits from `ONE_OUTPUT` up count how often the token was generated.
 IN_PROMPT, STOPS, ONE_OUTPUT = 1, 2, 4
 
 FLOATS: tuple[str, ...] = (
@@ -35,26 +35,25 @@ FLOATS: tuple[str, ...] = (
     "frequency_penalty",
     "presence_penalty",
 )
-# Of a row, as they are packed. From `options` on they are a sequence's own, but for `BELOW_MIN_TOKENS`.
+# Fields of a row, in packed order. From `options` on they are constant for a sequence, except `BELOW_MIN_TOKENS`.
 FIELDS: tuple[str, ...] = ("slot", "position", "num_pairs", "options", "seed", "top_k", *FLOATS)
 _OPTIONS = FIELDS.index("options")
 
 MAX_BAD_WORD_PAIRS = 256
-"""Pairs of bad words that `sample_full` takes for each row, and so the most bad words of several tokens of a request.
+"""Pairs per row of `sample_full`, and limit of a request's bad words of several tokens.
 
-Fixed, so that there is one program for a number of rows: a request that is admitted never needs another one. With 32
-rows of SmolLM2 on CPU, where a greedy sample with bad words takes 2.3 ms, room for 256 pairs costs no more than for 64;
-room for 1024 costs 0.2 ms more. A step sends 2 KiB for each row.
+The number is fixed, so that one program serves all requests. With 32 rows of SmolLM2 on CPU, a greedy sample with bad
+words takes 2.3 ms; 256 pairs cost no more than 64, and 1,024 pairs cost 0.2 ms more. A step sends 2 KiB per row.
 """
 
-# No vocabulary has tokens of a newline and a letter.
+# Text before a word while it is encoded. Vocabularies have no token of a newline and a letter.
 _BEFORE = "\n"
 
 BadWords = tuple[tuple[int, ...], ...]
 Pairs = Int32[np.ndarray, "2 pairs"]
-"""Last tokens, and the tokens banned after them."""
+"""Tokens that must come last, and the tokens that are banned after them."""
 Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
-"""Bad words of three tokens or more, by the third last: `(all but the last two, pair of the last two)`."""
+"""Bad words of at least three tokens, by their third last token: `(all but the last two, pair of the last two)`."""
 
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
@@ -64,18 +63,20 @@ SamplerKind = Literal["greedy", "sample", "full"]
 
 @dataclass(frozen=True, eq=False)
 class SamplingRow:
-    """What sampling needs to know of one sequence, made once by `sampling_row`.
+    """Sampling settings of one sequence, made once by `sampling_row`.
 
     Attributes:
-        kind: "greedy" takes the argmax and wants nothing else, "sample" wants `sample`, "full" `sample_full`.
-        uses_state: reads and counts in its slot's rows of `flags` and `bias`.
-        stop_ids: the client's `stop_token_ids`.
-        held_back: what cannot come before `min_tokens`.
+        params: settings of the request.
+        vocab_size: tokens that the model has logits for.
+        kind: program that the sequence needs: "greedy" only the argmax, "sample" `sample`, "full" `sample_full`.
+        uses_state: whether the sequence uses the rows of its slot in `flags` and `bias`.
+        stop_ids: `stop_token_ids` of the request.
+        held_back: stop tokens and end-of-sequence tokens, which are banned before `min_tokens`.
         banned: bad words of one token.
         bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
-        two_tokens: those of them that have two, as pairs.
-        endings: the longer ones.
-        settings: its part of a packed step, from `options` on.
+        two_tokens: bad words of two tokens, as pairs.
+        endings: bad words of more than two tokens.
+        settings: packed fields from `options` on.
     """
 
     params: SamplingParams
@@ -91,20 +92,21 @@ class SamplingRow:
     settings: Int32[np.ndarray, " fields"]
 
     def with_seed(self, seed: int) -> "SamplingRow":
-        """Return this row with another seed, in [0, 2**32)."""
+        """Return a copy of this row with another seed, in [0, 2**32)."""
         settings = self.settings.copy()
         settings[FIELDS.index("seed") - _OPTIONS] = _bits(seed)
         return replace(self, settings=settings)
 
 
 class StepRow(NamedTuple):
-    """A sequence in one step: `pack` makes the device's inputs from these.
+    """One sequence in one step, as input of `pack`.
 
     Attributes:
-        slot: where its state is, or `NO_SLOT`.
-        position: of the token to choose, in the sequence; part of the random key.
-        generated: tokens generated before it, those included that the host has not read yet.
-        pairs: from `bad_word_pairs`.
+        row: settings of the sequence.
+        slot: index of the sequence's state, or `NO_SLOT`.
+        position: position in the sequence of the token to choose; part of the random key.
+        generated: tokens generated before, including tokens that the host has not read yet.
+        pairs: result of `bad_word_pairs`.
     """
 
     row: SamplingRow
@@ -115,49 +117,49 @@ class StepRow(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of tokens and of the most probable ones in their places.
+    """Log-probabilities of tokens, and of the most probable tokens in their places.
 
-    Where the vocabulary has fewer than `MAX_LOGPROBS` tokens, the rest of the top is id -1 and -inf.
+    If the vocabulary has fewer than `MAX_LOGPROBS` tokens, `top_ids` ends with -1 and `top_logprobs` with -inf.
     """
 
     logprob: Float[np.ndarray, " N"]
     rank: Int32[np.ndarray, " N"]
-    """Tokens at least as likely: 1 is the most probable."""
+    """Number of tokens that are at least as probable. 1: the most probable token."""
     top_ids: Int32[np.ndarray, "N top"]
     top_logprobs: Float[np.ndarray, "N top"]
 
 
 class SamplingResult(NamedTuple):
-    """A step's tokens, `NO_TOKEN` for rows whose logits are not numbers. `logprobs` is None after `sample`; after
-    `sample_full` it has zeros for rows that want none."""
+    """Tokens and log-probabilities of a step. `logprobs` is None after `sample`, and 0 for rows that did not ask."""
 
     tokens: Int32[np.ndarray, " R"]
     logprobs: TokenLogprobs | None
 
 
-# Host, once for a sequence.
+# Once for each sequence
 
 
 def sampling_row(
     params: SamplingParams, seed: int, vocab_size: int, eos_token_ids: Iterable[int], bad_words: BadWords = ()
 ) -> SamplingRow:
-    """Return the device's view of one sequence's settings. Sequences of one request differ by `with_seed` alone.
+    """Return the sampling settings of a sequence. The sequences of one request differ only by `with_seed`.
 
-    `min_tokens` holds back end-of-sequence tokens with `ignore_eos` too, as in vLLM: they would end nothing, but a
-    text that goes on after one is not what `min_tokens` asks for.
+    As in vLLM, `min_tokens` bans end-of-sequence tokens even with `ignore_eos`, because text should not continue after
+    such a token.
 
     Args:
-        seed: in [0, 2**32).
-        vocab_size: tokens that the model has logits for. A tokenizer can have more: bad words with such tokens never
-            come, and neither do ends of generation, so these are left out.
-        bad_words: token ids, from `bad_word_ids`.
+        params: settings of the request.
+        seed: seed of the sequence, in [0, 2**32).
+        vocab_size: tokens that the model has logits for. Bad words and end tokens beyond are ignored: they never come.
+        eos_token_ids: end-of-sequence tokens.
+        bad_words: token ids of bad words, from `bad_word_ids`.
 
     Raises:
-        RequestError: for more than `MAX_BAD_WORD_PAIRS` bad words of several tokens, and for settings that together
+        RequestError: there are more than `MAX_BAD_WORD_PAIRS` bad words of several tokens, or the settings together
             leave no token.
     """
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    # A word of more tokens than the output can have never comes either.
+    # Words longer than the output never come.
     words = [word for word in dict.fromkeys(bad_words) if len(word) <= params.max_tokens and max(word) < vocab_size]
     banned = tuple(word[0] for word in words if len(word) == 1)
     longer = tuple(word for word in words if len(word) > 1)
@@ -177,7 +179,7 @@ def sampling_row(
         kind = "full"
     else:
         kind = "sample" if params.temperature > 0 else "greedy"
-    # Filters mean nothing where the greedy token is taken: without them the device has less to do.
+    # Greedy sampling ignores filters. Neutral values save time on the device.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
     options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
     integers = np.array([options, _bits(seed), top_k], np.int32)
@@ -201,7 +203,7 @@ def sampling_row(
 
 
 def _check_masks(params: SamplingParams, vocab_size: int, banned: tuple[int, ...], held_back: tuple[int, ...]) -> None:
-    """Raise `RequestError` where no token is left. A bad word of several tokens may still ban the last one later."""
+    """Raise `RequestError` if no token is left. Bad words of several tokens are not considered."""
     if params.allowed_token_ids is None and len(banned) + len(held_back) < vocab_size:
         return
     allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
@@ -225,9 +227,9 @@ def _as_pairs(pairs: Sequence[tuple[int, ...]]) -> Pairs:
 
 
 def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
-    """Return the seed, in [0, 2**32), of sample `index` of a request that sets none.
+    """Return a seed in [0, 2**32) for sample `index` of a request without a seed.
 
-    A hash, so that samples of different requests share no seed but by chance: 2**-32 for any two.
+    It is a hash, so two samples of different requests have the same seed only with probability 2**-32.
     """
     numbers = struct.pack("<3Q", engine_seed % 2**64, request_number, index)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest(), "little")
@@ -261,10 +263,10 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
 def state_rows(
     row: SamplingRow, prompt: Sequence[int], output: Sequence[int]
 ) -> tuple[Int32[np.ndarray, " V"], Float[np.ndarray, " V"]]:
-    """`(flags, bias)` of a slot that a sequence takes with `output` generated so far; `set_state` puts them there.
+    """Return `(flags, bias)` for the slot of a sequence that has generated `output`. `set_state` writes them.
 
-    `flags` says of each token whether it is in the prompt (bit 0), whether it is a stop token (bit 1), and how often
-    it was generated (from bit 2). `bias` is added to logits: -inf for what must not come.
+    `flags` has, for each token, whether it is in the prompt (bit 0), whether it is a stop token (bit 1), and how often
+    it was generated (from bit 2). `bias` is added to the logits, and is -inf for banned tokens.
     """
     flags = np.zeros(row.vocab_size, np.int32)
     np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
@@ -279,19 +281,19 @@ def state_rows(
     return flags, bias
 
 
-# Host, in every step.
+# In every step
 
 
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
-    """Return what a row's next token must not be, each with the token that must come before it for this to hold.
+    """Return the banned next tokens of a row, each with the token that must come before it.
 
-    Words of two tokens are there always. The work is for the longer ones: each is compared only where its third last
-    token has just come.
+    Bad words of two tokens are always included. A longer word is compared only after its third last token.
 
     Args:
-        output_known: generated tokens that the host has read. A word's beginning counts only if all of it is here.
-        in_flight: one more token was sampled and is on the device alone. Without one the host decides by itself,
-            and says `ANY_TOKEN` for the last token.
+        row: settings of the sequence.
+        output_known: generated tokens that the host has read.
+        in_flight: whether one more token was sampled that only the device has. If not, the host compares the last token
+            itself, and returns pairs with `ANY_TOKEN`.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -314,16 +316,15 @@ def _ends_with(tokens: Sequence[int], end: int, wanted: tuple[int, ...]) -> bool
 
 
 def packed_size(num_rows: int, *, full: bool = False) -> int:
-    """How many integers `pack` returns."""
+    """Return the number of integers that `pack` returns."""
     return (len(FIELDS) + full * 2 * MAX_BAD_WORD_PAIRS) * num_rows
 
 
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
-    """Return a step's settings as one array of integers: all rows' slots, all their positions and so on, then pairs.
+    """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
 
-    Floats travel as their bits. Rows beyond those given are padding: they take the greedy token and record
-    nothing. Pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`, are there for `sample_full` alone, if `full`; those beyond a
-    row's `num_pairs` mean nothing.
+    Floats are stored as their bits. Rows after `rows` are padding: greedy, and not recorded. Only with `full` (for
+    `sample_full`) there are pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`; entries beyond a row's `num_pairs` are unused.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)
@@ -344,19 +345,19 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
 
 
 def unpack_result(result: Int32[np.ndarray, "R columns"]) -> SamplingResult:
-    """What `sample` or `sample_full` returned, once on the host."""
+    """Unpack the result of `sample` or `sample_full` on the host."""
     return SamplingResult(result[:, 0], unpack_logprobs(result[:, 1:]) if result.shape[1] > 1 else None)
 
 
 def unpack_logprobs(packed: Int32[np.ndarray, "N columns"]) -> TokenLogprobs:
-    """What `token_logprobs` returned, once on the host."""
+    """Unpack the result of `token_logprobs` on the host."""
     floats = packed.view(np.float32)
     top = slice(2, 2 + MAX_LOGPROBS)
     return TokenLogprobs(floats[:, 0], packed[:, 1], packed[:, top], floats[:, top.stop :])
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """What a request gets for `token`, which is number `index` of `logprobs`: itself, then the `k` most probable."""
+    """Return the log-probabilities of `token`, entry `index` of `logprobs`, and of the `k` most probable tokens."""
     entry = {token: Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))}
     top = zip(logprobs.top_ids[index, :k].tolist(), logprobs.top_logprobs[index, :k].tolist(), strict=True)
     for place, (top_id, top_logprob) in enumerate(top, 1):

@@ -1,19 +1,18 @@
-"""Choose next tokens on the device, in the order of vLLM's sampler.
+"""Choice of the next tokens on the device, in the order of vLLM's sampler.
 
-Logits are masked (allowed tokens, bad words, stop tokens before `min_tokens`), biased and penalized. The greedy
-token is taken where temperature is 0. Otherwise one is drawn: temperature, then min-p, top-k of what is left, top-p
-of what is left then. Tokens as likely as the last one that a filter keeps are kept too.
+First masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
+temperature 0 the most probable token is taken. Otherwise a token is drawn after temperature, min-p, top-k and top-p, in
+this order. Tokens as probable as the last token that a filter keeps are kept too.
 
-A row's token depends on its own logits, settings and state, and on no other row. Its noise comes from the key
-`fold_in(key(seed), position)` and belongs to token ids. So a request's tokens are the same in any batch.
+The token of a row depends only on its logits, settings and state, never on other rows. Its noise comes from the key
+`fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
 
-Logits are `[V, R]`, as a step returns them, and are not transposed as a whole: reductions over V work on all rows at
-a time. Times in comments are of XLA:CPU with 49152 tokens and 32 rows, on two cores.
+Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
+with 49,152 tokens and 32 rows, on two cores.
 
-Logits whose largest is not finite (NaN throughout, as any NaN in a hidden state makes them, an infinity, or none above
--inf) give some token on the device, where nothing may depend on it, and `NO_TOKEN` to the host. A NaN among numbers,
-of a damaged row of the head, does either that, or is a token that never comes: XLA's maximum on CPU may pass over it,
-and to look for it would be one more pass over all logits.
+If the largest logit of a row is not finite, the device takes some token, and the host gets `NO_TOKEN`. Any NaN in a
+hidden state makes all its logits NaN. A single NaN among finite logits (a damaged row of the head) either does the same
+or is never chosen: XLA's maximum on CPU may ignore it, and a check would be one more pass over all logits.
 """
 
 import math
@@ -37,9 +36,9 @@ from amoeba_jax.sampling.rows import (
 )
 from amoeba_jax.sampling_params import MAX_LOGPROBS
 
-# The most that `top_k` takes from `_largest`: 2 ms, where bisection takes 12.
+# Largest `top_k` that uses `_largest`: 2 ms, in place of 12 ms by bisection.
 _SMALL_TOP_K = 64
-# Tokens of a block, or the largest divisor of both that and the vocabulary: for `argmax`, for `_largest`.
+# Largest number of tokens in a block, for `argmax` and for `_largest`. Block sizes divide the vocabulary.
 _ARGMAX_BLOCK, _LARGEST_BLOCK = 256, 32
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -54,14 +53,14 @@ def set_state(
     flags_row: Int32[Array, " V"],
     bias_row: Float[Array, " V"],
 ) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """`flags` and `bias` with one slot's rows replaced. Donates both."""
+    """Replace one slot's rows of `flags` and `bias`. Donates both."""
     return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
 
 
 def sample(
     logits: Float[Array, "V R"], last_tokens: Int32[Array, " slots"], packed: Int32[Array, " size"]
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
-    """Tokens of rows that are "greedy" or "sample": `(last_tokens with them, tokens)`."""
+    """Choose the tokens of rows of the kinds "greedy" and "sample". Returns `(updated last_tokens, tokens)`."""
     fields, _ = _unpack(packed, logits.shape[1])
     tokens, max_logit = _choose(logits, fields)
     return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, max_logit)[:, None]
@@ -74,11 +73,11 @@ def sample_full(
     bias: Float[Array, "slots V"],
     packed: Int32[Array, " size"],
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
-    """Tokens of rows of any kind, and log-probabilities: `(last_tokens and flags with them, result)`.
+    """Choose the tokens of rows of any kind, with log-probabilities. Returns `(last_tokens, flags, result)`.
 
-    Donates `flags`. A result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities are those of
-    `logits` as given. A row whose settings leave no token, as a bad word of several tokens can where few are allowed,
-    is drawn as if they masked none.
+    Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
+    `logits` before any masks. If masks leave no token (a bad word of several tokens when few are allowed), they are
+    ignored.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -90,10 +89,10 @@ def sample_full(
 
     def process() -> jax.Array:
         processed = lax.cond(uses_state.any(), lambda: _with_state(logits, flags, bias, fields), lambda: logits)
-        # Out of range where it bans nothing.
+        # Unused pairs point out of range.
         columns = jnp.where(matches, jnp.arange(rows)[:, None], rows)
         processed = processed.at[banned, columns].set(-jnp.inf)
-        # Masks and limits must not hide logits that are not numbers.
+        # Masks and limits must not hide logits that are not finite.
         as_given = (processed.max(axis=0) == -jnp.inf) | ~jnp.isfinite(logits.max(axis=0))
         return jnp.where(as_given, logits, processed)
 
@@ -114,9 +113,9 @@ def sample_full(
 
 
 def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> Int32[Array, "N columns"]:
-    """Log-probability and rank of each target and the most probable tokens: 2 + 2 * `MAX_LOGPROBS` columns of bits.
+    """Return bits for `unpack_logprobs`: log-probability and rank of each target, and the most probable tokens.
 
-    For `unpack_logprobs`. For a prompt, `targets` are the tokens that come next.
+    There are 2 + 2 * `MAX_LOGPROBS` columns. For a prompt, `targets` are the next tokens.
     """
     max_logit = logits.max(axis=0)
     log_mass = jnp.log(jnp.where(logits > -jnp.inf, jnp.exp(logits - max_logit), 0).sum(axis=0))
@@ -132,7 +131,7 @@ def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> 
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Fields `[R]` by name, and the pairs of `sample_full`: required last tokens and banned tokens."""
+    """Return the fields `[R]` by name, and the pairs of `sample_full`: required last tokens, and banned tokens."""
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
     fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOATS}
@@ -145,7 +144,7 @@ def _with_state(
     bias: Float[Array, "slots V"],
     fields: dict[str, jax.Array],
 ) -> Float[Array, "V R"]:
-    """Logits with masks, biases and penalties of the rows that use state."""
+    """Apply masks, biases and penalties to the logits of rows that use state."""
     row_flags = flags.at[fields["slot"]].get(mode="clip").T
     processed = logits + bias.at[fields["slot"]].get(mode="clip").T
     held_back = (fields["options"] & BELOW_MIN_TOKENS > 0) & (row_flags & STOPS > 0)
@@ -156,19 +155,18 @@ def _with_state(
     processed = jnp.where(processed > 0, processed / repetition, processed * repetition)
     processed -= fields["frequency_penalty"] * count.astype(jnp.float32)
     processed -= fields["presence_penalty"] * (count > 0)
-    # A tiny repetition penalty must not take logits to infinity, all alike.
+    # A tiny repetition penalty must not turn different logits into infinity.
     processed = jnp.minimum(processed, jnp.finfo(jnp.float32).max)
     return jnp.where(fields["options"] & USES_STATE > 0, processed, logits)
 
 
 def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Tokens as the host gets them: `NO_TOKEN` where the largest of the row's logits, `max_logit`, is not finite."""
+    """Return the tokens for the host: `NO_TOKEN` if the row's largest logit, `max_logit`, is not finite."""
     return jnp.where(jnp.isfinite(max_logit), tokens, NO_TOKEN)
 
 
 def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """The greedy token where temperature is 0, the lowest id of equals, else one that is drawn; and the largest
-    logit of each row."""
+    """Return a token and the largest logit of each row: greedy (lowest id of equals) at temperature 0, else drawn."""
     greedy, max_logit = argmax(logits)
     draws = fields["temperature"] > 0
 
@@ -181,11 +179,11 @@ def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[
 def _draw(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Int32[Array, " R"]:
-    """A token of each row, by the Gumbel-max trick. `max_logit` is the largest of a row's logits.
+    """Draw a token of each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
 
-    Top-p needs no sort: if the best score of all tokens belongs to one within the top p, it is the best of these.
-    If not, nothing as unlikely as that token is within, and the best of the more probable ones is tried. The first try
-    succeeds with a probability of at least p; the expected number of tries grows with log(V) at worst.
+    Top-p needs no sort. If the token with the best score is inside the top p, it is the result. Otherwise all tokens at
+    most as probable are outside too, and the best of the more probable tokens is tried. The first try succeeds with
+    probability p or more; the expected number of tries grows at most with log(V).
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -202,12 +200,11 @@ def _draw(
         def judge(tokens: jax.Array) -> tuple[jax.Array, ...]:
             value = _take(scaled, tokens)
             higher = jnp.where(scaled > value, mass, 0).sum(axis=0)
-            # The largest logit itself is always within; a row of NaN too, which no comparison could ever end, nor one
-            # whose largest logit is infinite.
+            # The largest logit is always inside. Rows of NaN or infinity count as inside, or the loop would never end.
             return tokens, value, (top_p < 1) & (higher >= limit) & (value < 0) & (max_logit < jnp.inf)
 
         def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """The best of the tokens more probable than the last one, where that was outside; others find it again."""
+            """Try the next token in rows whose token was outside the top p. Other rows find the same token again."""
             pivot, _, value, outside = state
             pivot = jnp.where(outside, value, pivot)
             return pivot, *judge(argmax(jnp.where(scaled > pivot, scores, -jnp.inf))[0])
@@ -221,9 +218,9 @@ def _draw(
 def _scaled(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, "V R"]:
-    """Logits over temperature, at most 0: a tiny temperature would otherwise take many to infinity, all alike.
+    """Return logits over temperature, shifted to at most 0, so that a tiny temperature does not make several infinite.
 
-    Where a branch needs them it computes them again: that takes less time than to store them for it.
+    Each branch computes them again, which takes less time than storing them.
     """
     return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 
@@ -231,7 +228,7 @@ def _scaled(
 def _top_k_floor(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
-    """The k-th largest of each row's scaled logits, -inf where `top_k` is below 1. All ways to it give the same."""
+    """Return each row's k-th largest scaled logit, or -inf if `top_k` is below 1. All branches give the same value."""
     vocab_size, rows = logits.shape
     few = min(_SMALL_TOP_K, vocab_size)
     k = jnp.minimum(fields["top_k"], vocab_size)
@@ -246,9 +243,9 @@ def _top_k_floor(
 
 
 def _gumbel(seeds: Int32[Array, " R"], positions: Int32[Array, " R"], size: int) -> Float[Array, "V R"]:
-    """For each row the numbers of `jax.random.gumbel(fold_in(key(seed), position), [size])`.
+    """Return `jax.random.gumbel(fold_in(key(seed), position), [size])` for each row.
 
-    XLA:CPU gets loops over arrays in memory from `jax.random`, 14 ms; these operations are fused, 4 ms.
+    XLA on CPU fuses these operations: 4 ms, in place of 14 ms with `jax.random`.
     """
 
     def key(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -262,7 +259,7 @@ def _gumbel(seeds: Int32[Array, " R"], positions: Int32[Array, " R"], size: int)
 
 
 def _threefry(keys: UInt32[Array, "R 2"], counts: UInt32[Array, "V 1"]) -> tuple[UInt32[Array, "V R"], ...]:
-    """Both halves of Threefry-2x32 with 20 rounds of `(0, count)` (Salmon et al. 2011)."""
+    """Return both halves of Threefry-2x32 with 20 rounds, for the inputs `(0, count)` (Salmon et al. 2011)."""
     schedule = (keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ _KEY_PARITY)
     high, low = schedule[0], counts + schedule[1]
     for group in range(5):
@@ -274,20 +271,20 @@ def _threefry(keys: UInt32[Array, "R 2"], counts: UInt32[Array, "V 1"]) -> tuple
 
 
 def _take(x: Float[Array, "V R"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """One value of each row."""
+    """Return the value of each row at its token."""
     return jnp.take_along_axis(x, tokens[None], axis=0)[0]
 
 
 def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, "blocks R"]]:
-    """Size of blocks of at most `most` tokens, all alike, and each one's largest values."""
+    """Return the size of equal blocks of at most `most` tokens, and the maximum of each block."""
     size = math.gcd(x.shape[0], most)
     return size, x.reshape(-1, size, x.shape[1]).max(axis=1)
 
 
 def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """The first of the largest values of each row, and its value; with NaN, some token.
+    """Return the first token with the largest value of each row, and the value. With NaN the token is arbitrary.
 
-    By blocks it takes 0.7 ms; `jnp.argmax`, which XLA:CPU does not vectorize, 4.
+    Blocks take 0.7 ms, in place of 4 ms with `jnp.argmax`, which XLA on CPU does not vectorize.
     """
     last = x.shape[0] - 1
     size, maxima = _block_maxima(x, _ARGMAX_BLOCK)
@@ -300,9 +297,9 @@ def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R
 
 
 def _largest(x: Float[Array, "V N"], k: int) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
-    """The k largest values of each row and their tokens: as `lax.top_k(x.T, k)`, lower ids first among equals.
+    """Return the k largest values of each row and their tokens, like `lax.top_k(x.T, k)`: lower ids first among equals.
 
-    They are in the k blocks with the largest maxima. Of 20 this takes 1 ms instead of 3.
+    These are in the k blocks with the largest maxima. For k = 20 this takes 1 ms instead of 3 ms.
     """
     size, maxima = _block_maxima(x, _LARGEST_BLOCK)
     if len(maxima) <= k:
@@ -315,7 +312,7 @@ def _largest(x: Float[Array, "V N"], k: int) -> tuple[Float[Array, "N k"], Int32
 
 
 def _kth_largest(x: Float[Array, "V R"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """The k-th largest value of each row, of values at most 0, by bisection on its bits."""
+    """Return the k-th largest value of each row by bisection on its bits. All values are at most 0."""
 
     def value(bits: jax.Array) -> jax.Array:
         return -lax.bitcast_convert_type(jnp.minimum(bits, _FLOAT_INF), jnp.float32)
