@@ -1,4 +1,4 @@
-"""What the runtime needs to know of a model, read from a Hugging Face config."""
+"""Model configs, read from Hugging Face's config.json."""
 
 import copy
 import math
@@ -10,14 +10,14 @@ import numpy as np
 
 from amoeba_jax.errors import CheckpointError
 
-# Families differ only in these switches; all are pre-norm decoders with rotary positions and a gated SiLU FFN.
+# All families are pre-norm decoders with rotary positions and a gated SiLU FFN. They differ in a few switches.
 _QKV_BIAS = {"llama": None, "mistral": False, "qwen2": True, "qwen3": None}  # None: `attention_bias` says
 SUPPORTED_FAMILIES = tuple(_QKV_BIAS)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: `theta` and the frequency scaling of `rope_type`."""
+    """Rotary position embedding: base `theta`, and the scaling of frequencies by `rope_type`."""
 
     theta: float
     rope_type: str = "default"
@@ -27,7 +27,7 @@ class RopeConfig:
     original_max_position_embeddings: float = 8192
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """f32 `[head_dim / 2]` angular frequencies, scaled as Llama 3.1 does for `llama3`."""
+        """Return the angular frequencies, f32 `[head_dim / 2]`. `llama3` is the scaling of Llama 3.1."""
         base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.rope_type == "linear":
             base = base / self.factor
@@ -45,7 +45,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and switches of a decoder. Sizes are the model's own, without padding."""
+    """Sizes and switches of a decoder. Sizes are without padding."""
 
     family: str
     hidden_size: int
@@ -67,13 +67,13 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Tokens that the positions are good for: linear scaling stretches them beyond `max_position`."""
+        """Longest context in tokens. Linear scaling stretches it beyond `max_position`."""
         stretch = self.rope.factor if self.rope.rope_type == "linear" else 1.0
         return int(self.max_position * max(stretch, 1.0))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
-        """Read a config.json. Raises `CheckpointError` for what is not supported, naming the field and value."""
+        """Read the content of a config.json. Raises `CheckpointError` with the field and value that is not supported."""
         family = config.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise CheckpointError(
@@ -121,19 +121,19 @@ class ModelConfig:
 
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the family's defaults filled in by `transformers`."""
+    """Return the config with the family's defaults, which `transformers` fills in."""
     from transformers import AutoConfig  # slow to import
 
-    # A copy: `transformers` fills in fields of nested dicts in place.
+    # A copy, because `transformers` fills in fields of nested dicts in place.
     known = {
         key: copy.deepcopy(value) for key, value in config.items() if key not in ("model_type", "transformers_version")
     }
     try:
         completed = AutoConfig.for_model(family, **known)
-        # As its models do: only now does an `original_max_position_embeddings` beside `rope_parameters` count.
+        # The models do this too. It applies an `original_max_position_embeddings` beside `rope_parameters`.
         completed.standardize_rope_params()
         return completed.to_dict()
-    except Exception as error:  # transformers raises many kinds for bad values
+    except Exception as error:  # transformers raises many types for bad values
         raise CheckpointError(f"config.json cannot be read as {family}: {error}") from error
 
 
@@ -145,7 +145,7 @@ def _positive(hf: dict[str, Any], field: str) -> int:
 
 
 def _rope(hf: dict[str, Any]) -> RopeConfig:
-    """Return the rotary settings: `transformers` has moved those of every older form into `rope_parameters`."""
+    """Return the rotary settings. `transformers` has moved all older forms into `rope_parameters`."""
     rope = hf.get("rope_parameters") or {}
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise CheckpointError(
@@ -176,7 +176,7 @@ def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[
     """Return the window of each layer, None for full attention."""
     if hf.get("sliding_window") is None or family == "llama":
         return (None,) * num_layers
-    if family == "mistral":  # it ignores `layer_types`, in `transformers` too
+    if family == "mistral":  # ignores `layer_types`, as in `transformers`
         return (_positive(hf, "sliding_window"),) * num_layers
     if not hf.get("use_sliding_window"):
         return (None,) * num_layers

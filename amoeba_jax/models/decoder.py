@@ -1,4 +1,4 @@
-"""The decoder as segments: runs of consecutive layers, with the embedding before and the head after them."""
+"""Decoder in segments: runs of consecutive layers, with the embedding before and the head after them."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from sharding.params import ParamSpec, Source, deal_rows
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with a residual."""
+    """Pre-norm attention and feed-forward network, each with a residual connection."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.eps = dims.config.norm_eps
@@ -47,10 +47,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding. Every device holds the whole table, so no rank needs another's rows.
+    """Token embedding. Every device has the whole table.
 
-    An untied table is `[vocabulary, D]`. A tied one is looked up in the head's shards, `[vocabulary shard, D]`:
-    the same buffers, not a copy.
+    An untied table is `[vocabulary, D]`. A tied embedding uses the buffers of the head's shards, `[vocabulary shard,
+    D]`.
     """
 
     def __init__(self, dims: ModelDims):
@@ -78,7 +78,7 @@ class Embedding(nnx.Module):
 
 
 def head_spec(dims: ModelDims) -> ParamSpec:
-    """Output projection `[vocabulary shard, D]`, the embedding's own table if the model ties them."""
+    """Describe the output projection, `[vocabulary shard, D]`. A tied model takes it from the embedding."""
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_shard)
@@ -88,7 +88,7 @@ def head_spec(dims: ModelDims) -> ParamSpec:
 
 
 class Head(nnx.Module):
-    """Final norm and logits, vocabulary split over the ranks and gathered at the end."""
+    """Final norm and logits. The vocabulary is split over the ranks, and the logits are gathered."""
 
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
@@ -97,7 +97,7 @@ class Head(nnx.Module):
         self.kernels = shards(dims, head_spec(dims), tp)
 
     def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
-        """f32 logits over the model's own vocabulary, the same on every rank."""
+        """Return f32 logits over the vocabulary without padding, the same on every rank."""
         x = hidden_norm(x, self.norm[...], self.dims.config.norm_eps)
         local = [matmul(kernel[...], x) for kernel in self.kernels]
         logits = local[0] if len(local) == 1 else jnp.concatenate(local)
@@ -138,8 +138,7 @@ class SegmentPlan:
 
 
 class Segment(nnx.Module):
-    """Layers of one segment at degree `tp` and the embedding, or the head, with abstract parameters that describe
-    themselves."""
+    """Embedding and layers of one segment, or the head, at degree `tp`, with abstract parameters."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
         self.embedding = None if plan.is_head else Embedding(dims)
@@ -148,27 +147,27 @@ class Segment(nnx.Module):
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
-    """The segment's parameters in the order in which programs take them."""
+    """Return the segment's parameters, in the order of the program's arguments."""
     state = nnx.split(segment)[1]
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Whether ranks hold different shards behind this leaf (else all hold the same one)."""
+    """Whether the ranks have different shards of this parameter, rather than the same shard."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)
 
 
 def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
-    """Cut a model into runs of at most `segment_layers` layers, equal where that is possible.
+    """Cut a model into runs of at most `segment_layers` layers, of equal length if possible, without the head.
 
-    One executable serves all runs that compute alike. Measured with 30 layers on CPU: segments of 8 compile in half the
-    time of the whole and a decode step takes at most 2% longer. The head is no part of it: see `head_plan`.
+    One executable serves all equal runs. With 30 layers on CPU, segments of 8 layers compile in half the
+    time of the whole model, and a decode step takes at most 2% longer.
     """
     windows = dims.config.sliding_windows
     count = len(windows)
-    # A run length that divides the depth needs no second executable for the rest.
+    # A length that divides the number of layers avoids a second executable for the rest.
     longest = min(segment_layers, count)
     lengths = range(longest, longest // 2, -1)
     length = next((length for length in lengths if count % length == 0), longest)
@@ -181,7 +180,7 @@ def head_plan(dims: ModelDims) -> SegmentPlan:
 
 
 def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
-    """Every parameter of the model by name."""
+    """Return all parameters of the model by name."""
     specs: dict[str, ParamSpec] = {}
     for plan in (SegmentPlan(0, dims.config.sliding_windows), head_plan(dims)):
         for _, variable in nnx.to_flat_state(nnx.split(Segment(dims, plan, tp=1))[1]):
@@ -191,5 +190,5 @@ def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
 
 
 def num_parameters(dims: ModelDims) -> int:
-    """Parameters of the model itself, without padding and copies."""
+    """Return the number of parameters, without padding and copies."""
     return sum(spec.model_elements for spec in model_specs(dims).values())

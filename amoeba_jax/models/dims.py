@@ -1,4 +1,4 @@
-"""A model laid out for one engine: stored sizes after padding, shard sizes, page geometry."""
+"""Sizes of a model in one engine: shards with padding, and page geometry."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,13 +8,13 @@ from kvcache.geometry import PageGeometry
 from sharding.heads import HeadLayout
 from sharding.params import round_up_to_pages
 
-# Rows of a vocabulary shard are rounded up to this, so that every rank's matrix starts aligned.
+# Rows of a vocabulary shard are a multiple of this number, so that each rank's matrix is aligned.
 VOCAB_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class ModelDims:
-    """`ModelConfig` plus what the engine chose: `max_tp`, page size, dtype, which weights are transformable."""
+    """A model's config and the engine's settings that its stored sizes depend on."""
 
     config: ModelConfig
     max_tp: int
@@ -32,16 +32,17 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Page size in elements if FFN shards are extents. With one device nothing is ever released."""
+        """Elements per page if FFN shards can become KV cache, else None (`max_tp` = 1)."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
+        """Elements per page if attention shards can become KV cache, else None."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
     def ffn_shard(self) -> int:
-        """Inner features of the FFN per shard: rounded up until `gate_up` and `down` shards are whole pages."""
+        """Inner features of the FFN per shard, rounded up so that `gate_up` and `down` shards are whole pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -55,19 +56,19 @@ class ModelDims:
 
     @property
     def vocab_shard(self) -> int:
-        """Rows of a vocabulary shard, alignment padding included."""
+        """Rows of a vocabulary shard, with padding."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
 
     @property
     def kv_shard_heads(self) -> int:
-        """Stored KV heads per shard."""
+        """KV heads per shard, with padding and copies."""
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
     def qkv_rows(self) -> int:
-        """Rows of a `qkv` shard, page padding included."""
+        """Rows of a `qkv` shard, with padding to whole pages."""
         used = self.kv_shard_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
@@ -75,7 +76,7 @@ class ModelDims:
 
     @cached_property
     def output_columns(self) -> int:
-        """Columns of an `o` shard, page padding included."""
+        """Columns of an `o` shard, with padding to whole pages."""
         used = self.kv_shard_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used

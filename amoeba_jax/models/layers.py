@@ -1,4 +1,4 @@
-"""Building blocks of the decoder. All run inside `shard_map`: shapes are one rank's, collectives are explicit."""
+"""Building blocks of the decoder. They run inside `shard_map`: shapes are per rank, and collectives are explicit."""
 
 from typing import NamedTuple
 
@@ -18,10 +18,10 @@ from sharding.params import ParamSpec, Source, deal_rows, expand_rows
 
 
 class QueryGroup(NamedTuple):
-    """Sequences of a step that contribute the same number of tokens: `B` sequences of `T` tokens.
+    """Sequences of a step with equally many tokens: `B` sequences of `T` tokens.
 
     Attributes:
-        query_positions: `[B, T]`, -1 for padding.
+        query_positions: positions `[B, T]`, -1 for padding.
         tables: pages of each sequence, one table per extent.
     """
 
@@ -30,16 +30,15 @@ class QueryGroup(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What every layer of a step needs besides weights, cache and hidden states.
+    """Inputs of every layer in a step, in addition to weights, cache and hidden states.
 
-    The `N` tokens of a step are those of its groups, one group after the other. Hidden states are feature-major,
-    `[D, N]`: see `matmul`.
+    The `N` tokens of a step are ordered by group. Hidden states are feature-major, `[D, N]`: see `matmul`.
 
     Attributes:
-        cos, sin: `[N, h/2]` rotary factors.
-        page_ids: `[N]` page that token n's key and value go to, -1 for padding; counts over all extents.
-        page_offsets: `[N]` place in that page.
-        groups: the step's query groups.
+        cos, sin: rotary factors, `[N, h/2]`.
+        page_ids: page for the key and value of each token, `[N]`; -1 for padding. Ids count over all extents.
+        page_offsets: index of each token in its page, `[N]`.
+        groups: query groups of the step.
     """
 
     cos: Float[Array, "N half"]
@@ -50,53 +49,53 @@ class StepContext(NamedTuple):
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
-    """An abstract parameter that carries its own description."""
+    """Return an abstract parameter with its `ParamSpec`."""
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
-    """The scale vector of an RMS norm, used whole by every rank."""
+    """Return the scale vector of an RMS norm, which every rank uses as a whole."""
     return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init="ones", owner=owner, layer=layer))
 
 
 def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
-    """One abstract parameter for each shard that a rank computes with at degree `tp`."""
+    """Return an abstract parameter for each shard that a rank needs at degree `tp`."""
     abstract = spec.abstract(dims.dtype)
     return nnx.List([nnx.Param(abstract, spec=spec, shard=index) for index in range(spec.local_shards(tp))])
 
 
 def matmul(kernel: Float[Array, "O I"], x: Float[Array, "I N"]) -> Float[Array, "O N"]:
-    """`kernel @ x` accumulated and returned in f32; full f32 precision for f32 inputs.
+    """Return `kernel @ x` in f32, with full f32 precision for f32 inputs.
 
-    Kernels are output-major and activations feature-major because XLA's CPU backend packs the right operand of a
-    product before it multiplies. Here that is the few tokens, and the weights stream through once: all products of a
-    125M model take 31 ms for 8 tokens and 49 ms for 32, against 44 and 75 ms as `x @ W` (2 cores, f32).
+    Kernels are output-major and activations feature-major, because XLA on CPU packs the right operand of a product
+    first. Here that is the small operand. All products of a 125M model take 31 ms for 8 tokens and 49 ms for 32, in
+    place of 44 and 75 ms as `x @ W` (2 cores, f32).
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(kernel, x, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def rank_sum(x: jax.Array, tp: int) -> jax.Array:
-    """Sum over the ranks of an instance; nothing to do at TP1."""
+    """Return the sum over the ranks of an instance."""
     return lax.psum(x, TP_AXIS) if tp > 1 else x
 
 
 def rms_norm(x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float) -> Float[Array, "... h"]:
-    """Root-mean-square norm of the last axis in f32, returned in x's dtype."""
+    """Return the root-mean-square norm of the last axis, computed in f32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (scale * wide.astype(x.dtype)).astype(x.dtype)
 
 
 def hidden_norm(x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float) -> Float[Array, "D N"]:
-    """`rms_norm` of each token's hidden state."""
+    """Return `rms_norm` of each token's hidden state."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scale[:, None] * wide.astype(x.dtype)).astype(x.dtype)
 
 
 def rotate(x: Float[Array, "N H h"], cos: Float[Array, "N half"], sin: Float[Array, "N half"]) -> jax.Array:
-    """Rotary embedding, halves convention (Hugging Face Llama): pairs are `(i, i + h/2)`."""
+    """Apply the rotary embedding to pairs `(i, i + h/2)`, the convention of Hugging Face's Llama."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -104,7 +103,7 @@ def rotate(x: Float[Array, "N H h"], cos: Float[Array, "N half"], sin: Float[Arr
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache, heads split over the ranks."""
+    """Grouped-query attention over the paged cache. Heads are split over the ranks."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.dims, self.tp, self.window = dims, tp, dims.config.sliding_windows[layer]
@@ -147,7 +146,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
     ) -> tuple[Float[Array, "D N"], LayerKV]:
-        """Attention output (summed over ranks) and the extents with the new tokens written."""
+        """Return the attention output, summed over the ranks, and the extents with the new tokens."""
         config, geometry, tp = self.dims.config, self.dims.pages, self.tp
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -176,15 +175,15 @@ class Attention(nnx.Module):
         return result, [page.reshape(extent.shape) for page, extent in zip(pages, extents, strict=True)]
 
     def _project(self, x: Float[Array, "D N"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[N, H, h]`, keys and values `[N, K, h]` of this rank."""
+        """Return queries `[N, H, h]`, keys and values `[N, K, h]` of this rank."""
         dims = self.dims
         head_dim, kv_heads = dims.config.head_dim, dims.kv_shard_heads
         split = [kv_heads * dims.heads.group, kv_heads * (dims.heads.group + 1)]
         used = kv_heads * (dims.heads.group + 2) * head_dim
         parts = []
         for index, kernel in enumerate(self.qkv):
-            # Behind the barrier, or XLA folds the transposition into the product, as `x.T @ W.T`: slower (see
-            # `matmul`), and not supported in bfloat16 on CPU.
+            # Without the barrier, XLA computes `x.T @ W.T`, which is slower (see `matmul`) and not supported in
+            # bfloat16 on CPU.
             y = lax.optimization_barrier(matmul(kernel[...], x))[:used].T
             if self.qkv_bias is not None:
                 y = y + self.qkv_bias[index][...]
@@ -208,7 +207,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Gated SiLU feed-forward as a sum over shards of its inner features."""
+    """Gated SiLU feed-forward network, as a sum over shards of its inner features."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.tp = tp

@@ -1,1 +1,1 @@
-"""Buffers of weights: loading, releasing and restoring them."""
+"""Weights on devices: loading, releasing and restoring."""

@@ -1,24 +1,23 @@
-"""The weights' shards that one device has."""
+"""Weight shards of one device."""
 
 from collections.abc import Iterator, Mapping
 
 import jax
 
 ShardKey = tuple[str, int]
-"""Parameter and index of a shard."""
+"""Name of the parameter, and index of the shard."""
 
 ReleaseKey = tuple[int, int]
-"""Layer, and the degree for which its shards are released together."""
+"""Layer and degree. All shards of a layer that a degree releases have the same key."""
 
 
 class DeviceShards(Mapping[ShardKey, jax.Array]):
-    """Shards of one device, each a buffer of its own.
+    """Shards of one device, each in its own buffer, grouped by release.
 
-    Those that are released together are kept together: taking one array after the other out of a single mapping costs
-    the host more than all else in a release.
+    Grouping makes a release fast: to remove single shards from one mapping would take most of its time.
 
     Args:
-        releases: of each shard that can be released, with which others it is.
+        releases: release key of each shard that can be released.
     """
 
     def __init__(self, releases: Mapping[ShardKey, ReleaseKey]):
@@ -39,7 +38,7 @@ class DeviceShards(Mapping[ShardKey, jax.Array]):
         return sum(len(shards) for shards in self._shards.values())
 
     def take(self, release: ReleaseKey) -> dict[ShardKey, jax.Array]:
-        """Take out all shards that are released together. Raises `KeyError` if they are not there."""
+        """Remove and return all shards of a release. Raises `KeyError` if they are missing."""
         return self._shards.pop(release)
 
     def clear(self) -> None:

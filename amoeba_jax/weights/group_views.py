@@ -1,4 +1,4 @@
-"""Arrays over the devices of a group that share the buffers of the weights' shards."""
+"""Cached arrays over the devices of a group, which share the buffers of weight shards."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,11 +11,11 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Place among the shards that a rank computes with, and whether ranks have different ones."""
+"""Index among the shards of a rank, and whether the ranks have different shards."""
 
 
 class GroupViews:
-    """Views that are kept, by the group whose devices they span. A change of buffers forgets those that have them."""
+    """Cached views by group of devices. When buffers change, the views that use them are dropped."""
 
     def __init__(self) -> None:
         self._parameters: dict[tuple[int, int], dict[str, dict[Place, jax.Array]]] = {}
@@ -23,24 +23,25 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Views of a parameter, to be looked up and added to."""
+        """Return the mutable cache of a parameter's views."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Views of parameters, as programs of segments take them, to be looked up and added to."""
+        """Return the mutable cache of argument lists of segment programs."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Views of a layer's shards that may be released, by their place in the order of release."""
+        """Return the mutable cache of a layer's releasable shards, by index in the order of release."""
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop what holds buffers of shards that change their owner on a group's devices.
+        """Drop all views of shards that are released or restored on a group's devices.
 
         Args:
-            places: of the shards, in the order of release.
-            degrees: by parameter, the degree for which its shards are released. Views of this degree, and of higher
-                ones, do not have them.
+            group: devices of the shards.
+            layer: layer of the shards.
+            places: indices of the shards in the order of release.
+            degrees: degree that releases the shards, by parameter. Views of this or a higher degree do not use them.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -53,13 +54,13 @@ class GroupViews:
                     extents.pop(place, None)
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop the views of a parameter, of a layer or of none, that have buffers of a group's devices."""
+        """Drop all views of a parameter on a group's devices."""
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the lists of segments with a layer (None: of all), of degrees below one (None: of all)."""
+        """Drop the lists of segments with `layer` (None: all) at degrees less than `below` (None: all)."""
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:
                 for plan in [plan for plan in segments if layer is None or layer in plan.layers]:
@@ -73,6 +74,6 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """What there is of groups that have any of a group's devices."""
+    """Return the entries of groups that overlap with a group."""
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

@@ -1,4 +1,4 @@
-"""Sizes of a model's weights on a device, and which shards instances of a degree release: known without a buffer."""
+"""Sizes of a model's weights, and the shards that each degree releases. Needs no buffers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Elements that a device stores against those of the model itself, for one kind of parameter."""
+    """Stored elements and model elements of one kind of parameter."""
 
     stored: int
     model: int
@@ -24,9 +24,10 @@ class Padding:
 
 
 class WeightLayout:
-    """The parameters of a model and their shards.
+    """Parameters of a model and their shards.
 
     Attributes:
+        dims: sizes of the model.
         specs: all parameters by name.
     """
 
@@ -41,16 +42,16 @@ class WeightLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return jnp.dtype(self.dims.dtype).itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards on one device."""
+        """Bytes of all shards together."""
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def padding(self) -> dict[str, Padding]:
-        """Cost of zero padding and replicated heads, by kind of parameter (`attention.qkv`, `mlp.down`, ...)."""
+        """Return the cost of padding and copied heads, by kind of parameter (`attention.qkv`, `mlp.down` and so on)."""
         totals: dict[str, list[int]] = {}
         for spec in self.specs.values():
             total = totals.setdefault(spec.kind, [0, 0])
@@ -59,9 +60,9 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Shards of a layer that are extents of the KV cache where those for `degree` are released, in their order."""
+        """Return the shards of a layer that a degree releases to the KV cache, in the order of release."""
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Pages of each extent that a layer gets where shards are released for `degree`: the same for all layers."""
+        """Return the pages of each released shard of a layer at a degree. All layers have the same."""
         return tuple(shard.num_pages for shard in self.released(0, degree))

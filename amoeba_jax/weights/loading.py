@@ -1,4 +1,4 @@
-"""Load weights from files to devices: read by several threads, ahead of the devices by a bounded amount."""
+"""Loading of weights: several threads read ahead of the devices, by a bounded amount."""
 
 import os
 from collections import deque
@@ -15,19 +15,19 @@ from amoeba_jax.checkpoint.base import FillShards
 from sharding.params import ParamSpec
 
 _ALIGNMENT = 64
-"""JAX adopts host memory that is aligned to that many bytes."""
+"""Alignment in bytes from which JAX uses host memory without a copy."""
 
 _MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Weights that are open for reading.
+    """Source of weights that is open for reading.
 
     Attributes:
-        fill: writes every element of a parameter's shards, each in its stored shape, into host memory. It is called
-            from several threads at once, and keeps nothing of what it read.
-        threads: how many threads call it. With one, that is the caller's, and nothing is read ahead.
+        fill: function that writes all shards of a parameter, in their stored shapes, into host memory. Several threads
+            call it at once.
+        threads: number of threads. With 1, the caller's thread reads, and nothing is read ahead.
     """
 
     fill: FillShards
@@ -39,18 +39,17 @@ OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 def default_threads() -> int:
-    """One for each core that this process may use, and at most 8: copying is bound by memory, not by cores."""
+    """Return the number of usable cores, at most 8, because memory bandwidth limits the copies."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
-    """Yield each parameter and its shards, in the order given, while threads read those that follow.
+    """Yield each parameter with its shards, in order, while threads read the next parameters.
 
-    The shards are host memory that `device_put` copies from (see `staging_shards`) and that is written to again once
-    the next parameter is asked for. There are `reader.threads + 1` pieces of it, of `slot_bytes` each; a parameter
-    that is larger has memory of its own, as long as it needs it.
+    The shards are valid until the next parameter is requested; then their memory is used again. There are
+    `reader.threads + 1` pieces of memory of `slot_bytes` each. A larger parameter gets its own memory temporarily.
 
-    What `reader.fill` raises is raised here. Close the iterator if you leave it early: it waits for its threads.
+    Errors of `reader.fill` are raised here. Close the iterator if you leave it early, so that it waits for its threads.
     """
     slots = deque(np.empty(slot_bytes, np.uint8) for _ in range(reader.threads + 1))
 
@@ -89,7 +88,7 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
                 spec, memory, shards = pending.popleft()
                 yield spec, shards.result()
                 give_back(memory)
-                del memory, shards  # those of a large parameter, before the next one's are made
+                del memory, shards  # frees a large parameter before the next one is allocated
                 for spec in islice(upcoming, 1):
                     submit(spec)
         finally:
@@ -97,16 +96,16 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
 
 
 def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
-    """Bytes of host memory that `staging_shards` needs."""
+    """Return the bytes of host memory that `staging_shards` needs."""
     return spec.num_shards * _stride(spec, dtype) + 2 * _ALIGNMENT
 
 
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
-    """A parameter's shards in their stored shape, as views of `memory` (bytes) that are aligned for no device.
+    """Return a parameter's shards in their stored shapes, as misaligned views of `memory` (bytes).
 
-    On CPU `device_put` adopts the memory of a NumPy array that happens to be aligned, `may_alias=False` or not (JAX
-    0.10 to 0.12): such memory could not be used again, and donating such a buffer copies it. Misaligned memory is
-    always copied, and only once, where `jnp.array(copy=True)` may copy twice.
+    On CPU, `device_put` of JAX 0.10 to 0.12 uses aligned NumPy memory without a copy, even with `may_alias=False`. Such
+    memory could not be used again, and a donation would copy it. Misaligned memory is always copied once;
+    `jnp.array(copy=True)` may copy twice.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]
@@ -114,7 +113,7 @@ def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
 
 
 def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
-    """The byte of `memory` that is one element past an alignment."""
+    """Return the offset in `memory` that is one element after an aligned address."""
     return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 
@@ -124,9 +123,9 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """A buffer of its own for each shard on each of its devices. Waits until all are written.
+    """Copy each shard to its devices, and wait until all buffers are written.
 
-    The shards are as `staging_shards` makes them, and may be written to afterwards.
+    The shards must come from `staging_shards`. Their memory may be used again afterwards.
     """
     return jax.block_until_ready(
         [[jax.device_put(shard, device) for device in its] for shard, its in zip(shards, devices, strict=True)]

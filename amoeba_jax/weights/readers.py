@@ -14,7 +14,7 @@ from sharding.params import ParamSpec
 logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Tables of rotary frequencies, which old checkpoints store and every loader computes.
+# Rotary frequencies, which old checkpoints store although loaders compute them.
 _COMPUTED = ".rotary_emb.inv_freq"
 _COMPARED_ROWS = 1 << 12
 
@@ -22,8 +22,8 @@ _COMPARED_ROWS = 1 << 12
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
     """Return `config`, with `tie_word_embeddings` off if the checkpoint stores a head unlike its embedding.
 
-    `transformers` 5 does the same: it uses the stored head, and says that the config is wrong. Reads both tensors if
-    the config ties them and both are stored.
+    `transformers` 5 does the same, and logs that the config is wrong. Both tensors are read if the config ties them and
+    both are stored.
     """
     if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
         return config
@@ -80,7 +80,7 @@ def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
 
 
 def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillShards:
-    """Shards from a checkpoint in Hugging Face names, which `check_checkpoint` has found good."""
+    """Return a function that fills shards from a checkpoint that `check_checkpoint` has accepted."""
 
     def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
         spec.fill_shards(checkpoint.read, shards)
@@ -91,7 +91,7 @@ def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillShards:
 
 
 def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillShards:
-    """Shards of a randomly initialized model: the same values for every `max_tp` and page size."""
+    """Return a function that fills shards with random weights, the same for every `max_tp` and page size."""
 
     def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
         def sample(name: str) -> np.ndarray:

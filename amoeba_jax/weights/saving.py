@@ -1,4 +1,4 @@
-"""Save the loaded form: the shards as devices hold them, through orbax."""
+"""Saving of weight shards as devices hold them, by orbax."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ _TOKENIZER_FILES = (
 
 
 def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write the loaded form: shards with orbax, the model's config, how it was sharded, and the tokenizer files.
+    """Write weight shards, config, layout and tokenizer files into a directory.
 
     Raises `CheckpointError` if the directory exists and is not empty.
     """
@@ -36,7 +36,7 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
         for name, spec in store.specs.items()
         for index in range(spec.num_shards)
     }
-    # One plain file a shard: with zstd and OCDBT, orbax's defaults, reading takes about 4 times as long.
+    # One plain file per shard. With orbax's defaults, zstd and OCDBT, reading takes about 4 times as long.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(directory / SHARDS, args=ocp.args.PyTreeSave(shards))
@@ -45,5 +45,5 @@ def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_
             shutil.copy(tokenizer_directory / name, directory / name)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     layout = dataclasses.asdict(store.dims)
-    # Last: its presence says that everything before it is complete.
+    # Written last: its presence means that all other files are complete.
     (directory / ORBAX_MARKER).write_text(json.dumps({"format": FORMAT, "layout": layout}, indent=2))

@@ -1,4 +1,4 @@
-"""The model's weights on every device: each shard once, in a buffer of its own."""
+"""Weights on all devices: each shard once, in its own buffer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from sharding.release import ReleasedShard
 
 @dataclass(frozen=True)
 class _Change:
-    """Shards of a layer that are released, or come back, together, on the devices of one group.
+    """Shards of one layer that are released or restored together, on the devices of one group.
 
     Attributes:
-        places: of each, in the order of release.
-        keys: of each rank, the shards that they are there, in the same order.
-        releases: what they are released with, on every device.
-        sizes: bytes on each device, by owner.
-        degrees: by parameter, the highest degree for which any of them is released.
+        places: indices of the shards in the order of release.
+        keys: keys of the shards on each rank, in the same order.
+        releases: release keys of the shards.
+        sizes: bytes per device, by owner.
+        degrees: highest degree that releases shards of a parameter, by parameter.
     """
 
     places: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Change:
 
 
 class WeightStore(WeightLayout):
-    """Shards of all parameters, per device. Views of a sub-mesh are assembled from them without copying."""
+    """Weight shards of all devices. Arrays over a group of devices share their buffers."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -54,9 +54,9 @@ class WeightStore(WeightLayout):
         self._shards = [DeviceShards(self._releases(device)) for device in range(len(devices))]
 
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
-        """Bytes of padding and copied heads on a device, by layer and owner as the ledger has them.
+        """Return the bytes of padding and copied heads on a device, by layer and owner.
 
-        Shards of a parameter count alike, and those that are released not at all.
+        Released shards do not count. Padding counts as spread evenly over the shards of a parameter.
         """
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, spec in self.specs.items():
@@ -87,10 +87,10 @@ class WeightStore(WeightLayout):
             raise
 
     def _read(self, reader: WeightReader) -> Parameters:
-        """Every parameter with its shards, which are valid until the next is asked for.
+        """Yield every parameter with its shards, which are valid until the next parameter is requested.
 
-        Those outside the layers come first, the largest before the others: they are staged in memory of their own,
-        while there is little on the devices yet.
+        Parameters outside the layers come first, the largest first, because they need extra host memory: the devices
+        are still almost empty then.
         """
         dtype = jnp.dtype(self.dims.dtype)
         order = sorted(self.specs.values(), key=lambda it: 0 if it.layer is not None else -it.num_elements)
@@ -98,9 +98,9 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read a group's weights again, for each rank all but those that are released for its one of `degrees`.
+        """Read the weights of a group again, without the shards that each rank's entry of `degrees` releases.
 
-        Where reading fails, the group has the shards that it had: each until the same is there again.
+        Each shard is replaced only when its new buffer is ready, so after a failure the group has the shards as before.
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
@@ -125,10 +125,10 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
-        """Weights of one segment for an instance on `group`, in the order in which its programs take them.
+        """Return the weights of a segment on a group, in the order of its programs' arguments.
 
-        Zero copy: the arrays share the buffers of the devices. Views are kept, so switching back is free, until one of
-        the segment's shards is released, put back or replaced. The list is not to be changed.
+        The arrays share the buffers of the shards, without a copy. The list is cached until one of the shards is
+        released, restored or replaced. Do not change it.
         """
         segments = self._views.of_segments(group)
         if (found := segments.get(plan)) is not None:
@@ -148,7 +148,7 @@ class WeightStore(WeightLayout):
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """The shard at `place` among those that each rank computes with, over a group's ranks. Zero copy."""
+        """Return one array of shard `place` of every rank in a group, without a copy."""
         views = self._views.of_parameter(group, spec.name)
         key = (place, True)
         if key not in views:
@@ -160,7 +160,7 @@ class WeightStore(WeightLayout):
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Parameter, place among a rank's shards, and whether ranks differ, of each of a segment's leaves."""
+        """Return, for each parameter leaf of a segment: spec, index among a rank's shards, and whether ranks differ."""
         if (plan, tp) not in self._leaves:
             leaves = []
             for variable in leaf_variables(Segment(self.dims, plan, tp)):
@@ -172,7 +172,7 @@ class WeightStore(WeightLayout):
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Assemble what `release` will hand out, which takes longer than handing it out."""
+        """Assemble the arrays of a later `release` now, which is its slowest part."""
         for layer in range(self.dims.config.num_layers):
             change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
             for index, place in enumerate(change.places):
@@ -182,11 +182,17 @@ class WeightStore(WeightLayout):
     def release(
         self, group: SubMesh, layer: int, before: int, degree: int, spent: list[Any] | None = None
     ) -> list[jax.Array]:
-        """Give up the shards that `degree` (at most the group's) does not need: `[tp * pages, page_elems]` each.
+        """Release the shards that `degree` does not need, and return them as KV extents `[tp * pages, page_elems]`.
 
-        The arrays share the shards' buffers: nothing is copied, and nothing allocated. What views of lower degrees
-        held of them is forgotten. `before` is the degree for which shards of the layer are released already. The
-        shards' own arrays are put into `spent`, if given, for the caller to drop when it has time.
+        The extents share the buffers of the shards, without a copy. Views of lower degrees that use the shards are
+        dropped.
+
+        Args:
+            group: devices to release on. `degree` is at most its size.
+            layer: layer of the shards.
+            before: degree whose shards of this layer are already released.
+            degree: degree to release for.
+            spent: list to which the shards' arrays are appended, for the caller to drop later.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
@@ -204,7 +210,7 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Take shards back that were released for `before` and are not for `degree`: the last extents, restored."""
+        """Take back the shards that `before` released and `degree` needs. `extents` are the last ones, with weights."""
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
         self._views.of_extents(group, layer).update(zip(change.places, extents, strict=True))
@@ -216,13 +222,13 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """The buffers of one of the shards that change, by rank."""
+        """Return the buffers of one changing shard, by rank."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Shards that are released for `degree` and not for `before`. Looked up: it is always the same."""
+        """Return the shards that `degree` releases and `before` does not. The result is cached."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)
@@ -244,7 +250,7 @@ class WeightStore(WeightLayout):
         return self._changes[key]
 
     def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
-        """Which shards of a device are released, and with which others."""
+        """Return the release key of each releasable shard on a device."""
         return {
             (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)
@@ -255,18 +261,18 @@ class WeightStore(WeightLayout):
         return released.shards[device % self.dims.max_tp]
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop what holds buffers of a parameter on a group's devices."""
+        """Drop all views of a parameter on a group's devices."""
         self._views.forget_parameter(group, layer, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
             self._views.forget_shards(group, layer, [place for place, shard in every if shard.spec.name == name], {})
 
     def shard(self, device: int, name: str, index: int) -> jax.Array:
-        """One shard's buffer `[pages, page_elems]` (or in its own shape, if it is no extent) on one device."""
+        """Return the buffer of a shard on a device: `[pages, page_elems]`, or its own shape if it is not releasable."""
         return self._shards[device][(name, index)]
 
     def any_shard(self, name: str, index: int) -> jax.Array:
-        """`shard` of the first device that has it."""
+        """Return the buffer of a shard on the first device that has it."""
         return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
     def release_all(self) -> None:
