@@ -73,7 +73,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
-        """Read the content of a config.json. Raises `CheckpointError` with the field and value that is not supported."""
+        """Read the content of a config.json. Raises `CheckpointError` for an unsupported value, with its field."""
         family = config.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise CheckpointError(
