@@ -28,10 +28,9 @@ class EngineConfig:
     num_devices: int = 1
     """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
-    """Degree of the instances at the start, 1, 2 or 4: as many instances as the devices make."""
+    """Tensor-parallel degree of the instances at the start: 1, 2 or 4. There are `num_devices` / degree instances."""
     max_tensor_parallel_size: int | None = None
-    """Largest degree that instances may be given (1, 2 or 4). Default: 4, or the number of devices if that is
-    less."""
+    """Largest tensor-parallel degree of an instance: 1, 2 or 4. Default: 4, or `num_devices` if that is less."""
     dtype: str = "auto"
     """Data type of weights, KV cache and activations: float32, bfloat16 or float16. `auto`: float32 on CPU, the type of
     the model on GPU."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-# Elements of a list or mapping that are shown.
+# Shown elements of a list or mapping.
 _MAX_ELEMENTS = 8
 # Integers of more bits are not written out: Python needs quadratic time for their digits, and refuses from 4,300 on.
 _MAX_BITS = 256
@@ -40,7 +40,7 @@ def _short(value: Any, max_chars: int, depth: int) -> str:
         return opening + _joined(items, len(value), max_chars) + closing
     if isinstance(value, bool | int | float | complex) or value is None:
         return repr(value)
-    # The repr of anything else may do any amount of work.
+    # The repr of other types can take any amount of time.
     try:
         length = len(value)
     except TypeError:
@@ -49,7 +49,7 @@ def _short(value: Any, max_chars: int, depth: int) -> str:
 
 
 def _joined(parts: Any, length: int, max_chars: int) -> str:
-    """Join parts until they are long enough to be cut anyway, and tell how many elements there are beyond them."""
+    """Join parts up to `max_chars` characters, and append the number of elements that are left out."""
     taken: list[str] = []
     size = 0
     for part in parts:
