@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from amoeba_jax.views import DegreePrograms
+from amoeba_jax.views import DegreePrograms, TransformStatus
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper limits of the classes in `EngineStats.steps_by_tokens`. The last class has no limit."""
@@ -40,3 +40,5 @@ class EngineStats:
     """Programs that were compiled or loaded only when requests needed them."""
     degrees: tuple[DegreePrograms, ...] = ()
     """Progress of a background warm-up. Empty if there was none."""
+    transformations: tuple[TransformStatus, ...] = ()
+    """Transformations that have not ended."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from html import escape
 
 from rich.console import Console
@@ -51,6 +52,40 @@ class InstanceStatus:
     """Paused requests on these devices. They resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
     """Degree at which the paused requests ran; 0 if there are none."""
+
+
+class TransformState(StrEnum):
+    """State of a transformation that has not ended."""
+
+    AWAITING_REQUESTS = "awaiting requests"
+    AWAITING_PROGRAMS = "awaiting programs"
+    DRAINING = "draining"
+    """The steps in flight must end before the first layer switches."""
+    SWITCHING = "switching"
+
+
+@dataclass(frozen=True)
+class TransformStatus:
+    """Progress of a transformation that has not ended.
+
+    Attributes:
+        tensor_parallel_size: requested degree.
+        devices: devices of the instances that change.
+        state: one of `TransformState`.
+        programs_left: number of missing programs that it waits for.
+        estimated_s: expected seconds to compile the missing programs. None: unknown.
+    """
+
+    tensor_parallel_size: int
+    devices: tuple[int, ...]
+    state: str
+    programs_left: int
+    estimated_s: float | None
+
+    def __str__(self) -> str:
+        left = f": {self.programs_left} left" if self.programs_left else ""
+        about = "" if self.estimated_s is None else f", about {self.estimated_s:.0f} s"
+        return f"TP{self.tensor_parallel_size}, {self.state}{left}{about}"
 
 
 @dataclass(frozen=True)

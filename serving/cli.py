@@ -237,7 +237,10 @@ def transform(
         ),
     ] = "migrate",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Waiting for programs that are still being compiled, in place of an error.")
+        bool,
+        typer.Option(
+            "--wait", help="Waiting for programs that are still being compiled, with progress, in place of an error."
+        ),
     ] = False,
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.outputs import FinishReason, Logprob
-from amoeba_jax.views import DegreePrograms
+from amoeba_jax.views import DegreePrograms, TransformStatus
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -108,6 +108,7 @@ class Cluster:
         waiting: number of requests in the queue.
         accepted: number of requests that have not ended.
         degrees: progress of the background compilation for each degree.
+        transformations: transformations that have not ended.
     """
 
     state: str
@@ -115,6 +116,7 @@ class Cluster:
     waiting: int
     accepted: int
     degrees: tuple[DegreePrograms, ...] = ()
+    transformations: tuple[TransformStatus, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ class Transformation:
     tokens: int
     paused: int
     resumed: int
+    awaited_programs: int = 0
+    """Number of missing programs that it waited for."""
+    waited_s: float = 0.0
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
@@ -236,7 +241,17 @@ def read_cluster(message: pb.Cluster) -> Cluster:
         for instance in message.instances
     )
     degrees = tuple(DegreePrograms(it.tensor_parallel_size, it.num_programs, it.num_ready) for it in message.degrees)
-    return Cluster(state, instances, message.waiting, message.accepted, degrees)
+    transformations = tuple(
+        TransformStatus(
+            it.tensor_parallel_size,
+            tuple(it.devices),
+            it.state,
+            it.programs_left,
+            it.estimated_s if it.HasField("estimated_s") else None,
+        )
+        for it in message.transformations
+    )
+    return Cluster(state, instances, message.waiting, message.accepted, degrees, transformations)
 
 
 def read_transformation(message: pb.TransformResponse) -> Transformation:

@@ -77,6 +77,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         late_programs=engine.cluster.executables.num_late,
         awaited_programs=engine.cluster.executables.num_awaited,
         degrees=engine.background_warmup.degrees,
+        transformations=engine.transformations.statuses,
     )
 
 

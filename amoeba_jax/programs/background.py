@@ -160,7 +160,7 @@ class BackgroundCompiler:
     def _next(self, index: int) -> list[ProgramSpec]:
         """Wait for programs of one family that this thread can compile. Return none if the compiler is closed."""
         with self._changed:
-            while not self._closed and (not (self._urgent or self._later) or index >= self._num_working):
+            while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
                 self._changed.wait()
             if self._closed:
                 return []
@@ -174,7 +174,8 @@ class BackgroundCompiler:
         return found
 
     @property
-    def _num_working(self) -> int:
+    def num_working(self) -> int:
+        """Number of threads that may compile now."""
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:

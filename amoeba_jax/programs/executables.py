@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from statistics import fmean
 
 import jax
 
@@ -112,6 +113,15 @@ class Executables:
         for spec in self.background.want(self._with_originals(absent)):
             self._count_awaited(spec)
         return False
+
+    def num_missing(self, specs: Iterable[ProgramSpec]) -> int:
+        """Return the number of programs that `request` would compile."""
+        return len(self._with_originals(self._absent(specs)))
+
+    def estimate_compile_s(self, num_programs: int) -> float | None:
+        """Return the expected seconds to compile so many programs, or None if none was compiled so far."""
+        seconds = [executable.info.compile_s for executable in self]
+        return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         """Compile missing programs in the background, in this order. Return the missing ones."""

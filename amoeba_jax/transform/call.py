@@ -1,5 +1,6 @@
 """What a call of `LLM.transform` asks for, and how far it has come."""
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -12,7 +13,12 @@ from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import KeptPages
 from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
 from amoeba_jax.transform.transition import Transition
+from amoeba_jax.views import TransformState, TransformStatus
 from kvcache.allocator import BuddyAllocator
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
 
 
 @dataclass(eq=False)
@@ -25,8 +31,16 @@ class TransformCall:
     prepare_s: float = 0.0
     groups: list[GroupTransform] = field(default_factory=list)
     active: int = 0
-    awaits_programs: bool = False
-    """It cannot begin, or go on, before programs have come that are being compiled."""
+    programs_left: int = 0
+    """Missing programs. The call begins, or goes on, when they are compiled."""
+    estimated_s: float | None = None
+    """Expected seconds to compile the missing programs. None: unknown."""
+    awaited_programs: int = 0
+    waited_s: float = 0.0
+    """Seconds of waiting for programs until `checked_at`."""
+    checked_at: float = 0.0
+    logged_at: float = 0.0
+    logged_left: int = 0
     awaits_requests: bool = False
     """It begins when the requests of its instances have ended."""
     awaited: list[Instance] = field(default_factory=list)
@@ -39,6 +53,49 @@ class TransformCall:
     def overlapped(self) -> bool:
         """Whether steps are launched behind switches without waiting for them."""
         return self.options.variant is TransformVariant.IN_PLACE_OVERLAPPED
+
+    @property
+    def awaits_programs(self) -> bool:
+        """Whether programs are missing that the call needs to begin or go on."""
+        return self.programs_left > 0
+
+    @property
+    def status(self) -> TransformStatus:
+        """Progress of the call."""
+        state = TransformState.SWITCHING
+        if self.awaits_requests:
+            state = TransformState.AWAITING_REQUESTS
+        elif self.awaits_programs:
+            state = TransformState.AWAITING_PROGRAMS
+        elif self.awaited:
+            state = TransformState.DRAINING
+        degree, devices = self.options.tensor_parallel_size, self.options.devices
+        return TransformStatus(degree, devices, state, self.programs_left, self.estimated_s)
+
+    def await_requests(self, count: int) -> None:
+        """Record and log whether the call waits for running requests, and for how many."""
+        if count and not self.awaits_requests:
+            logger.warning("%s waits for %s", self._name, _counted(count, "request"))
+        self.awaits_requests = count > 0
+
+    def await_programs(self, count: int, estimated_s: float | None) -> None:
+        """Record and log the number of missing programs and the expected seconds to compile them."""
+        now, before = time.perf_counter(), self.programs_left
+        if before:
+            self.waited_s += now - self.checked_at
+        is_due = count < self.logged_left and now >= self.logged_at + _LOG_INTERVAL_S
+        if count and (not before or is_due):
+            estimate = "" if estimated_s is None else f", about {estimated_s:.0f} s"
+            logger.warning("%s waits for %s%s", self._name, _counted(count, "program"), estimate)
+            self.logged_at, self.logged_left = now, count
+        elif before and not count:
+            logger.warning("%s goes on after %.1f s: its programs are ready", self._name, self.waited_s)
+        self.awaited_programs += max(0, count - before)
+        self.programs_left, self.estimated_s, self.checked_at = count, estimated_s, now
+
+    @property
+    def _name(self) -> str:
+        return f"the transformation to TP{self.options.tensor_parallel_size}"
 
     def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
         """Take note that the transition of a group failed, and of how it ended."""
@@ -56,8 +113,20 @@ class TransformCall:
             return
         seconds = time.perf_counter() - self.start
         self.future.set_result(
-            TransformReport(self.options.variant, degree, seconds, self.prepare_s, tuple(self.groups))
+            TransformReport(
+                self.options.variant,
+                degree,
+                seconds,
+                self.prepare_s,
+                tuple(self.groups),
+                self.awaited_programs,
+                self.waited_s,
+            )
         )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @dataclass(eq=False)

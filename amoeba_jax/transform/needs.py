@@ -83,9 +83,10 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     return needed
 
 
-def request_programs(cluster: Cluster, options: TransformOptions, groups: list[list[Instance]]) -> bool:
-    """Whether the programs for the change of each group are there. Missing ones are compiled meanwhile."""
-    return cluster.executables.request(spec for old in groups for spec in needed_programs(cluster, options, old))
+def request_programs(cluster: Cluster, options: TransformOptions, groups: list[list[Instance]]) -> int:
+    """Compile missing programs for the change of each group in the background. Return the number of missing ones."""
+    specs = [spec for old in groups for spec in needed_programs(cluster, options, old)]
+    return 0 if cluster.executables.request(specs) else cluster.executables.num_missing(specs)
 
 
 def transition_programs(

@@ -101,6 +101,8 @@ class TransformReport:
         seconds: from the call to the end, compilation of missing programs included.
         prepare_s: of these, compiling.
         groups: what happened, in the order of completion; empty where all instances had the degree already.
+        awaited_programs: number of programs that were missing when it was requested, or became necessary later.
+        waited_s: seconds of waiting for these programs, while requests ran as before. Part of `seconds`.
     """
 
     variant: TransformVariant
@@ -108,6 +110,8 @@ class TransformReport:
     seconds: float
     prepare_s: float
     groups: tuple[GroupTransform, ...]
+    awaited_programs: int = 0
+    waited_s: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
@@ -130,7 +134,10 @@ class TransformReport:
         return sum(group.tokens for group in self.groups)
 
     def __str__(self) -> str:
-        table = Table(title=f"to TP{self.tensor_parallel_size}, {self.variant}, {self.seconds * 1e3:.0f} ms")
+        title = f"to TP{self.tensor_parallel_size}, {self.variant}, {self.seconds * 1e3:.0f} ms"
+        if self.awaited_programs:
+            title += f", of which {self.waited_s * 1e3:.0f} ms waiting for programs ({self.awaited_programs})"
+        table = Table(title=title)
         for column in (
             "devices",
             "degree",

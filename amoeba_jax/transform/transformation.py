@@ -16,6 +16,7 @@ from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.pausing import check_paused, forget, pause, resume
 from amoeba_jax.transform.report import GroupTransform, TransformReport
 from amoeba_jax.transform.staging import reserve_staging
+from amoeba_jax.views import TransformStatus
 from kvcache.allocator import OutOfPagesError
 
 
@@ -51,6 +52,11 @@ class Transformations:
         """A transformation cannot begin, or go on, before programs have come."""
         return any(call.awaits_programs for call in self._calls)
 
+    @property
+    def statuses(self) -> tuple[TransformStatus, ...]:
+        """Progress of the calls that have not ended."""
+        return tuple(call.status for call in self._calls)
+
     def targets(self) -> dict[int, int]:
         """Return the degree to come of every device that is being transformed, or is about to be.
 
@@ -67,7 +73,7 @@ class Transformations:
 
     def request_programs(self, options: TransformOptions) -> bool:
         """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
-        return request_programs(self._cluster, options, next_groups(options, self._cluster))
+        return not request_programs(self._cluster, options, next_groups(options, self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
         """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
@@ -106,8 +112,9 @@ class Transformations:
                     call.awaited = []
                     if self._await_requests(call, groups):
                         return  # until `collect` finds that they have ended
-                    call.awaits_programs = not request_programs(self._cluster, call.options, groups)
-                    if call.awaits_programs:
+                    missing = request_programs(self._cluster, call.options, groups)
+                    call.await_programs(missing, self._cluster.executables.estimate_compile_s(missing))
+                    if missing:
                         return  # until `retry`
                     if self._await_steps(call, groups):
                         return  # until `collect` finds that they have run
@@ -218,7 +225,8 @@ class Transformations:
     def _await_requests(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
         """Whether requests run that are waited for. No others start beside them."""
         instances = [instance for old in groups for instance in old]
-        call.awaits_requests = call.options.running == "wait" and any(instance.running for instance in instances)
+        count = sum(len(instance.running) for instance in instances)
+        call.await_requests(count if call.options.running == "wait" else 0)
         for lane in [lane for instance in instances for lane in instance.lanes]:
             lane.closed = call.awaits_requests
         return call.awaits_requests

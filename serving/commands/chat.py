@@ -1,8 +1,9 @@
 """`amoeba chat` and `amoeba transform`: commands for a running server."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,9 @@ from amoeba_jax.valid_text import check_unicode
 from serving.commands.terminal_input import accept_any_bytes
 from serving.errors import EXIT_FAILURE
 from serving.token_file import read_token
+
+_POLL_S = 1.0
+_POLL_TIMEOUT_S = 5.0
 
 
 def open_client(
@@ -95,7 +99,7 @@ def run_transform(
     wait: bool,
 ) -> None:
     """Request a transformation and print its report."""
-    with server_errors():
+    with server_errors(), _progress(client, tensor_parallel_size, devices or ()) if wait else nullcontext():
         done = client.transform(
             tensor_parallel_size, devices, variant, not keep_weights, wait_for_programs=wait, running=running
         )
@@ -103,9 +107,41 @@ def run_transform(
     print(
         f"{' + '.join(f'TP{degree}' for degree in degrees)} after {done.seconds:.2f} s ({done.prepare_s:.2f} s of it "
         f"compiling): {done.moved_bytes / 2**20:.1f} MiB moved, {done.steps} steps and {done.tokens} tokens meanwhile"
+        + (f", {done.waited_s:.2f} s of waiting for programs" if done.awaited_programs else "")
         + (f", {done.paused} requests paused" if done.paused else "")
         + (f", {done.resumed} requests resumed" if done.resumed else "")
     )
+
+
+@contextmanager
+def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator[None]:
+    """Print the state of a transformation on stderr each second: in place on a terminal, else a line for each
+    change."""
+    over = threading.Event()
+
+    def poll() -> None:
+        shown, in_place = "", sys.stderr.isatty()
+        while not over.wait(_POLL_S):
+            try:
+                running = client.cluster(timeout_s=_POLL_TIMEOUT_S).transformations
+            except grpc.RpcError:
+                continue  # the call of the transformation reports the error
+            mine = [it for it in running if not devices or not set(devices).isdisjoint(it.devices)]
+            lines = [str(it) for it in mine if it.tensor_parallel_size == degree]
+            if lines and lines[0] != shown:
+                shown = lines[0]
+                text, end = (f"\r{shown}\033[K", "") if in_place else (shown, "\n")
+                print(text, end=end, file=sys.stderr, flush=True)
+        if shown and in_place:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

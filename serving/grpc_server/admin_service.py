@@ -109,6 +109,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
             tokens=report.tokens,
             paused=sum(group.paused for group in report.groups),
             resumed=sum(group.resumed for group in report.groups),
+            awaited_programs=report.awaited_programs,
+            waited_s=report.waited_s,
         )
 
     async def _transform(self, transform, request: pb.TransformRequest, variant: TransformVariant) -> TransformReport:
@@ -178,6 +180,16 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     num_ready=it.num_ready,
                 )
                 for it in snapshot.stats.degrees
+            ],
+            transformations=[
+                pb.TransformStatus(
+                    tensor_parallel_size=it.tensor_parallel_size,
+                    devices=it.devices,
+                    state=it.state,
+                    programs_left=it.programs_left,
+                    estimated_s=it.estimated_s,
+                )
+                for it in snapshot.stats.transformations
             ],
             waiting=snapshot.waiting,
             accepted=len(request_handler.admission.ids),

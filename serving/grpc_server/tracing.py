@@ -95,6 +95,7 @@ class Tracing:
             "amoeba.transform.devices": sorted(device for group in report.groups for device in group.devices),
             "amoeba.transform.from_degrees": sorted({group.from_degree for group in report.groups}),
             "amoeba.transform.prepare_s": report.prepare_s,
+            "amoeba.transform.waited_s": report.waited_s,
             "amoeba.transform.moved_bytes": report.moved_bytes,
             "amoeba.transform.steps": report.steps,
             "amoeba.transform.tokens": report.tokens,

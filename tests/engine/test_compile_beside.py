@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compile_gate import CompileGate
 from harness import engine_of, in_dispatcher, registry_of
 from serving_checks import TIMEOUT_S, check_idle
 from tiny_models import tiny_config, write_model
@@ -24,7 +25,9 @@ from amoeba_jax.programs import executables
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.request import Delivery, Request
+from amoeba_jax.transform import call
 from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.views import TransformState
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
@@ -64,28 +67,6 @@ def cold(one_layer: Path) -> Iterator[LLM]:
         yield llm
 
 
-class Gate:
-    """Holds what is compiled in the background, or some of it, until it is opened."""
-
-    def __init__(self, llm: LLM):
-        self.open = threading.Event()
-        self.held: list[str] = []
-        self._background = background = engine_of(llm).cluster.executables.background
-        compile = background._compile
-
-        def waiting(wanted: list[ProgramSpec]):
-            self.held += [str(request) for request in wanted if not self.open.is_set()]
-            assert self.open.wait(TIMEOUT_S)
-            yield from compile(wanted)
-
-        background._compile = waiting
-
-    def asked(self) -> list[str]:
-        """Programs that are to come."""
-        background = self._background
-        return [*self.held, *map(str, background._urgent.values()), *map(str, background._later.values())]
-
-
 def wait_until(what: Callable[[], bool]) -> None:
     give_up = time.monotonic() + TIMEOUT_S
     while not what():
@@ -120,7 +101,7 @@ def tokens_of(started: Started) -> list[list[tuple[int, ...]]]:
 
 def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
     cold.generate([[1, 2, 3]], greedy(4))  # a prompt alone, and one decode
-    gate = Gate(cold)
+    gate = CompileGate(cold)
     first = Background(cold, [[4, 5, 6]], greedy(200))
     wait_until_decoding(cold, 1)
     second = Background(cold, [[7, 8, 9]], SamplingParams(temperature=1, seed=1, max_tokens=8, ignore_eos=True))
@@ -138,7 +119,7 @@ def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
 
 def test_a_larger_step_does_meanwhile(cold: LLM):
     expected = tokens(cold.generate([[n + 1] * 3 for n in range(4)], greedy(12)))
-    gate = Gate(cold)
+    gate = CompileGate(cold)
     assert tokens(cold.generate([[n + 1] * 3 for n in range(3)], greedy(12))) == expected[:3]
     assert tokens(cold.generate([[n + 1] * 3 for n in range(2)], greedy(12))) == expected[:2]
     assert any(" 2x1 " in name for name in gate.asked()), "the smaller one is to come"
@@ -290,7 +271,7 @@ def test_a_warmup_in_the_background(directory: Path):
     """Degrees get ready one after the other, that of the present instances first."""
     with LLM(directory, num_devices=2, **SETTINGS | {"max_num_seqs": 2}, strict_compile=True) as llm:
         llm.warmup([1])
-        gate = Gate(llm)
+        gate = CompileGate(llm)
         missing = llm.warmup([1, 2], background=True)
         first, second = llm.stats.degrees
         assert (first.degree, second.degree) == (1, 2)
@@ -314,6 +295,44 @@ def test_a_warmup_in_the_background(directory: Path):
         check_idle(llm)
 
 
+def test_a_transformation_says_what_it_waits_for(
+    one_layer: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """In log lines, in the totals of the engine, and in its report."""
+    monkeypatch.setattr(call, "_LOG_INTERVAL_S", 0.0)
+    with LLM(one_layer, num_devices=2, **SETTINGS) as llm, ThreadPoolExecutor(1) as pool:
+        llm.generate([[1, 2, 3]], greedy(4))
+        gate = CompileGate(llm)
+        load = Background(llm, [[4, 5, 6]], greedy(200))
+        wait_until_decoding(llm, 1)
+        waiting = pool.submit(llm.transform, 2)
+        wait_until(lambda: bool(llm.stats.transformations))
+        (status,) = llm.stats.transformations
+        load.result()
+        gate.open.set()
+        report = waiting.result(TIMEOUT_S)
+        assert (status.tensor_parallel_size, status.devices) == (2, (0, 1))
+        assert status.state == TransformState.AWAITING_PROGRAMS
+        assert status.estimated_s is not None
+        assert 0 < status.programs_left <= report.awaited_programs
+        assert 0 < report.waited_s < report.seconds
+        assert f"waiting for programs ({report.awaited_programs})" in " ".join(str(report).split())
+        first, *others, last = [record.getMessage() for record in caplog.records if record.name == call.__name__]
+        left = f"waits for {status.programs_left} programs, about {status.estimated_s:.0f} s"
+        assert first == f"the transformation to TP2 {left}"
+        numbers = [int(re.findall(r"waits for (\d+) program", line)[0]) for line in (first, *others)]
+        assert numbers == sorted(set(numbers), reverse=True)
+        assert re.fullmatch(r"the transformation to TP2 goes on after \d+\.\d s: its programs are ready", last)
+        caplog.clear()
+        load = Background(llm, [[4, 5, 6]], greedy(200))
+        wait_until_decoding(llm, 1)
+        llm.transform(1, running="wait")
+        load.result()
+        assert "the transformation to TP1 waits for 1 request" in caplog.messages
+        assert not llm.stats.transformations
+        check_idle(llm)
+
+
 def test_a_warmup_in_the_background_that_finds_everything(cold: LLM):
     cold.warmup()
     assert cold.warmup(background=True) == 0
@@ -326,7 +345,7 @@ def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
     settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
     with LLM(directory, num_devices=2, **settings) as llm:
         llm.warmup([1])
-        gate = Gate(llm)
+        gate = CompileGate(llm)
         llm.warmup([1, 2], background=True)
         scheduling = Scheduling(llm, SchedulingConfig("amoeba"), ServerMetrics())
         short, long = [[1, 2, 3]], [list(range(1, 81))]

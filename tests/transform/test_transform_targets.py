@@ -50,6 +50,6 @@ def test_groups_that_will_not_begin_are_not_busy():
 def test_a_job_that_awaits_programs_makes_nothing_busy():
     made = transformations(instance(0, 1), instance(1, 1))
     call = TransformCall(TransformOptions(2, (0, 1)))
-    call.awaits_programs = True
+    call.programs_left = 1
     made._calls.append(call)
     assert made.targets() == {}

@@ -340,20 +340,36 @@ class DeviceMemory(_message.Message):
     def __init__(self, device: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("state", "instances", "devices", "waiting", "accepted", "degrees")
+    __slots__ = ("state", "instances", "devices", "waiting", "accepted", "degrees", "transformations")
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DEGREES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORMATIONS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     instances: _containers.RepeatedCompositeFieldContainer[Instance]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceMemory]
     waiting: int
     accepted: int
     degrees: _containers.RepeatedCompositeFieldContainer[DegreePrograms]
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ...) -> None: ...
+    transformations: _containers.RepeatedCompositeFieldContainer[TransformStatus]
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ..., transformations: _Optional[_Iterable[_Union[TransformStatus, _Mapping]]] = ...) -> None: ...
+
+class TransformStatus(_message.Message):
+    __slots__ = ("tensor_parallel_size", "devices", "state", "programs_left", "estimated_s")
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_S_FIELD_NUMBER: _ClassVar[int]
+    tensor_parallel_size: int
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    state: str
+    programs_left: int
+    estimated_s: float
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., programs_left: _Optional[int] = ..., estimated_s: _Optional[float] = ...) -> None: ...
 
 class DegreePrograms(_message.Message):
     __slots__ = ("tensor_parallel_size", "ready", "num_programs", "num_ready")
@@ -386,7 +402,7 @@ class TransformRequest(_message.Message):
     def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ..., running: _Optional[_Union[RunningRequests, str]] = ...) -> None: ...
 
 class TransformResponse(_message.Message):
-    __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens", "paused", "resumed")
+    __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens", "paused", "resumed", "awaited_programs", "waited_s")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +413,8 @@ class TransformResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     variant: TransformVariant
     seconds: float
@@ -407,7 +425,9 @@ class TransformResponse(_message.Message):
     tokens: int
     paused: int
     resumed: int
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., seconds: _Optional[float] = ..., prepare_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., extra_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., paused: _Optional[int] = ..., resumed: _Optional[int] = ...) -> None: ...
+    awaited_programs: int
+    waited_s: float
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., seconds: _Optional[float] = ..., prepare_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., extra_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., paused: _Optional[int] = ..., resumed: _Optional[int] = ..., awaited_programs: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
+from compile_gate import CompileGate
+from harness import engine_of
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 from prometheus_client import generate_latest
 
@@ -14,6 +17,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.views import InstanceStatus
+from serving.commands import chat
 from serving.grpc_server.admin_service import kinds_of
 from serving.runtime.scheduling_config import SchedulingConfig
 
@@ -169,6 +173,42 @@ def small_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
         compile_cache=compile_cache,
     ) as llm:
         yield llm
+
+
+def test_a_transformation_that_waits_for_programs_shows_its_progress(
+    start: Callable[..., Live],
+    small_llm: LLM,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In GetCluster, and in the output of `amoeba transform --wait`. It is the first transformation of this engine, so
+    that programs are missing."""
+    live, gate, printed = start(small_llm), CompileGate(small_llm), ""
+    monkeypatch.setattr(chat, "_POLL_S", 0.05)
+    monkeypatch.setattr(engine_of(small_llm).cluster.executables, "_beside", True)  # tests compile in place otherwise
+
+    def said() -> str:
+        nonlocal printed
+        printed += "".join(capsys.readouterr())
+        return printed
+
+    with Client(live.target) as client, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(
+            chat.run_transform, client, 2, None, "in_place", keep_weights=False, running="migrate", wait=True
+        )
+        try:
+            wait_until(lambda: "TP2, awaiting programs: " in said() or done.done())
+            assert not done.done(), done.exception()
+            (status,) = client.cluster().transformations
+        finally:
+            gate.open.set()
+        done.result(TIMEOUT_S)
+        assert client.cluster().transformations == ()
+    assert (status.tensor_parallel_size, status.devices, status.state) == (2, (0, 1), "awaiting programs")
+    assert f"{status.programs_left} left" in said()
+    assert "s of waiting for programs" in said()
+    small_llm.transform(1)
+    live.check_idle()
 
 
 def set_policy(live: Live, name: str) -> str:
