@@ -1,5 +1,6 @@
 """Devices whose instances cannot be made again after a step failed: the engine goes on, and they come back."""
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -208,6 +209,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: 
             patch.setattr(Cluster, "_make_again", lambda *_: "no memory")
             engine.launching.failed(instances[3], RuntimeError("injected"))
         assert engine.instances == instances[:3]
+        engine.cluster._next_revival_s = math.inf  # not before the caller is told
         return future
 
     future = in_dispatcher(idle, drive)
