@@ -27,7 +27,7 @@ def compile_migrate(
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
         rows = as_pieces(extents, group.tp)
         sent = [as_bits(gather_pieces(rows, send[0, i])) for i in range(1, group.tp)]
-        return [of_bits(swap_pieces(bits, i), dtype) for i, bits in enumerate(sent, 1)]
+        return [of_bits(swap_pieces(bits, i), jnp.dtype(dtype)) for i, bits in enumerate(sent, 1)]
 
     extents, ids = _shapes(geometry, dtype, group, extent_pages, num_pieces)
     return _compile(run, group, (extents, ids))
