@@ -1,4 +1,4 @@
-"""Full outputs of a request from its deltas."""
+"""Full outputs of a request, added up from its deltas (`RequestDelta`)."""
 
 import queue
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from amoeba_jax.request import Delivery, Request
 
 
 class OutputAccumulator:
-    """Sum of the deltas of a request.
+    """Builder of the full outputs of a request from its deltas.
 
-    An output holds all tokens so far, so the work for each output grows with their number. It is done in the caller's
-    thread, because the output thread serves all requests.
+    Each output holds all tokens so far, so building it costs more as they grow. The caller's thread does this, because
+    the output thread serves all requests.
     """
 
     def __init__(self, request: Request):
@@ -73,13 +73,16 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """Return the output of a request that delivers only once. Raises the error of a failed request."""
+    """Wait for the only delivery of a request (`every_token` is False) and return the finished output.
+
+    Raises the error of a failed request.
+    """
     (output,) = wait_for_all(request, deliveries)
     return output
 
 
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Yield outputs up to the finished output. Raises the error of a failed request."""
+    """Yield the output after each delivery until the request is finished. Raises the error of a failed request."""
     accumulator = OutputAccumulator(request)
     finished = False
     while not finished:

@@ -1,4 +1,4 @@
-"""Hosts and ports as users write them, and as gRPC and HTTP take them."""
+"""Parsing of hosts, ports and addresses from users, and their forms for gRPC and HTTP."""
 
 import ipaddress
 import re
@@ -82,7 +82,7 @@ def read_url(text: str, name: str) -> tuple[str, str, int]:
 
 
 def grpc_target(text: str, default_port: int) -> tuple[str, str]:
-    """Return the target of a client as gRPC takes it, and its host ("" for targets without a host).
+    """Return gRPC's form of an address that a client connects to, and its host ("" for targets without a host).
 
     Targets in gRPC's own syntax, such as `dns:///host:50051` and `unix:/path`, stay as they are.
 

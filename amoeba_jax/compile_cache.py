@@ -34,11 +34,11 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
-    """Set the directory of JAX's persistent compilation cache for the whole process. Return it, or None.
+    """Set the directory of JAX's persistent compilation cache for the whole process. Return the directory; None for "".
 
-    If `directory` is None and the user has set JAX's own directory, that one is used unchanged. If the directory is not
-    writable, programs are only read, with a warning. Raises `ConfigError` if other users can write to the directory,
-    because loading a program runs its code.
+    If `directory` is None and the user has set JAX's own directory, the user's directory is kept. If the directory is
+    not writable, programs are only read, with a warning. Raises `ConfigError` if other users can write to the
+    directory, because loading a program runs its code.
 
     Args:
         directory: directory to use; "" for none; None for JAX's own or the default below the cache root.

@@ -220,10 +220,10 @@ class EngineHandle:
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
-        """Install a scheduler that decides where requests run and when instances change. Return it.
+        """Install a scheduler, which decides where requests run and when instances change. Return the scheduler.
 
-        The dispatcher thread creates it by `make(engine)`. The engine then also accepts requests that no current
-        instance can hold, because the scheduler can merge instances.
+        The dispatcher thread creates the scheduler by `make(engine)`. The engine then also accepts requests that no
+        current instance can hold, because the scheduler can merge instances.
         """
 
         def install() -> P:
@@ -233,7 +233,10 @@ class EngineHandle:
         return self._dispatcher.call(install).result()
 
     def remove_scheduler_hook(self) -> None:
-        """Remove the scheduler of `use_scheduler_hook`. No request may be waiting: it could be too long."""
+        """Remove the scheduler of `use_scheduler_hook`.
+
+        Call this only if no request is waiting: without a scheduler, a request that needs a merge may wait forever.
+        """
 
         def remove() -> None:
             self._engine.scheduler_hook = None

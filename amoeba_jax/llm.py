@@ -273,6 +273,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort the request of a stream that was dropped. The weak reference keeps no engine alive."""
+    """Abort the request of a stream that was garbage-collected. A weak `registry` does not keep the engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

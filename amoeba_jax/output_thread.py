@@ -18,14 +18,15 @@ _TURN = 64
 # Most turns before event loops are woken up.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
-"""Backlog (sum of update weights) from which on `behind` is true: a fraction of a second of work."""
+"""Backlog (sum of update weights) at which `behind` becomes true: a fraction of a second of work."""
 
 
 class OutputThread:
     """A thread that serves the requests in turns. All updates of a turn are delivered together.
 
     Args:
-        end_early: function that ends a sequence because of a stop string, or because its request failed (None).
+        end_early: function `(sequence, stop string)` that ends a sequence before the engine would. The stop string is
+            None if the request failed.
         on_room: function that this thread calls when it is no longer `behind`. It must not block.
     """
 
@@ -65,7 +66,10 @@ class OutputThread:
     def in_loop(
         self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
     ) -> Callable[[Delivery], None]:
-        """Return a `deliver` for `Request` that runs in an event loop. All requests of a step share one wake-up."""
+        """Return a `deliver` function for a `Request`, which calls the given one in an event loop.
+
+        The deliveries of several requests are collected, so that the loop wakes only once.
+        """
 
         def deliver_later(delivery: Delivery) -> None:
             self._for_loops.setdefault(loop, []).append(partial(deliver, delivery))

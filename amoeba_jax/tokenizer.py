@@ -232,7 +232,8 @@ class DetokenizeStream:
     invalid. Text that was already returned stays, and an invalid token is forgotten after 8 to 25 further tokens.
 
     To find an increment, the decoder decodes the last tokens with and without the new tokens. `DecodeStream` of the
-    library does the same, but it never returns text that it holds back at the end, and it raises for the exception.
+    library does the same, but it never returns text that it holds back at the end, and it raises an error in
+    the case of the exception.
 
     `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. Then all but its last
     character is returned.

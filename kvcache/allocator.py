@@ -99,7 +99,7 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that can be allocated now, all together."""
+        """Return the number of blocks of `order` that `allocate_many` could allocate now."""
         self._check_order(order)
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 

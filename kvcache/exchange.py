@@ -28,6 +28,8 @@ PHASES_OF_LOOP = 16
 class ExchangeKind(NamedTuple):
     """Shape of an exchange program: the number of phases that it runs in sequence, and their distance.
 
+    `migration.Phase` defines phases and their distance. `distance` None: the phase is general.
+
     A program with a loop runs at most `num_phases` phases, each with its own distance (`distance` is None). It replaces
     many programs and takes one launch for a layer. It suits CPU only: on a GPU, which runs ahead of the host, the host
     would have to wait in each phase to learn the branch to take.
@@ -39,7 +41,7 @@ class ExchangeKind(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Phases that one program runs together, as its inputs.
+    """Phases that one program runs together, as its inputs. `p` and `K` are defined in `migration.Phase`.
 
     Attributes:
         kind: shape of the program.
@@ -146,7 +148,7 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[A
 
 
 def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N elems"]:
-    """Trade all pieces with rank `r ^ distance`, if `r` is this rank. Return its pieces. Takes bits, see `as_bits`."""
+    """Send all pieces from this rank `r` to rank `r ^ distance`. Return its pieces. Takes bits, see `as_bits`."""
     if distance == 0:
         return pieces
     pairs = [(rank, rank ^ distance) for rank in range(jax.lax.axis_size(TP_AXIS))]
@@ -154,7 +156,7 @@ def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N e
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"]:
-    """Trade block `i` with the rank at distance `i`, for every `i`: a general phase. Return the received blocks."""
+    """Send block `i` to the rank at distance `i`, for every `i` (a general phase). Return the received blocks."""
     return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
 

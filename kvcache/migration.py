@@ -120,10 +120,11 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """Return for each move: the move that refills its source (-1: none), the length of the chain of moves that wait for
-    it, and whether it is on a cycle.
+    """Return three values for each move: `refill`, `depth` and `cyclic`.
 
-    A move waits for all moves out of its target. So the move that refills a slot waits for the moves that vacate it.
+    `refill` is the move into the slot that this move vacates; -1 if there is none. It has to wait for this move. Its
+    own `refill` waits for it, and so on: `depth` is the length of this chain. `cyclic` tells whether the move is on a
+    cycle.
     """
     num_moves = len(sources)
     into = np.full(num_slots, num_moves)
@@ -186,7 +187,10 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Choose the phase of each move that is not on a cycle, 0 for the others. Earlier moves have priority."""
+        """Choose the phase of each move that is not on a cycle; 0 for moves on cycles. Earlier moves have priority.
+
+        `refill` and `cyclic` come from `_dependencies`.
+        """
         refills = refill.tolist()
         on_cycle = cyclic.tolist()
         pairs = (sources // self._num_ids * self._num_ranks + targets // self._num_ids).tolist()

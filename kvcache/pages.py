@@ -52,7 +52,7 @@ class PagePool:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated now: the free pages of the fullest rank."""
+        """Pages that can be allocated now: the free pages of the rank that has the fewest."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
@@ -137,7 +137,7 @@ class SequencePages:
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return the pages that are missing for `num_tokens` tokens; zero or negative if none is."""
+        """Return the number of pages that are missing for `num_tokens` tokens. Zero or negative: none is missing."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
@@ -165,7 +165,7 @@ class SequencePages:
         return bool(self.pool.references(self.table[:, index, None])[0] > 1)
 
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Replace page `index` by a new page if it is shared. Return the columns `(source, target)`, or None.
+        """Replace page `index` by a new page if it is shared. Return `(source, target)` ids; None if not shared.
 
         The caller must copy the contents from source to target (`page_copy.copy_pages`), and launch this copy before
         any other program that writes to newly allocated pages. The source is safe until then, although this sequence's

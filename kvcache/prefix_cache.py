@@ -24,7 +24,7 @@ class CachedPage(NamedTuple):
     Attributes:
         key: hash of the tokens of the page and all tokens before them.
         parent: key of the page before it; None for the first page of a sequence.
-        column: local page ids, one for each row of a table.
+        column: local ids of the page, one for each rank: its column in a block table.
     """
 
     key: bytes
@@ -49,7 +49,7 @@ class PageKeys:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, also behind the last full page."""
+        """Number of tokens so far, including tokens after the last full page."""
         return len(self.keys) * self._page_size + len(self._tail)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -65,7 +65,7 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Other holders of pages of the same allocators, which can release some of them (paused sequences)."""
+    """Interface of other holders of pages of the same allocators, such as paused sequences, that can release pages."""
 
     def num_free_pages(self) -> int:
         """Return the pages that would be free in the pool if the holders released all that they can."""
@@ -88,10 +88,10 @@ class PrefixCache:
 
     Args:
         pool: pool that the pages belong to.
-        enabled: False: nothing is cached, everything else works the same.
+        enabled: whether pages are cached. If not, everything else works the same.
 
     Attributes:
-        lender: holder of other pages, asked to release some before cached pages are evicted.
+        lender: holder of other pages (see `PageLender`). None: there is none.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -140,7 +140,7 @@ class PrefixCache:
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return a sequence of the longest cached run of leading pages, with a reference to each.
+        """Return the pages of the longest cached prefix, as a new sequence that has a reference to each.
 
         Leave out the last token of a prompt when you compute its keys: a step must compute at least this token to
         predict the next one.
@@ -204,7 +204,7 @@ class PrefixCache:
         self._make_evictable(self._table([self._columns[key] for key in adopted]))
 
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """Return the columns of all cached pages."""
+        """Return a table with the ids of all cached pages, in the order of `pages`."""
         return self._table(self._columns.values())
 
     # Allocation

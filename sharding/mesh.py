@@ -40,7 +40,7 @@ class SubMesh:
 
     @cached_property
     def home(self) -> Home:
-        """Home of the group in placements."""
+        """The group as a `Home` of layers, for placements (`sharding.placement`)."""
         return Home(self.start, self.tp)
 
     @cached_property
@@ -147,7 +147,7 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
 
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
-    """Return the single-device buffers of an assembled array, in rank order. Copies nothing.
+    """Return the single-device buffers of an array over a group, in rank order. Copies nothing.
 
     Raises `RuntimeError` if an array over several devices was donated or deleted.
     """
@@ -164,7 +164,7 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
 
 
 def is_lost(array: jax.Array) -> bool:
-    """Wait for an array. Return whether a failed program destroyed it, as an input (donated) or as an output."""
+    """Wait for an array. Return whether it is lost: a failed program got it by donation or should have computed it."""
     if array.is_deleted():
         return True
     try:

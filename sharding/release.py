@@ -9,12 +9,12 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Extent of a layer that holds a weight shard, or KV pages after the shard is released.
+    """Buffer of a layer on every device: it holds a weight shard, or KV pages after the shard is released.
 
     Attributes:
-        spec: parameter of the shard.
-        shards: index of the shard on each of `max_tp` aligned devices.
-        degree: lowest degree at which the shard is released.
+        spec: parameter of the shards.
+        shards: index of the shard that each of `max_tp` neighboring devices holds in this buffer.
+        degree: lowest degree at which the shards are released.
     """
 
     spec: ParamSpec
@@ -29,9 +29,10 @@ class ReleasedShard:
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
     """Return the extents of a layer that can become KV cache, in the order of their release.
 
-    A shard with `degree <= p` is not needed by its device at degree `p` or any higher degree. All devices release the
-    same number of shards, so that one program runs on all of them. If some devices need more shards than others (a
-    device whose TP4 shard is not among its two TP2 shards), the others keep as many.
+    A shard is released at the lowest degree from which on its device no longer needs it. All devices release the same
+    number of shards at a degree, so that one program runs on all of them. Some devices need more shards than others: at
+    TP2 a device keeps two shards, and a third if its TP4 shard is not one of the two. The other devices then keep as
+    many.
 
     Args:
         specs: parameters of the layer that are stored as extents.
@@ -55,7 +56,7 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the rank that computes with `shard` at degree `tp`, and the index of the shard among its shards.
+    """Return the rank that computes with `shard` at degree `tp`, and the index among the shards of this rank.
 
     Raises `ValueError` if the parameter has no such shard.
     """

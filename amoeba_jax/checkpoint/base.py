@@ -12,7 +12,7 @@ from amoeba_jax.errors import CheckpointError
 from sharding.params import ParamSpec
 
 FillShards = Callable[[ParamSpec, list[np.ndarray]], None]
-"""Function that writes all shards of a parameter into the given arrays."""
+"""Function that writes all shards of a parameter into the given arrays, one array of `stored_shape` for each shard."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of one tensor, or of all tensors. Arrays stay valid, and tensors can be read again."""
+        """Free the memory of one tensor (None: of all). Arrays stay valid, and tensors can be read again."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,10 @@ class MappedFile:
             self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view(self, name: str, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """Return the array at byte `offset`: a read-only view, or a copy if it is not aligned. Errors use `name`."""
+        """Return the array at byte `offset`: a read-only view, or a copy if the bytes are not aligned.
+
+        Raises `CheckpointError` with `name` if the file is closed or too short.
+        """
         if self._map is None:
             raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read it")
         count = math.prod(shape)
@@ -77,12 +80,15 @@ class MappedFile:
         return array if array.flags.aligned else array.copy()
 
     def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Drop the resident pages of the file, or of some bytes. Views stay valid: an access reads the file again."""
+        """Free the resident memory of `num_bytes` bytes (None: to the end of the file).
+
+        Views stay valid: an access reads the file again.
+        """
         if self._map is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             end = len(self._map) if num_bytes is None else offset + num_bytes
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Drop the mapping. It ends with its last view."""
+        """Close the file for new views. The memory stays mapped until the last view is deleted."""
         self._map = None

@@ -264,7 +264,10 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file, and write its tokenizer files to the cache. The key is its path, size and time of change."""
+    """Open a GGUF file, and write its tokenizer files to the cache.
+
+    The cache key is the path, size and modification time of the GGUF file.
+    """
     checkpoint = GGUFCheckpoint(path)
     status = path.stat()
     key = hashlib.sha256(f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()

@@ -23,7 +23,10 @@ SHARDS = "shards"
 
 
 class OrbaxCheckpoint:
-    """A directory written by `weights.saving.save`. Shards of another layout are cut again when they are read."""
+    """A directory written by `weights.saving.save`, with shards in the sizes of the engine that saved them.
+
+    An engine with other sizes (`ModelDims`) gets its shards converted while they are read.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -48,7 +51,10 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillShards:
-        """Return a function that fills shards for these dims: read directly in the same layout, else cut again."""
+        """Return a function that fills shards for an engine with these dims.
+
+        With the saved dims it copies the stored shards; otherwise it rebuilds each tensor and cuts it again.
+        """
         if dims == self.saved_dims:
             return self._read_shards
 

@@ -30,7 +30,7 @@ _CHANNEL_OPTIONS = (
 
 
 class Route:
-    """The way to a server: a target as gRPC takes it, and the proxy that gRPC uses for it.
+    """Route to a server: the target in gRPC's form, and the proxy through which gRPC connects to it.
 
     Attributes:
         target: target of the channel.
@@ -51,7 +51,7 @@ class Route:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add the name of the proxy's variable to errors of servers that cannot be reached."""
+        """Add a note with the environment variable of the proxy to UNAVAILABLE errors raised in this context."""
         try:
             yield
         except grpc.RpcError as error:
@@ -77,7 +77,7 @@ class Retries:
     attempts: int = 5
     """Number of attempts, including the first."""
     first_delay_s: float = 0.1
-    """Delay before the second attempt. It doubles with each attempt. A random part of up to half of it is left out."""
+    """Delay before the second attempt. It doubles each time, and is shortened by a random share of at most 1/2."""
     longest_delay_s: float = 5.0
     """Longest delay between two attempts."""
 

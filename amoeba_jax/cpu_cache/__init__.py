@@ -1,4 +1,5 @@
-"""Workarounds for XLA on CPU: reuse of compiled programs on other devices, compile options, and a limit on mappings.
+"""Workarounds for XLA on CPU: reuse of compiled programs on other devices, compile options, and eviction
+before memory mappings run out.
 
 This package uses private parts of JAX. The rest of the project imports only the names listed here. On GPU and TPU,
 `compile_or_load` compiles a program through JAX's persistent cache and does nothing else.

@@ -76,7 +76,8 @@ def compile_or_load(
         devices: devices that run the program.
         model: sizes of the model, part of the key in the disk cache. If empty, the program is not kept on disk.
         program: everything else that distinguishes the program, except its devices.
-        portable: bytes of the same program, compiled for another group of as many devices.
+        portable: bytes of the same program, compiled for another group with the same number of devices. None: the
+            program is looked up on disk.
     """
     entry = CacheEntry.of(model, program, devices)
     if portable is not None:

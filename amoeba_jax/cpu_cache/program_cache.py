@@ -1,10 +1,11 @@
-"""Compiled programs on disk: one entry for all groups of devices of a degree, found without tracing.
+"""Disk cache of compiled programs, for CPU.
 
-Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. The size limit, the lock and the
-check for damaged files are therefore the same (see `compile_cache`). The key of an entry covers everything that a
-program depends on: its shapes, the model's sizes, this project's source, versions, settings, and the kind of processor.
-The key does not cover functions that are replaced in a running process. Turn the cache off to do that
-(`compile_cache=""`).
+One entry serves every group of devices of the same degree. An entry is found by its key, without tracing the program.
+
+Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit and lock and the
+repairs of `compile_cache` therefore apply to them too. The key covers everything that a program depends on: its shapes,
+the model's sizes, this project's source, versions, settings, and the kind of processor. It does not cover functions
+that are patched at run time: turn the cache off before you patch any (`compile_cache=""`).
 """
 
 import contextlib
@@ -77,7 +78,7 @@ class CacheEntry:
 
     @classmethod
     def of(cls, model: str, program: str, devices: Sequence[jax.Device]) -> "CacheEntry | None":
-        """Return the entry of a program; None if this cache does not keep it: no model, or not on CPU."""
+        """Return the entry of a program; None if `model` is empty or there is no cache directory for `devices`."""
         if not model or devices[0].platform != "cpu" or not can_relocate():
             return None
         return cls(model, program, devices[0])
@@ -133,7 +134,7 @@ class CacheEntry:
 
 @contextlib.contextmanager
 def without_jax_cache_writes() -> Iterator[None]:
-    """Stop JAX from writing programs to its own cache, in this thread, if this cache writes them."""
+    """Stop JAX from writing programs in this context and thread: this module writes them to the same directory."""
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
         yield
@@ -144,7 +145,10 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting, which can be overridden in one thread; None if this version of JAX has none."""
+    """Return JAX's setting for the shortest compilation that it caches; None if this version of JAX hides it.
+
+    One thread can override the setting.
+    """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
     except ImportError:

@@ -24,14 +24,14 @@ _ADDED_WHEN_FULL = 16
 class ProgramStore(Generic[T]):
     """Programs by key. The least recently used are evicted before the process runs out of memory mappings.
 
-    XLA:CPU maps the code of each kernel alone: 100 memory mappings or more for a program. Linux allows 65,530 for a
-    process (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process (measured: at some 900
+    XLA:CPU maps the code of each kernel separately: 100 memory mappings or more for a program. Linux allows a process
+    65,530 (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process (measured: at some 900
     programs). When 92% of the mappings are in use, a quarter of the programs is evicted; the compile cache provides
     them again. Not thread-safe.
 
     Args:
         num_mappings: function that counts the mappings of this process.
-        max_mappings: limit; by default the limit of Linux. Other systems have none.
+        max_mappings: limit. Default: the limit of Linux. None, the default of other systems: no limit.
     """
 
     def __init__(self, num_mappings: "Callable[[], int] | None" = None, max_mappings: int | None = None):
@@ -71,7 +71,14 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Return how many programs can be added before the next count: at most as many as the store holds."""
+        """Return how many programs can be added before the mappings must be counted again.
+
+        At most as many as the store holds.
+
+        Args:
+            room: mappings that may still be used before an eviction.
+            used: mappings in use.
+        """
         return min(int(room * len(self._programs) / (_LARGEST_TO_AVERAGE * max(used, 1))), len(self._programs))
 
     def _evict(self, used: int, max_mappings: int) -> None:
@@ -105,7 +112,7 @@ def _num_mappings() -> int:
 
 
 def _max_mappings() -> int | None:
-    """Return the limit on mappings of Linux; None on other systems."""
+    """Return Linux's limit for the memory mappings of a process; None on other systems."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Compiled programs as bytes that load on any group of as many devices.
+"""Compiled programs as bytes, which load on any group with the same number of devices.
 
-Loading takes milliseconds; compiling takes seconds. JAX has no public function for it:
-`jax.experimental.serialize_executable` loads a program only for the devices that it was compiled for. This module does
-the same with another device assignment. It looks up the private parts of JAX once. If they differ from JAX 0.10 to
+Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
+`jax.experimental.serialize_executable` loads it only for the devices that it was compiled for. This module does the
+same with another device assignment. It looks up the private parts of JAX once. If they differ from JAX 0.10 to
 0.12, programs are compiled for each group of devices, with a warning.
 
 XLA has two limits (JAX 0.10.2): a program that was loaded from bytes cannot be written as bytes again, because the

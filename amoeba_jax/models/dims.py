@@ -1,4 +1,4 @@
-"""Sizes of a model in one engine: shards with padding, and page geometry."""
+"""Sizes of a model as one engine stores it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,11 @@ VOCAB_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ModelDims:
-    """A model's config and the engine's settings that its stored sizes depend on."""
+    """Sizes of a model as one engine stores it: padded weight shards and page geometry.
+
+    They follow from the model's config and the settings below (see `EngineConfig`). A matrix is cut into `max_tp`
+    shards. A shard that a merge may turn into KV cache is padded to whole KV pages.
+    """
 
     config: ModelConfig
     max_tp: int
@@ -32,12 +36,12 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements per page if FFN shards can become KV cache, else None (`max_tp` = 1)."""
+        """Elements of a KV page; None if FFN shards never become KV cache (`max_tp` = 1)."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements per page if attention shards can become KV cache, else None."""
+        """Elements of a KV page; None if attention shards never become KV cache."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
@@ -51,7 +55,7 @@ class ModelDims:
 
     @property
     def vocab_share(self) -> int:
-        """Vocabulary entries per shard."""
+        """Vocabulary entries of a shard, without padding."""
         return -(-self.config.vocab_size // self.max_tp)
 
     @property
@@ -63,12 +67,12 @@ class ModelDims:
 
     @property
     def kv_shard_heads(self) -> int:
-        """KV heads per shard, with padding and copies."""
+        """KV heads of a shard, with padding and copies (see `HeadLayout`)."""
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
     def qkv_rows(self) -> int:
-        """Rows of a `qkv` shard, with padding to whole pages."""
+        """Rows of a shard of the query, key and value projection, with padding to whole pages."""
         used = self.kv_shard_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
@@ -76,7 +80,7 @@ class ModelDims:
 
     @cached_property
     def output_columns(self) -> int:
-        """Columns of an `o` shard, with padding to whole pages."""
+        """Columns of a shard of the output projection, with padding to whole pages."""
         used = self.kv_shard_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used

@@ -22,7 +22,7 @@ class QueryGroup(NamedTuple):
 
     Attributes:
         query_positions: positions `[B, T]`, -1 for padding.
-        tables: pages of each sequence, one table per extent.
+        tables: pages of each sequence, one table for each extent (`kvcache.page_lists`).
     """
 
     query_positions: Int32[Array, "B T"]
@@ -36,7 +36,8 @@ class StepContext(NamedTuple):
 
     Attributes:
         cos, sin: rotary factors, `[N, h/2]`.
-        page_ids: page for the key and value of each token, `[N]`; -1 for padding. Ids count over all extents.
+        page_ids: page for the key and value of each token, `[N]`; -1 for padding. Ids count over all extents of
+            the layer (`kvcache.extents`).
         page_offsets: index of each token in its page, `[N]`.
         groups: query groups of the step.
     """
@@ -49,7 +50,7 @@ class StepContext(NamedTuple):
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
-    """Return an abstract parameter with its `ParamSpec`."""
+    """Return a parameter that has the shape and dtype of one shard but no data, with its `ParamSpec`."""
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
@@ -59,7 +60,7 @@ def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner,
 
 
 def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
-    """Return an abstract parameter for each shard that a rank needs at degree `tp`."""
+    """Return a parameter without data for each shard that a rank computes with at degree `tp` (see `parameter`)."""
     abstract = spec.abstract(dims.dtype)
     return nnx.List([nnx.Param(abstract, spec=spec, shard=index) for index in range(spec.local_shards(tp))])
 
@@ -207,7 +208,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Gated SiLU feed-forward network, as a sum over shards of its inner features."""
+    """Gated SiLU feed-forward network. Each shard has some of the inner features; the results of shards are added."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.tp = tp

@@ -158,7 +158,10 @@ class BackgroundCompiler:
             thread.join()
 
     def _next(self, index: int) -> list[ProgramSpec]:
-        """Wait for programs of one family that this thread can compile. Return none if the compiler is closed."""
+        """Wait for programs to compile, and return programs of one family (`ProgramSpec.family`).
+
+        Return an empty list if the compiler is closed.
+        """
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
                 self._changed.wait()

@@ -12,11 +12,11 @@ from jaxtyping import Int32
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Static shape of a step: the bucket of its executable.
+    """Static shape of a step. A step with fewer sequences or tokens is padded to it.
 
     Attributes:
         groups: `(B, T)` for each query group: B sequences of T tokens each. A decode step is `((B, 1),)`.
-        table_width: pages of a sequence in the block tables.
+        table_width: entries of a block table: pages that a sequence can have.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return offset and shape of the head's fields. They are the same for all steps with `num_rows` sequences."""
+    """Return offset and shape of the fields that the head takes. They depend only on the number of sequences."""
     return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
 
 

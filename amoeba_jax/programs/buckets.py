@@ -20,7 +20,7 @@ MAX_PROMPT_LOGITS_CHUNK = 64
 
 
 def hidden_tokens(config: EngineConfig) -> int:
-    """Return the tokens of the largest step of any degree, rounded up to a multiple of 16."""
+    """Return the most tokens that a step of any degree can have, rounded up to a multiple of 16."""
     largest = config.max_num_batched_tokens + config.max_num_seqs * config.max_tp - 1
     return -(-largest // 16) * 16
 
@@ -28,16 +28,19 @@ def hidden_tokens(config: EngineConfig) -> int:
 class Buckets:
     """Step shapes of instances of one degree.
 
-    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both are
-    powers of two. A step has one or both of these groups:
+    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both
+    limits are powers of two. A step has one of three forms (groups as in `BatchShape`):
 
-    - decodes: `(B, 1)`. B is a power of two.
-    - prompts: `(1, T)` in a step of `few_rows` or all rows, or `(4, T)` in a step of all rows if 4 T tokens are within
-      the budget. T is the budget, a quarter, a sixteenth, and so on. Decodes or padding fill the other rows.
+    - only decodes: `(B, 1)`, with B a power of two.
+    - one prompt: `(1, T)`, and decodes in the other rows. The step has `few_rows` or `max_num_seqs` rows.
+    - up to four prompts: `(4, T)`, and decodes in the other rows. The step has `max_num_seqs` rows. Only if 4 T is at
+      most `max_num_batched_tokens`.
+
+    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Unused rows are padding.
 
     Args:
         few_rows: rows of small steps with a prompt. All degrees must use the same number, so that such a step keeps
-            its shape while layers change their degree.
+            its shape while layers change their degree. Default: 8, or `max_num_seqs` if that is less.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, table_width: int, few_rows: int | None = None):
@@ -67,16 +70,16 @@ class Buckets:
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """Return the numbers of prompts that one step can take in chunks of this size."""
+        """Return the numbers of prompts, 1 and perhaps 4, for which there are steps with chunks of this size."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
         """Return the chunk size for a prompt with `length` tokens left.
 
-        That is the smallest size that holds the tokens, or the largest size if none does. If the tokens would fill at
-        most half of the chunk, it is the next smaller size, because two smaller steps cost less than the padding. Sizes
-        above `at_most` are excluded, except the smallest size.
+        Take the smallest size that holds all tokens, or else the largest size. If the tokens fill at most half of it,
+        take the next smaller size instead, because several small steps cost less than the padding. Sizes above
+        `at_most` are excluded, except the smallest size.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
@@ -85,7 +88,7 @@ class Buckets:
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
         """Return how many waiting prompts to compute in a step with `num_decodes` decodes.
 
-        A step of four prompts pays off from three prompts on, if its rows suffice.
+        A step for four prompts is used if at least three wait and its rows suffice. Otherwise it is one prompt.
         """
         several = self.chunk_rows(chunk)[-1]
         if several > 1 and waiting + 1 >= several and num_decodes + several <= self.max_num_seqs:

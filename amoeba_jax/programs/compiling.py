@@ -22,7 +22,8 @@ class Executable:
 def compile_program(
     spec: ProgramSpec, portable: PortableProgram | None = None
 ) -> tuple[Executable, PortableProgram | None]:
-    """Compile a program, or load it from `portable` or from the compile cache. Return it with its bytes, if any.
+    """Compile a program, or load it from `portable` or from the compile cache. Return it with the
+    bytes for other groups of devices (None: it has none).
 
     Raises `RuntimeError` if XLA would copy a buffer that the program must update in place.
 

@@ -27,7 +27,8 @@ def enumerate_by_degree(
 ) -> dict[int, list[ProgramSpec]]:
     """Return the programs of `enumerate_programs` by degree, in the order of `degrees`.
 
-    A degree has the programs of its instances, and of transitions between this degree and the degrees before it.
+    The list of a degree has the programs of its instances, and of transitions to and from the degrees that precede it
+    in `degrees`. Programs of an earlier list are left out.
     """
     found: dict[object, ProgramSpec] = {}
     by_degree: dict[int, list[ProgramSpec]] = {}
@@ -41,10 +42,10 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the extra programs of instances above the lowest degree that release no more weights than that degree.
+    """Return the programs of merged instances that keep all weights, as they must while requests are paused.
 
-    Instances keep weights so while requests are paused. Includes transitions to and from the lowest degree. Excludes
-    programs of `enumerate_programs`.
+    A merge usually releases weights to the KV cache. If it does not, the instance has fewer extents and needs other
+    programs. Includes transitions to and from the lowest of the degrees. Excludes programs of `enumerate_programs`.
     """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()

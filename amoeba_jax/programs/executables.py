@@ -26,7 +26,7 @@ _MAX_RETRIES = 3
 class Executables:
     """One compiled program for each key, compiled on first use or ahead of time. Not thread-safe.
 
-    Segments of equal shape share a program, even though their layers differ.
+    Segments (runs of consecutive layers) of equal shape share a program: their weights are inputs.
 
     Args:
         beside: whether `request` compiles in the background. If not, `get` compiles in place.
@@ -107,7 +107,10 @@ class Executables:
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return `available`. Compile missing programs in the background, before the programs of `compile_later`."""
+        """Return whether all programs are `available`. If not, compile the missing ones in the background.
+
+        These programs precede the programs of `compile_later`.
+        """
         if not self._beside or not (absent := self._absent(specs)):
             return True
         for spec in self.background.want(self._with_originals(absent)):
@@ -119,12 +122,12 @@ class Executables:
         return len(self._with_originals(self._absent(specs)))
 
     def estimate_compile_s(self, num_programs: int) -> float | None:
-        """Return the expected seconds to compile so many programs, or None if none was compiled so far."""
+        """Return the expected seconds to compile `num_programs` programs, or None if no program was compiled so far."""
         seconds = [executable.info.compile_s for executable in self]
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Compile missing programs in the background, in this order. Return the missing ones."""
+        """Compile missing programs in the background, in this order. Return the missing programs without waiting."""
         absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
@@ -132,8 +135,8 @@ class Executables:
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
         """Store the programs compiled in the background and return their keys.
 
-        Keep the error of a program if compiling it or `check` raised one. `get` raises the error once. After
-        `_RETRY_S` the error is forgotten, so that the program is compiled again.
+        If a program did not compile, or `check` (called with each program) raised an error, keep the error. `get`
+        raises it once. After `_RETRY_S` the error is forgotten, so that the program is compiled again.
         """
         if time.monotonic() >= self._retry_at:
             self._forget_failures()
@@ -144,7 +147,7 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Store programs and errors. Return the specs."""
+        """Store programs, and the errors of programs that did not compile or that `check` refused. Return all specs."""
         for spec, executable, error in arrived:
             try:
                 if executable is None:
@@ -202,9 +205,9 @@ class Executables:
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Return the specs, each after the spec for the first group of its degree if that program is missing.
+        """Return the specs, each preceded by its `original` if that program is missing.
 
-        The program of the first group serves all groups, and the compile cache keeps each program once.
+        The original is the same program for the first group of the degree. All groups load their programs from it.
         """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:

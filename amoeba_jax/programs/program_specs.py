@@ -1,4 +1,4 @@
-"""Specs of programs: a key, and a function that compiles the program. Specs need no buffers."""
+"""Descriptions of programs that can be compiled: a key, and a function that compiles. They need no buffers."""
 
 import functools
 import threading
@@ -38,7 +38,7 @@ _KEPT_STEPS = 16
 
 
 class ProgramKey(NamedTuple):
-    """Key of a program that is not a segment step."""
+    """Key of a program that is neither a segment of a step (`StepKey`) nor a head (`HeadKey`)."""
 
     kind: str
     devices: tuple[int, ...]
@@ -56,11 +56,14 @@ class ProgramSpec:
         key: identity of the program. Specs with equal keys describe the same program.
         compile: function that compiles the program.
         donated_bytes: bytes that the program must update in place, on each device.
-        plan: segment of a step program. Other segments of the same shape share the program.
-        restored: shards of one layer, for a program that restores weights. Other layers share the program.
+        plan: layers of a step program or head. Other segments of the same shape share the program. None: the program
+            runs no layers.
+        restored: shards of one layer, for a program that restores weights. Other layers share the program. Empty for
+            other programs.
         on: devices that run the program.
-        first: function that makes the spec for the first group of the same degree; None for that group itself.
-        model: sizes of the model.
+        first: function that makes the spec of the same program for the first group of this degree. None: this is the
+            first group.
+        model: sizes of the model, part of the key in the disk cache.
     """
 
     key: StepKey | HeadKey | ProgramKey
@@ -104,7 +107,7 @@ class ProgramSpec:
 
 
 def _of_any_group(make: Make) -> Make:
-    """Decorate a method that makes the spec for a group, so that the spec also knows the first group's spec."""
+    """Decorate a method that makes the spec for a group: set `on`, `first` and `model` of the spec."""
 
     @functools.wraps(make)
     def made(self: "ProgramSpecs", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramSpec:
@@ -116,7 +119,7 @@ def _of_any_group(make: Make) -> Make:
 
 
 class ProgramSpecs:
-    """Factory of the specs for a model's programs. All logits here are `[V, R]`."""
+    """Factory of the specs for a model's programs. Logits of all programs are `[V, R]`."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -128,7 +131,7 @@ class ProgramSpecs:
     # Steps
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramSpec:
-        """Return the spec for the step of a segment."""
+        """Return the spec for a segment (a run of consecutive layers) of a step."""
         options = step_options(group.devices[0].platform)
 
         def compile() -> jax.stages.Compiled:
@@ -141,7 +144,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
     def head(self, key: HeadKey, group: SubMesh) -> ProgramSpec:
-        """Return the spec for the head of all steps with the same number of rows."""
+        """Return the spec for the head: final norm and logits. Steps with the same number of rows share it."""
 
         def compile() -> jax.stages.Compiled:
             return self._traced(key, lambda: head_program(self.dims, key)).compile(group)
@@ -165,11 +168,13 @@ class ProgramSpecs:
 
     @_of_any_group
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of `(hidden, rows) -> hidden`, which deals the columns of a step to the members of a group.
+        """Return the spec of `(hidden, rows) -> hidden`, which distributes the hidden states of a step in a transition.
 
-        Before, all ranks hold the same columns. Afterwards, the buffers of each member, `lower` ranks, begin with the
-        member's own `rows` columns. `hidden`, `[tp * D, hidden_tokens]`, is donated; `rows` is a scalar on all ranks.
-        The program moves `most_rows` columns, of which those after the first `rows` are unused.
+        A group has `tp / lower` members of `lower` ranks each. Before, every rank holds the columns of all members, and
+        each member has `rows` columns. Afterwards, the buffers of a member begin with its own columns. The program
+        always moves `most_rows` columns, so that it serves any number of rows; the surplus columns are unused.
+
+        `hidden` is `[tp * D, hidden_tokens]` over the ranks, donated. `rows` is a scalar, the same on all ranks.
         """
 
         def split(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -181,7 +186,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of `(hidden, rows) -> hidden`, the inverse of `split`."""
+        """Return the spec of `(hidden, rows) -> hidden`, the inverse of `split`: every rank gets all columns."""
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
             every = lax.all_gather(hidden[:, :most_rows], "tp")[::lower]
@@ -214,7 +219,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample` for `rows` sequences and settings of `packed` integers."""
+        """Return the spec of `sampler.sample` for `rows` sequences. `packed` is the size of its input `packed`."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 

@@ -1,4 +1,4 @@
-"""Program that turns KV extents back into weights. Each rank gets its shards from its peers."""
+"""Program that turns KV cache back into weights when a group splits. Ranks get the missing shards from their peers."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ def compile_restore(
 ) -> jax.stages.Compiled:
     """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
 
-    `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. `extents`
-    are donated. `shards` are the shards at `source_place`, which every rank holds at the group's degree. Each rank
-    sends its shard to one peer, and the peer writes it to the extent without temporaries.
+    `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. For each
+    entry, every rank sends one of the shards that it has kept (`source_place`) to a peer, and the peer writes the shard
+    to its extent without temporaries. `extents` are donated, and the results hold weights.
 
     On CPU, XLA would send bf16 as f32. So bf16 is sent there as integers, `step_pages` pages at a time, with
     temporaries of twice as many pages.
@@ -56,7 +56,7 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Return the index of the shard that each rank sends for an extent of `compile_restore`."""
+    """Return which of its shards a rank sends in `compile_restore`: the index is the same on all ranks of the group."""
     places = {holder(released.spec, group.tp, released.shards[d % max_tp])[1] for d in group.device_indices}
     (place,) = places
     return place

@@ -28,8 +28,8 @@ class TransitionPrograms:
         group: devices at the higher degree.
         lower: lower degree.
         up: whether the group changes from the lower to the higher degree.
-        released: degrees for which weights are released, before and after.
-        rows: decode bucket of each instance of the lower degree.
+        released: degrees whose unneeded weights are released to the KV cache, before and after the transition.
+        rows: rows of a decode step of each instance of the lower degree.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TransitionPrograms:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Bytes of a rank's part of one page of one layer at the higher degree."""
+        """Bytes of a piece: a rank's part of one page of one layer at the higher degree."""
         return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
 
     @cached_property
@@ -76,14 +76,17 @@ class TransitionPrograms:
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
-        """Return the extents of a layer that become weights again; none for a merge."""
+        """Return the extents of a layer that become weights again. Empty if no weights come back, as in a merge."""
         before, after = self.released
         if before <= after:
             return ()
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
     def step_specs(self) -> list[ProgramSpec]:
-        """Return the programs of decode steps at every point of the transition."""
+        """Return the programs of decode steps, however many layers have changed so far.
+
+        These are the steps of the instances of both degrees, and `split` and `join` between them.
+        """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
         for member in self.members:
@@ -93,7 +96,7 @@ class TransitionPrograms:
         return [*needed, self._split_spec, self._join_spec]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
-        """Return the programs of `step_with_exchange`: for each kind of segment, number of layers and distance."""
+        """Return all programs of `step_with_exchange`: for each segment shape, number of other layers and distance."""
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
         return [
@@ -112,7 +115,16 @@ class TransitionPrograms:
     def step_with_exchange(
         self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
     ) -> jax.stages.Compiled | None:
-        """Return a segment's program with one exchange phase of `num_layers` other layers, if it is compiled."""
+        """Return a program that runs a segment and beside it one phase of a page exchange in `num_layers` other layers.
+
+        Return None if the program is not compiled yet.
+
+        Args:
+            segment: layers to compute.
+            shape: shape of the step.
+            num_layers: number of layers whose pages move.
+            distance: distance of the phase (see `kvcache.migration.Phase`).
+        """
         spec = self._step_with_exchange(segment, shape, num_layers, distance)
         return self._executables.get(spec) if spec in self._executables else None
 
@@ -165,7 +177,7 @@ class TransitionPrograms:
 
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
-        """Programs that run phases of an exchange in one layer, by kind."""
+        """Programs that move pages of one layer between the ranks, by kind (see `kvcache.exchange`)."""
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:

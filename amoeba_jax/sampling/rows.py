@@ -18,7 +18,7 @@ from amoeba_jax.tokenizer import Tokenizer
 NO_SLOT = 2**31 - 1
 """Slot of rows whose token is not recorded: padding, and chunks before the last chunk of a prompt."""
 ANY_TOKEN = -1
-"""First token of a pair whose second token is banned after any token."""
+"""First token of a pair (see `Pairs`) whose second token is banned after every token."""
 NO_TOKEN = -1
 """Token of rows whose largest logit is not finite."""
 
@@ -68,7 +68,8 @@ class SamplingRow:
     Attributes:
         params: settings of the request.
         vocab_size: tokens that the model has logits for.
-        kind: program that the sequence needs: "greedy" only the argmax, "sample" `sample`, "full" `sample_full`.
+        kind: least that the sequence needs: "greedy" the argmax, "sample" the program `sample`, "full" the program
+            `sample_full`.
         uses_state: whether the sequence uses the rows of its slot in `flags` and `bias`.
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens, which are banned before `min_tokens`.
@@ -117,7 +118,7 @@ class StepRow(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of tokens, and of the most probable tokens in their places.
+    """Log-probabilities of tokens, and of the most probable tokens at the same positions.
 
     If the vocabulary has fewer than `MAX_LOGPROBS` tokens, `top_ids` ends with -1 and `top_logprobs` with -inf.
     """

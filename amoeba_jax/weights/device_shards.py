@@ -8,16 +8,17 @@ ShardKey = tuple[str, int]
 """Name of the parameter, and index of the shard."""
 
 ReleaseKey = tuple[int, int]
-"""Layer and degree. All shards of a layer that a degree releases have the same key."""
+"""Layer and degree. All shards of the layer that become KV cache when this degree is reached have this key."""
 
 
 class DeviceShards(Mapping[ShardKey, jax.Array]):
-    """Shards of one device, each in its own buffer, grouped by release.
+    """Weight shards of one device, each in its own buffer.
 
-    Grouping makes a release fast: to remove single shards from one mapping would take most of its time.
+    Shards that are released together (see `sharding.release`) are stored together, so that `take` removes all of them
+    at once. Removing each shard from one large dictionary would take most of the time of a release.
 
     Args:
-        releases: release key of each shard that can be released.
+        releases: release key of each shard that can become KV cache. Other shards have no entry.
     """
 
     def __init__(self, releases: Mapping[ShardKey, ReleaseKey]):
@@ -38,7 +39,7 @@ class DeviceShards(Mapping[ShardKey, jax.Array]):
         return sum(len(shards) for shards in self._shards.values())
 
     def take(self, release: ReleaseKey) -> dict[ShardKey, jax.Array]:
-        """Remove and return all shards of a release. Raises `KeyError` if they are missing."""
+        """Remove and return all shards with a release key. Raises `KeyError` if they are not here."""
         return self._shards.pop(release)
 
     def clear(self) -> None:

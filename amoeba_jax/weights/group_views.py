@@ -1,4 +1,8 @@
-"""Cached arrays over the devices of a group, which share the buffers of weight shards."""
+"""Cache of weight arrays over the devices of a group.
+
+Such an array (a *view*) combines the buffers of weight shards on several devices without a copy. Making one takes time,
+so it is kept until one of its buffers changes.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,11 +15,11 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Index among the shards of a rank, and whether the ranks have different shards."""
+"""Index among the shards that a rank computes with, and whether the ranks have different shards at this index."""
 
 
 class GroupViews:
-    """Cached views by group of devices. When buffers change, the views that use them are dropped."""
+    """Cached views by group of devices. The caller fills the caches, and drops the views of buffers that change."""
 
     def __init__(self) -> None:
         self._parameters: dict[tuple[int, int], dict[str, dict[Place, jax.Array]]] = {}
@@ -27,11 +31,11 @@ class GroupViews:
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the mutable cache of argument lists of segment programs."""
+        """Return the mutable cache of the weights that the program of each segment takes as arguments."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the mutable cache of a layer's releasable shards, by index in the order of release."""
+        """Return the mutable cache of the shards of a layer that can become KV cache, by their order of release."""
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
@@ -41,7 +45,8 @@ class GroupViews:
             group: devices of the shards.
             layer: layer of the shards.
             places: indices of the shards in the order of release.
-            degrees: degree that releases the shards, by parameter. Views of this or a higher degree do not use them.
+            degrees: degree at which the shards are released, by parameter. Groups of this or a higher degree do not use
+                them, so their views stay.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -54,13 +59,13 @@ class GroupViews:
                     extents.pop(place, None)
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on a group's devices."""
+        """Drop all views of a parameter on a group's devices. `layer` is None for parameters outside the layers."""
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the lists of segments with `layer` (None: all) at degrees less than `below` (None: all)."""
+        """Drop the arguments of segments that contain `layer` (None: all), at degrees less than `below` (None: all)."""
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:
                 for plan in [plan for plan in segments if layer is None or layer in plan.layers]:

@@ -46,8 +46,8 @@ def default_threads() -> int:
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
     """Yield each parameter with its shards, in order, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested; then their memory is used again. There are
-    `reader.threads + 1` pieces of memory of `slot_bytes` each. A larger parameter gets its own memory temporarily.
+    The shards are valid until the next parameter is requested; then their memory is used again. Parameters are read
+    into `reader.threads + 1` buffers of `slot_bytes` each. A larger parameter gets its own memory temporarily.
 
     Errors of `reader.fill` are raised here. Close the iterator if you leave it early, so that it waits for its threads.
     """
@@ -96,7 +96,7 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
 
 
 def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
-    """Return the bytes of host memory that `staging_shards` needs."""
+    """Return the bytes of host memory that `staging_shards` needs for a parameter."""
     return spec.num_shards * _stride(spec, dtype) + 2 * _ALIGNMENT
 
 
@@ -123,7 +123,7 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """Copy each shard to its devices, and wait until all buffers are written.
+    """Copy each shard to its devices, wait, and return the copies: one list for each shard, in the order of `devices`.
 
     The shards must come from `staging_shards`. Their memory may be used again afterwards.
     """

@@ -147,7 +147,7 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Return the seconds that each page adds to the switch of a layer.
+    """Return the seconds that each page in use adds to the time in which one layer changes its degree.
 
     Compares switches with a nearly half full cache to switches with an empty cache.
     """

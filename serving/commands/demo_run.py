@@ -119,7 +119,7 @@ class Stream:
         return Answer(self.prompt, tokens, "".join(chunk.text for chunk in self._chunks))
 
     def wait_for(self, num_tokens: int) -> None:
-        """Wait until the request has generated so many tokens."""
+        """Wait until the request has generated `num_tokens` tokens."""
         while len(self.times) < num_tokens and self._thread.is_alive():
             time.sleep(0.002)
         self.check()
@@ -281,7 +281,7 @@ def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView) -> Run:
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Wait for the end of so many transformations. Raises the error of the long request or of the engine."""
+    """Wait until `count` transformations have ended. Raises the error of the long request or of the engine."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -295,7 +295,10 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return the report nearest to the middle of the change, with a name; an empty list if there are no reports."""
+    """Return the report whose KV cache is nearest to the middle of the first and last size, with a name.
+
+    Return an empty list if there are no reports.
+    """
     if not maps:
         return []
     sizes = [m.by_owner(0)[Owner.KV_CACHE] for m in maps]
@@ -304,7 +307,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
 
 
 def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
-    """Return a prompt of at most so many tokens: as many notes of a voyage as fit."""
+    """Return a prompt of at most `num_tokens` tokens: as many notes of a voyage as fit."""
     things = ("two whales", "a lighthouse", "a red sail", "many gulls", "an island", "a storm far away", "calm water")
     weather = ("clear", "cloudy", "windy", "foggy", "rainy")
 

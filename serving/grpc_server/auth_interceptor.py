@@ -71,11 +71,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
-        """Return the handler with its errors turned into statuses.
+        """Return a handler that parses messages, calls the given handler, and turns its errors into statuses.
 
-        gRPC sees every call as a stream in both directions. With a single request, gRPC would keep its bytes and its
-        message until the call ends, which can be long after the refusal. With a stream of answers, a handler can write
-        its only answer itself, return None, and know when the client has read it.
+        The returned handler streams in both directions, also for calls with one request or one answer. For a call with
+        one request, gRPC would keep the message in memory until the call ends, which can be long after its refusal. For
+        a call with one answer, gRPC would not tell when the client has read it: here, a handler may write its answer
+        itself and return None.
         """
         parse = handler.request_deserializer
 

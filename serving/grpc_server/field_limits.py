@@ -19,7 +19,7 @@ _LISTS = {
 
 
 def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
-    """Raise `RequestError` if a field is longer than a limit."""
+    """Raise `RequestError` if the `length` of field `name`, in units of `what`, is over the limit `limit_name`."""
     limit = getattr(limits, limit_name)
     if length > limit:
         raise RequestError(f"{name} has {length} {what}: at most {limit} may be given ({limit_name})")

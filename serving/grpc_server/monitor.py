@@ -23,7 +23,7 @@ _TRIM_INTERVAL_S = 60.0
 async def watch_engine(
     backend: "LLM", metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
-    """Update the snapshot of the metrics until the engine fails. Return its error within two intervals.
+    """Poll the state of the engine into `metrics` until the engine fails. Return its error within two intervals.
 
     An engine that compiles answers late, but it is alive. An engine that has not answered for `timeout_s` is stuck, for
     example in a device call that never returns.

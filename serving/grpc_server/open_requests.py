@@ -120,8 +120,11 @@ class OpenRequests:
             del self._bytes_of[client]
 
     def find(self, caller: Caller, name: str) -> list[str]:
-        """Return the ids of the requests with a name: the caller's own request, or all requests if the caller has none
-        and may abort requests of others."""
+        """Return the ids of the requests with a name.
+
+        This is the caller's own request. If it has none, and may abort requests of others, these are all requests with
+        the name.
+        """
         own = self._named.get((caller.scope, name))
         if own is not None:
             return [own]
@@ -130,7 +133,7 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Count the tokens of a prompt as queued. Raise `LimitError` over the limit, unless the queue is empty."""
+        """Count the tokens of a prompt as queued. Raise `LimitError` if they exceed the limit of a non-empty queue."""
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
             raise LimitError(
@@ -175,10 +178,10 @@ class OpenRequests:
 
 
 def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
-    """Return the sum over a class and all more urgent classes."""
+    """Return the sum of the counts of class `mine` and of all more urgent classes."""
     return sum(counts[it] for it in PriorityClass if it <= mine)
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Return the part of an error that names the counted classes."""
+    """Return the words of an error message that name class `mine` and the more urgent classes."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

@@ -35,8 +35,9 @@ _DELAYED = frozenset(
 class Refusals:
     """The rate of refusals of each client (generic cell rate algorithm). All methods run in the server's event loop.
 
-    Reading and refusing a message takes 1 to 2 ms of the event loop, which all clients share. Late answers limit the
-    clients that wait for them. For clients that cancel their requests at once, later requests start late.
+    Reading and refusing a message takes 1 to 2 ms of the event loop, which all clients share. A client that waits for
+    its refusals is slowed down by late answers (`wait`). A client that cancels its requests at once is slowed down by a
+    late start of its next requests (`before_request`).
     """
 
     def __init__(self, limits: Limits):
@@ -53,7 +54,7 @@ class Refusals:
         return self._paid_until_s[client] - now_s - _BURST_S
 
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
-        """Wait until the answer to a refused call may be sent."""
+        """Count a refused call and wait until its answer may be sent. Statuses that are not refusals do not count."""
         if status not in _DELAYED:
             return
         delay_s = self.delay_s(client, time.monotonic())
@@ -61,7 +62,7 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a request that ended by cancellation or deadline `after_s` seconds after its start."""
+        """Count a cancelled or expired request as a refusal if it ended within `GIVEN_UP_WITHIN_S` of its start."""
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())
 

@@ -340,7 +340,7 @@ async def _time_limit(timeout_s: float | None):
 
 
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
-    """Wait for both tasks of a request. The first is already cancelled."""
+    """Wait for both tasks of a request. `receiving` is cancelled already; `sending` is cancelled after a short time."""
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)
     sending.cancel()
