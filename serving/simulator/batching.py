@@ -1,4 +1,4 @@
-"""Choice of the prompt chunks that a step computes beside its decodes."""
+"""Rules that choose the prompt chunks of a step. A chunk is the part of a prompt that one step computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,16 @@ from typing import Protocol
 
 
 class Batching(Protocol):
-    """Rule that chooses prompt chunks. Decodes never wait: each step has one token of every decoding sequence."""
+    """Rule that chooses the prompt chunks of a step. Every decoding sequence gets a token in each step in any case."""
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Return the tokens that one step computes of each prompt, beginning with the first.
+        """Return the chunk sizes in tokens of the next step, for the first prompt, the second, and so on.
+
+            The list may be shorter than `left`: the other prompts wait.
 
         Args:
-            left: tokens of each prompt that are not computed yet.
-            decodes: decoding sequences in the same step.
+            left: number of tokens of each prompt that are not computed yet.
+            decodes: number of decoding sequences in the same step.
             degree: degree of the instance.
         """
         ...
@@ -21,7 +23,7 @@ class Batching(Protocol):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Rule of vLLM's chunked prefill: prompts in order, up to a number of tokens in each step."""
+    """Rule of vLLM's chunked prefill: a step takes prompts in order, up to `max_num_batched_tokens` prompt tokens."""
 
     max_num_batched_tokens: int = 2048
 
@@ -41,9 +43,9 @@ _COARSE, _MIN_CHUNK = 4, 16
 
 @dataclass(frozen=True)
 class EngineBuckets:
-    """Rule of this project's engine, which has compiled shapes (`amoeba_jax.programs.buckets`).
+    """Rule of this project's engine, whose steps have compiled shapes (`amoeba_jax.programs.buckets`).
 
-    The first prompt determines the chunk size of a step. A step has 1 or 4 chunks of that size.
+    The first prompt determines the chunk size of a step. The shape of a step has 1 or 4 chunks, all equally large.
 
     Attributes:
         max_num_seqs: maximum number of sequences for each device of an instance.
@@ -68,16 +70,16 @@ class EngineBuckets:
         return tuple(sizes)
 
     def chunk_size(self, length: int) -> int:
-        """Return the chunk size for a prompt with `length` tokens left.
+        """Return the chunk size in tokens for a prompt with `length` tokens left.
 
-        This is the smallest size that holds them, or the next smaller size if they would not fill half of it.
+        This is the smallest size of at least `length`; or the next smaller size, if `length` fills at most half of it.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
-        """Return the number of prompts in one step: up to four if at least three wait and there is room, else one."""
+        """Return the number of prompts in the next step: up to 4 if at least 3 wait and the limits allow it, else 1."""
         most = self.max_num_seqs * degree
         several = _COARSE * chunk <= self.max_num_batched_tokens and most >= _COARSE
         if several and waiting + 1 >= _COARSE and decodes + _COARSE <= most:

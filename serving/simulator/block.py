@@ -1,4 +1,4 @@
-"""Consecutive steps of equal composition, as one event."""
+"""Block: a run of equal steps of an instance, which the simulator plans at once."""
 
 import math
 
@@ -6,17 +6,18 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Steps of one composition. Each decode step takes `slope_s` longer than the previous step, because contexts grow.
+    """Steps of the same requests, one after the other. A block with prompts or switches has only one step.
 
     Attributes:
         start_s: start of the first step.
         steps: number of steps.
         first_s: seconds of the first step.
-        plain_s: seconds of a step with the same decodes, without prompts and without a transformation.
-        chunks: prompts that the only step computes, with the number of tokens of each.
-        switches: number of layers that a transformation switches before the only step.
-        interference_s: seconds that prompts add to the step for decoding requests.
-        switch_s: seconds that a transformation adds to the step for decoding requests.
+        slope_s: seconds by which each step is longer than the step before, because contexts grow.
+        plain_s: seconds of the first step without its prompts and switches.
+        chunks: requests whose prompts the step computes, with the number of prompt tokens.
+        switches: number of layers that a transformation switches before the step.
+        interference_s: part of the step's seconds that its prompts cause; 0 if no request decodes.
+        switch_s: part of the step's seconds that its switches cause.
     """
 
     __slots__ = (
@@ -39,7 +40,7 @@ class Block:
         self.interference_s = self.switch_s = 0.0
 
     def time_s(self, steps: int) -> float:
-        """Return the seconds of the first `steps` steps."""
+        """Return the total seconds of the first `steps` steps."""
         return steps * self.first_s + self.slope_s * steps * (steps - 1) / 2
 
     @property
@@ -48,12 +49,12 @@ class Block:
         return self.start_s + self.time_s(self.steps)
 
     def done(self, now_s: float) -> int:
-        """Return the number of steps that have ended."""
+        """Return the number of steps that have ended at `now_s`."""
         whole = int(self._position(now_s - self.start_s) + 1e-9)
         return min(max(whole, 0), self.steps)
 
     def cut(self, now_s: float) -> bool:
-        """End the block with the running step, and return whether its end changed."""
+        """Drop the steps that have not begun at `now_s`, and return whether there were any."""
         elapsed_s = now_s - self.start_s
         begun = 0 if elapsed_s <= 0 else max(math.ceil(self._position(elapsed_s) - 1e-9), 1)
         if begun >= self.steps:
@@ -62,9 +63,9 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Cut the block and return the running step as a block; None if all steps have ended.
+        """Drop the steps that have not begun. Return the step that is running as a block of its own, or None.
 
-        The caller removes that step from this block.
+        Prompts and switches of that step move to the new block. The caller lowers `steps` by 1.
         """
         self.cut(now_s)
         if self.steps == 0:
@@ -81,7 +82,7 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Return the number of steps after `elapsed_s` seconds, with the fraction of the running step."""
+        """Return the number of steps done after `elapsed_s` seconds, with the fraction of the step that is running."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:

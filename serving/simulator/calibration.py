@@ -1,4 +1,4 @@
-"""Measurements of this project's engine on a machine, as the input of a simulation."""
+"""Measured times and sizes of this project's engine on a machine. A simulation can use them as its cost model."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times and sizes of an engine by degree, written by `amoeba simulate --calibrate`."""
+    """Times and sizes of an engine. `amoeba simulate --calibrate` measures and writes them."""
 
     model: str
     num_devices: int
@@ -26,37 +26,40 @@ class Calibration:
     num_layers: int
     layers_per_step: int
     capacity_tokens: dict[int, int]
-    """Degree -> tokens that an instance holds."""
+    """Degree -> tokens that fit into the KV cache of an instance."""
     max_requests: dict[int, int]
+    """Degree -> maximum number of running requests of an instance."""
     decode_s: dict[int, dict[int, float]]
     """Degree -> rows -> seconds of a decode step, while no other instance runs."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> chunk size -> seconds of a step with one chunk. The step computes its rows for decodes in any case."""
+    """Degree -> chunk size -> seconds of a step with one chunk. They include `few_rows` rows, used or not."""
     prompts_s: dict[int, dict[int, float]]
-    """Degree -> chunk size -> seconds of a step with four chunks, for the sizes of which a step can have four."""
+    """Degree -> chunk size -> seconds of a step with four chunks. Only sizes that allow four chunks are included."""
     few_rows: int
-    """Rows of a step with one chunk. A step with more decodes computes all rows."""
+    """Rows in the smaller compiled shape of a step with one chunk. Steps with more sequences use the largest shape."""
     latency_s: float
-    """Seconds of a request outside of its steps: from the call to the first launch, and from the last result to the
-    caller."""
+    """Seconds that a request spends outside of steps: before the first launch, and after the last result."""
     context_s: dict[int, float]
-    """Degree -> seconds per token of context."""
+    """Degree -> seconds of decode attention for each token of a decoding sequence."""
     crowding: dict[int, float]
-    """Number of busy instances -> duration of a step relative to one busy instance, because devices share a CPU."""
+    """Number of busy instances -> duration of a step, relative to one busy instance: above 1 if devices share a CPU."""
     prompt_crowding: dict[int, float]
-    """Number of busy instances -> relative duration of a step with a prompt, while the other instances decode."""
+    """Same for a step with a prompt, while the other instances decode."""
     up_layer_s: float
+    """Seconds to switch one layer in a merge."""
     down_layer_s: float
+    """Seconds to switch one layer in a split."""
     page_layer_s: float = 0.0
+    """Additional seconds for each page in use, in each layer."""
     machine: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
     def step_cost(self) -> TableStepCost:
-        """Return the cost of steps."""
+        """Return the cost model of steps."""
         return TableStepCost(self.decode_s, self.prompt_s, self.prompts_s, self.few_rows, self.context_s)
 
     def transformation(self) -> MeasuredTransformation:
-        """Return the cost of transformations."""
+        """Return the cost model of transformations."""
         return MeasuredTransformation(
             self.num_layers, self.up_layer_s, self.down_layer_s, self.page_layer_s, self.page_size
         )
@@ -67,7 +70,7 @@ class Calibration:
         return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
 
     def save(self, path: Path) -> None:
-        """Write a JSON file. Raises `SimulationError`."""
+        """Write the calibration to a JSON file. Raises `SimulationError` if that fails."""
         try:
             path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -75,7 +78,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
-        """Read a file of `save`. Raises `SimulationError`."""
+        """Read a file that `save` has written. Raises `SimulationError` if it is invalid or of another version."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls._from_json(data)

@@ -1,4 +1,4 @@
-"""Cost models of other systems, as their papers describe them."""
+"""Cost models of other systems, as their papers describe them: of transformations, steps and capacity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Changes of Seesaw (arXiv 2503.06433): weights are loaded from host memory, and the KV cache goes there and back.
+    """Transformations of Seesaw (arXiv 2503.06433): devices load weights from host memory, and copy the KV cache there
+    and back.
 
-    No step runs meanwhile. Each device transfers at the rate of its host link.
+    No step runs meanwhile. Each device transfers at the rate of its own host link.
     """
 
     model: ModelShape
@@ -26,7 +27,7 @@ class HostMemoryCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`. All devices transfer at the same time."""
+        """See `TransformationCost.change`. `kept` has no effect. All devices transfer at the same time."""
         devices = max(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / devices
         weights_device = self.model.other_bytes / to_degree + self.model.ffn_bytes / to_degree
@@ -36,10 +37,10 @@ class HostMemoryCost:
 
 @dataclass(frozen=True)
 class LayerExchangeCost:
-    """Changes of KunServe (sections 4.2 and 4.4).
+    """Transformations of KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
-    Devices drop parameters of layers at no cost, and exchange the keys and values of these layers. Later they copy the
-    parameters back from each other. Requests wait while their pages move.
+    In a merge, each device drops the parameters of some layers at no cost, and sends the keys and values of these
+    layers to the device that still has the parameters. In a split, the devices copy all of them back.
     """
 
     model: ModelShape
@@ -63,15 +64,15 @@ class LayerExchangeCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Steps of KunServe (arXiv 2412.18169): devices that dropped parameters form a pipeline of whole layers.
+    """Steps of KunServe: the devices of an instance form a pipeline, in which each stage computes some of the layers.
 
-    A step has one micro-batch for each stage, so that all stages are busy. Each token passes all stages.
+    A step has one micro-batch for each stage, so that all stages are busy.
     """
 
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: one micro-batch through all stages, and the transfers between stages."""
+        """See `StepCost.fixed_s`: the time of a micro-batch in all stages, and of its transfers between stages."""
         if degree == 1:
             return self.base.fixed_s(1, shape)
         part = _part(shape, degree)
@@ -81,7 +82,7 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`. Each stage reads the cache of its layers, for one micro-batch."""
+        """See `StepCost.context_s`. All stages read at the same time, each the cache of its layers."""
         return self.base.context_s(1) / degree
 
     def pair_s(self, degree: int) -> float:
@@ -90,22 +91,24 @@ class PipelineCost:
 
 @dataclass(frozen=True)
 class SequenceParallelCost:
-    """Steps of LoongServe (arXiv 2404.09526): parts with whole models share sequences.
+    """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts, each with the whole model.
 
-    Prompts are striped over the parts. In decodes each part is the master of some sequences, and attention runs on the
-    part that stores the keys and values. A part may have several devices with tensor parallelism.
+    Each part computes some tokens of every prompt. In decode steps, a sequence has a part as its master, which computes
+    everything but attention; attention runs on all parts that store keys and values of the sequence. A part may consist
+    of several devices with tensor parallelism.
     """
 
     base: ModelStepCost
     tensor_degree: int = 1
     """Devices of each part. The degree of a step counts parts."""
     masters: int | None = None
-    """Parts that compute everything but attention in decodes. None: all."""
+    """Number of parts that are masters. None: all parts."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: each part computes some of the tokens.
+        """See `StepCost.fixed_s`: the time of one part, and of the transfers between parts.
 
-        In each layer, prompts send keys and values around the ring; decodes send queries and receive partial results.
+        In each layer, keys and values of prompts pass through all parts. A master sends the queries of its decoding
+        sequences to the other parts, and receives partial results.
         """
         tensor = self.tensor_degree
         if degree == 1:
@@ -128,9 +131,10 @@ class SequenceParallelCost:
 
 @dataclass(frozen=True)
 class UlyssesCost:
-    """Steps with Ulysses' sequence parallelism, as in Shift Parallelism (arXiv 2509.16495).
+    """Steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
 
-    Each device computes some of the tokens with all weights. Two all-to-alls in each layer exchange tokens for heads.
+    Each device has all weights and computes some of the tokens. For attention it computes some of the heads of all
+    tokens instead, so each layer has two all-to-alls.
     """
 
     base: ModelStepCost
@@ -156,9 +160,9 @@ class UlyssesCost:
 
 @dataclass(frozen=True)
 class ShiftCost:
-    """Steps of Shift Parallelism: each step uses the faster one of tensor and sequence parallelism.
+    """Steps of Shift Parallelism: each step uses the faster of tensor and sequence parallelism.
 
-    Both have the same layout of the cache, so no page moves between steps.
+    Both store the KV cache in the same way, so no page moves between steps.
     """
 
     base: ModelStepCost
@@ -175,14 +179,14 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of one device in a step."""
+    """Return the share of a step that each of `degree` devices computes."""
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of pipelines, in which each stage keeps the parameters and the cache of some layers."""
+    """Return the limits of KunServe, whose devices store weights and KV cache of some layers only."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:
@@ -194,13 +198,13 @@ def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of sequence parallelism, in which each device keeps all weights."""
+    """Return the limits of LoongServe, whose devices each store all weights."""
     one = memory.limits((1,), max_num_seqs)[0].capacity_tokens
     return tuple(DegreeLimits(degree, one * degree, max_num_seqs * degree) for degree in degrees)
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of Shift Parallelism, in which each device keeps all weights and a shard of them."""
+    """Return the limits of Shift Parallelism, whose devices each store all weights, and a copy of one shard for TP."""
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:

@@ -1,4 +1,4 @@
-"""Data of accelerators from `devices/*.json`, with the sources of the numbers."""
+"""Rates and sizes of accelerators, which `devices/*.json` gives with the sources of the numbers."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -13,32 +13,32 @@ _FOLDER = Path(__file__).parent / "devices"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator and its links within a host. Peak rates are for dense bf16; efficiencies are relative to them."""
+    """One accelerator and its links within a host. A rate times its efficiency is the rate that operators reach."""
 
     name: str
     memory_bytes: float
     flops: float
     """Dense bf16 floating-point operations per second."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Bytes per second of the device's memory."""
     link_bandwidth: float
-    """Bytes per second that a device can send to its peers, one direction."""
+    """Bytes per second that a device can send to other devices of its host, in one direction."""
     host_bandwidth: float
     """Bytes per second between a device and host memory."""
     devices_per_host: int
-    """Devices of one host. An instance never spans hosts."""
+    """Number of devices of one host. An instance never spans hosts."""
     flops_efficiency: float
     """Share of `flops` that large matrix products reach."""
     memory_efficiency: float
-    """Share of `memory_bandwidth` that weight reads reach."""
+    """Share of `memory_bandwidth` that matrix products reach."""
     attention_efficiency: float
-    """Share of `memory_bandwidth` that reads of the KV cache by decodes reach."""
+    """Share of `memory_bandwidth` that decode attention reaches."""
     launch_s: float
     """Seconds of the shortest operator."""
     all_reduce_latency_s: dict[int, float] = field(default_factory=dict)
     """Number of ranks -> seconds of the smallest all-reduce."""
     link_efficiency: float = 0.7
-    """Share of `link_bandwidth` that collectives reach."""
+    """Share of `link_bandwidth` that transfers between devices reach."""
     step_overhead_s: float = 0.004
     """Seconds of host work in each step, while the device waits."""
     sources: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class DeviceSpec:
             raise SimulationError(f"{origin}: a field of the device is missing: {error}") from error
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` over `ranks` devices: latency and ring traffic."""
+        """Return the seconds of a ring all-reduce of `num_bytes` over `ranks` devices; 0 for one rank."""
         if ranks == 1:
             return 0.0
         latency = self.all_reduce_latency_s.get(ranks) or max(self.all_reduce_latency_s.values(), default=2e-5)
@@ -90,7 +90,10 @@ def _key(name: str) -> str:
 
 @cache
 def find_device(name: str) -> DeviceSpec:
-    """Return a device by name (`H100`, `A100-80`) or by the path of a JSON file. Raises `SimulationError`."""
+    """Return a device by name (`H100`, `A100-80`) or by the path of a JSON file.
+
+    Raises `SimulationError` if the name is unknown or the file is invalid.
+    """
     by_key = {_key(known): known for known in device_names()}
     if _key(name) in by_key:
         path = _FOLDER / f"{by_key[_key(name)]}.json"

@@ -1,4 +1,8 @@
-"""Event loop in virtual time: arrivals, steps and decisions of several hosts."""
+"""Event loop in virtual time over several hosts.
+
+A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks. A block is a
+run of equal steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
+"""
 
 import heapq
 import math
@@ -23,16 +27,16 @@ from serving.simulator.sim_executor import SimExecutor
 from serving.simulator.tally import Records, Tally
 
 TICK_S = 1.0
-"""Seconds between decisions if no event happens, as in `EngineScheduler.interval_s`."""
+"""Seconds from one tick to the next if no event happens, as in `EngineScheduler.interval_s`."""
 IDLE_TICK_S = 5.0
-"""Seconds between decisions of a host without waiting requests, if there are several hosts.
+"""Value of `TICK_S` for a host without waiting requests, if there are several hosts.
 
-This avoids most decisions in a large cluster. Merged instances split up to 4 s later.
+It saves most ticks of a large cluster. The price: merged instances may split up to 4 s later.
 """
 _AGAIN_S = 1e-3
-"""Seconds from a decision that preempted requests to the next decision."""
+"""Seconds from a tick that preempted, paused or resumed requests to the next tick."""
 _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
-"""Policies that make no decision while no request waits and all instances have their first layout."""
+"""Policies that need no ticks while no request waits and no instance is merged."""
 _BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
 
 Progress = Callable[[float, float], None]
@@ -52,7 +56,13 @@ class LoopConfig:
 
 
 class Host:
-    """Devices with one scheduler."""
+    """Devices with one scheduler.
+
+    Attributes:
+        next_tick_s: time of the next tick; infinite if none is planned.
+        not_before_s: earliest time of the next tick.
+        idle_ticks: whether the policy needs ticks even if nothing waits.
+    """
 
     __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "not_before_s", "scheduler")
 
@@ -64,7 +74,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether time alone cannot cause a decision."""
+        """Whether the host needs no tick until its next event."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -127,7 +137,10 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve all requests, until they have ended or a limit is reached."""
+        """Serve requests until all have ended or a limit of `config` is reached. Call it once.
+
+        Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped the run.
+        """
         config = config or LoopConfig()
         arrivals, total = self.requests.arrival_s, len(self.requests)
         last_s = float(arrivals[-1]) if total else 0.0
@@ -171,7 +184,7 @@ class Cluster:
         self._close()
 
     def _handle(self, event: tuple, host: Host) -> bool:
-        """Process an event, and return whether the scheduler of the host must decide."""
+        """Process an event, and return whether the host needs a tick now."""
         kind, executor = event[2], host.executor
         if kind == _BLOCK:
             instance, version = event[4], event[5]
@@ -234,7 +247,7 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Account for the steps that have ended in blocks that still run."""
+        """Count the steps that have ended in unfinished blocks, and the waits of requests that are still in a queue."""
         for host in self.hosts:
             executor = host.executor
             for instance in executor.instances:

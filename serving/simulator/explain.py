@@ -1,4 +1,4 @@
-"""Comparison of each policy with the best policy: where the time of requests goes."""
+"""Comparison of each policy with the best policy, in sentences: what takes more or less time, and why."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ _PARTS = {
     "token_transformations_s": "transformations",
 }
 _WORTH_TELLING = 0.02
-"""Minimum difference to report, as a share of the total of the best policy."""
+"""Minimum difference to report, relative to the mean TTFT, or time of a token, of the best policy."""
 
 
 def winner(results: Mapping[str, PolicyResult]) -> str:
-    """Return the policy with the most requests within the objectives; a tie goes to the lower mean TTFT."""
+    """Return the name of the policy with the largest `kept_share`. If shares are equal, the lower mean TTFT wins."""
 
     def key(name: str) -> tuple[float, float]:
         result = results[name]
@@ -28,7 +28,7 @@ def winner(results: Mapping[str, PolicyResult]) -> str:
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """Return one line about the best policy, and one line for each other policy."""
+    """Return one line about the best policy, then one line for each other policy that compares it with the best."""
     best = winner(results)
     lines = [f"{best}: most requests within the objectives ({results[best].kept_share:.1%})."]
     if unfit := int((results[best].ending == Ending.NEVER_FITS).sum()):

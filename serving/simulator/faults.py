@@ -7,9 +7,9 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Failure of a device: its instance loses the cache at `at_s` and accepts no requests for `down_s` seconds.
+    """Failure of a device at `at_s`: its instance loses the KV cache, and accepts no requests for `down_s` seconds.
 
-    Its requests wait again and are computed from their tokens, as after a failure in the engine.
+    The requests of the instance return to the queue and are computed again, as after a failure in the engine.
     """
 
     device: int
@@ -24,10 +24,10 @@ class DeviceFault:
 
 @dataclass(frozen=True)
 class Faults:
-    """Failures of a simulation."""
+    """All failures of a simulation."""
 
     transformations: int = 0
-    """Number of transformations of each host that end without effect."""
+    """Number of transformations that fail on each host: its first ones end without effect."""
     devices: tuple[DeviceFault, ...] = ()
 
     @classmethod

@@ -1,4 +1,7 @@
-"""Transformations of a simulated host."""
+"""Transformations of a simulated host: merges and splits of instances.
+
+The members of a transformation are the instances on its devices when it starts.
+"""
 
 from collections.abc import Sequence
 
@@ -10,11 +13,11 @@ from serving.simulator.pauses import deal, pause, put_back, resume
 
 
 class GroupChanges:
-    """Running transformations of a host.
+    """Start, progress and end of the transformations of a host.
 
     Attributes:
-        failing: end time and instances of each transformation that will end without effect.
-        waiting: merges that wait until the requests of their members have ended.
+        failing: end in seconds and members of each running transformation that will end without effect.
+        waiting: merges that start when no request runs on their members, with the members.
     """
 
     def __init__(self, executor: Host):
@@ -37,7 +40,10 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge. Raises `Refusal`."""
+        """Start a merge, with a pause of running requests if the action says so; or let it wait for their end.
+
+        Raises `Refusal` with the reason if the merge is not possible now.
+        """
         devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
         if devices != aligned or devices[0] % degree:
@@ -62,7 +68,7 @@ class GroupChanges:
             self._merge(action, members)
 
     def proceed(self) -> bool:
-        """Start merges whose members have no running requests, and return whether a merge started."""
+        """Start each waiting merge whose members run no request. Return whether a merge started."""
         due = [entry for entry in self.waiting if not any(member.runs for member in entry[1])]
         for entry in due:
             self.waiting.remove(entry)
@@ -87,7 +93,10 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Start a split, or resume paused requests. Raises `Refusal`."""
+        """Start a split. If the instance has only paused requests, resume them at once.
+
+        Raises `Refusal` with the reason if the split is not possible now.
+        """
         devices, degree, host = action.devices, action.degree, self._executor
         members = self._check_group(devices, degree)
         if len(members) != 1 or members[0].degree <= degree or members[0].degree % degree:
@@ -141,7 +150,7 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a transformation without effect, during which the members accept no requests."""
+        """Start a transformation that will fail: its members accept no requests until its end, and then go on."""
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
         for member in members:
@@ -149,7 +158,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End transformations that have failed, and return whether there was one."""
+        """End each failing transformation whose time has passed. Return whether one ended."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -158,6 +167,7 @@ class GroupChanges:
         return bool(due)
 
     def end(self, instance: SimInstance) -> None:
+        """End a transformation whose layers have all switched. A split replaces the instance by its parts."""
         change, instance.change = instance.change, None
         assert change is not None, "a change must be running"
         to_degree, now_s = change.action.degree, self._executor.now_s
@@ -172,7 +182,10 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Distribute the requests over instances of a lower degree; paused instances return in place of new ones."""
+        """Replace an instance by instances of a lower degree (its paused instances, if any), and return these.
+
+        They get its requests and cached prompts. A request that fits on none of them is preempted.
+        """
         host = self._executor
         if instance.paused:
             parts = put_back(host, instance)

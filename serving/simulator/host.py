@@ -1,4 +1,4 @@
-"""Interface of the executor for changes of degree."""
+"""Interface of a simulated host for the modules that merge, split and pause instances."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Part of `SimExecutor` that changes of degree use."""
+    """Part of `SimExecutor` that these modules use. Methods are described there."""
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -21,35 +21,30 @@ class Host(Protocol):
     now_s: float
     failing_transformations: int
 
-    def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
-        """Return an instance without requests. `capacity_tokens` lowers its capacity below that of its degree."""
-        ...
+    def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance: ...
 
-    def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Replace instances by other instances on the same devices."""
-        ...
+    def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None: ...
 
-    def begin(self, instance: SimInstance) -> None:
-        """Start the next steps of an instance."""
-        ...
+    def begin(self, instance: SimInstance) -> None: ...
 
-    def finish(self, run: Run, ending: Ending) -> None:
-        """Record the end of a request."""
-        ...
+    def finish(self, run: Run, ending: Ending) -> None: ...
 
-    def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Preempt a request."""
-        ...
+    def preempt(self, instance: SimInstance, run: Run) -> None: ...
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """End the block of an instance with the running step, and return its end in seconds."""
+    """Drop the steps of an instance that have not begun. Return the time at which the step that is running ends.
+
+    Returns the present time if the instance is idle. The caller then calls `take_in`.
+    """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Account for all steps of an instance's block, and cancel its end event."""
+    """Process all steps of an instance's block at once, including finished requests, although the last step may still
+    run. The instance is idle then, and the event for the end of the block is obsolete.
+    """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):
             host.finish(run, Ending.COMPLETED)

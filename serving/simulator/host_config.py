@@ -8,49 +8,61 @@ from serving.simulator.transformation_cost import TransformationCost
 
 
 class ForbiddenActionError(AssertionError):
-    """Forbidden action of a policy. Strict executors raise it in place of a refusal."""
+    """Error for an action that the host refuses. Raised only if `HostConfig.strict` is set, for tests of policies."""
 
 
 class Refusal(Exception):
-    """Refused action, with the reason."""
+    """Error for an action that the host refuses, with the reason. `SimExecutor.apply` returns it as an outcome."""
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Configuration of a host. `limits` has the possible degrees of instances in ascending order."""
+    """Configuration of a host: a scheduler with its devices."""
 
     num_devices: int
     limits: tuple[DegreeLimits, ...]
+    """Limits of an instance of each possible degree, in ascending order."""
     pricing: Pricing
+    """Cost of steps."""
     transformation: TransformationCost
+    """Cost of transformations."""
     degrees_at_start: tuple[int, ...]
-    """Degrees of the first instances, in the order of devices."""
+    """Degrees of the instances at the start, in the order of devices."""
     page_size: int = 16
     max_model_len: int | None = None
     layers_per_step: int = 1
+    """Number of layers that switch to a new degree before each step of a transformation."""
     regroup_s: float = 0.0
-    """Seconds without steps when requests pause or resume, because views of buffers change."""
+    """Seconds without steps when requests pause or resume. The engine rebuilds its views of the cache meanwhile."""
     launches_ahead: bool = False
-    """Whether the next step is launched when the running step begins, as in the engine, or when it ends."""
+    """Whether a step is launched when the step before begins, as in the engine; otherwise when that step ends."""
     shows_timing: bool = False
-    """Whether snapshots contain measured times, like snapshots of an engine."""
+    """Whether policies see measured times of steps and transformations, as in the engine."""
     strict: bool = False
-    """Whether to raise `ForbiddenActionError` for forbidden actions, in place of refusing them."""
+    """Whether a refused action raises `ForbiddenActionError`."""
 
     @property
     def num_slots(self) -> int:
-        """Maximum number of running and paused requests on the devices of one instance."""
+        """Maximum number of requests, running and paused, on the devices of one instance."""
         return max(limits.max_requests for limits in self.limits)
 
     @property
     def base_degree(self) -> int:
-        """Lowest degree of the first instances, to which instances split."""
+        """Lowest degree at the start. Merged instances split to it."""
         return min(self.degrees_at_start)
 
 
 @dataclass
 class Waiting:
-    """Waiting request, with data that policies do not see."""
+    """Queue entry: a waiting request, with data that policies do not see.
+
+    Attributes:
+        request: request as policies see it.
+        index: row of the request in the records.
+        output_left: number of tokens left to generate.
+        since_s: time at which the request entered the queue.
+        last_token_s: time of its latest token before a preemption; None if it had no token.
+    """
 
     request: WaitingRequest
     index: int

@@ -1,4 +1,8 @@
-"""Simulated instance: its running requests and their steps."""
+"""Simulated instance: its running requests and their steps.
+
+Steps are planned in blocks: a block is a run of equal steps (`block.Block`). A step generates one token of each
+decoding request, and computes chunks of prompts.
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -14,16 +18,20 @@ from serving.simulator.tally import Records, Tally
 
 @dataclass(eq=False)
 class Change:
-    """Running transformation.
+    """Running transformation: between steps, some layers switch to the new degree.
 
     Attributes:
+        action: merge or split with the new degree.
+        start_s: start of the transformation.
         left: number of layers that have not switched.
         total: number of layers.
-        lower: lower degree of the transformation.
-        layer_s: seconds of the switch of a layer.
-        pause_s: seconds before the first switch, while no step runs.
-        lane_tokens: tokens that an instance of the lower degree holds.
+        lower: old degree of a merge, new degree of a split.
+        layer_s: seconds to switch one layer.
+        pause_s: seconds without steps before the first switch.
+        layers_per_step: number of layers that switch before each step.
         fails: whether the transformation ends without effect.
+        from_degree: old degree.
+        lane_tokens: capacity of an instance of the lower degree.
     """
 
     action: ScaleUp | ScaleDown
@@ -39,9 +47,12 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the maximum prompt tokens of a request that starts during the transformation.
+        """Return the longest prompt, in tokens, that may start on the instance now; 0 if the transformation fails.
 
-        The `used_tokens` of running requests count as spread evenly over instances of the lower degree.
+        Args:
+            instance: instance that is transformed.
+            used_tokens: tokens of its running requests. They count as if they were spread evenly over instances of the
+                lower degree.
         """
         if self.fails:
             return 0
@@ -51,10 +62,10 @@ class Change:
         return max(free // size * size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
-        """Return a step during the transformation.
+        """Return a block of one step, which starts with the switch of `layers_per_step` layers.
 
-        Switched layers run at the new degree, the others at the old degree. The step has a chunk of at most one prompt.
-        If no request runs, all layers switch at once.
+        Switched layers run at the new degree, the others at the old degree. The step computes a chunk of at most one
+        prompt. If no request runs, all layers switch at once.
         """
         count, prompts = instance.num_decoding, instance.prompts
         switches = min(self.layers_per_step, self.left) if count or prompts else self.left
@@ -86,22 +97,29 @@ class Change:
 
 
 class SimInstance:
-    """Instance that runs steps of its requests: one token of each decoding request, and chunks of prompts.
+    """Instance with its running requests. An idle instance has no block.
 
     Attributes:
-        steps: number of ended decode steps.
+        runs: running requests by id.
+        joining: requests that are not part of a step yet.
+        prompts: requests whose prompts are computed, in the order of `Run.order`.
+        num_decoding: number of decoding requests.
+        steps: number of decode steps that have ended.
         context: tokens of all decoding requests.
-        paused: instances on the same devices whose requests are paused and keep their pages.
-        room_tokens: maximum tokens of its requests beside paused requests.
-        max_requests: maximum number of its requests beside paused requests.
+        block: planned steps; None if the instance is idle.
+        change: running transformation, if any.
+        paused: instances on the same devices that this instance has replaced for a time. Their requests make no
+            progress and keep their pages.
+        room_tokens: maximum tokens of the running requests: the capacity less pages of paused requests.
+        max_requests: maximum number of running requests; paused requests reduce it.
         ready_s: earliest start of the next step.
-        paused_s: start of the latest pause of its requests.
+        paused_s: time at which the instance was last paused.
         step_s: seconds of the latest decode step without a prompt; None before the first one.
-        step_rows: sequences of that step.
-        prompt_tokens_per_s: rate of the latest step with prompts.
-        waits_for: merge that starts when the requests on its devices have ended.
-        step_began_s: start of the latest ended step.
-        version: number of changes to the end of its block. Events with an older number are obsolete.
+        step_rows: number of sequences in that step.
+        prompt_tokens_per_s: rate of the latest step with prompts; None before the first one.
+        waits_for: merge that will start when no request runs on its devices; None if there is none.
+        step_began_s: start of the latest step that has ended.
+        version: number of changes of `block`. Events for an older version are obsolete.
     """
 
     __slots__ = (
@@ -152,31 +170,34 @@ class SimInstance:
 
     @property
     def has_paused(self) -> bool:
-        """Whether requests are paused on its devices."""
+        """Whether paused requests have pages on its devices."""
         return any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
-        """Update the room beside paused requests, which the device with the fewest free pages limits."""
+        """Update `room_tokens`. With paused instances, each device gets as much as the fullest of them leaves."""
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
-        """Tokens of the pages in use, when it has decoded `steps` times (by default: now)."""
+        """Return the tokens that fit into the pages of the running requests after `steps` decode steps.
+
+        None: after the steps that have ended.
+        """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
 
     def steps_at(self, now_s: float) -> int:
-        """Decode steps that have ended at that time."""
+        """Return the number of decode steps that have ended at `now_s`, including steps of the block."""
         return self.steps if self.block is None or self.num_decoding == 0 else self.steps + self.block.done(now_s)
 
     # Requests
 
     def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
-        """Return the requests as policies see them after `steps` decode steps."""
+        """Return the running requests after `steps` decode steps, as policies see them."""
         return tuple(run.view(steps) for run in self.runs.values())
 
     def add(self, run: Run) -> None:
-        """Add a request, which joins the next step."""
+        """Add a request, which joins the next planned step. Prompt tokens in the prefix cache count as computed."""
         if run.blocks is not None:
             self.prefixes.shrink(self.room_tokens - self.used_tokens())
             found = self.prefixes.find(run.blocks, run.request.prompt_tokens)
@@ -187,7 +208,10 @@ class SimInstance:
         self.joining.append(run)
 
     def take_over(self, runs: dict[str, Run], steps: int) -> None:
-        """Take requests with their pages from an instance after its `steps` decode steps."""
+        """Add running requests of another instance, with their pages, after a merge or split.
+
+        `steps`: decode steps that have ended on the other instance.
+        """
         for name, run in runs.items():
             self.runs[name] = run
             if run.blocks is not None:
@@ -200,7 +224,7 @@ class SimInstance:
                 self.joining.append(run)
 
     def remove(self, run: Run) -> None:
-        """Remove a request and its pages between two steps."""
+        """Remove a request and its pages. All steps that have ended must be processed (`end_block`)."""
         self._forget(run)
         if run.base:
             self.num_decoding -= 1
@@ -229,9 +253,9 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Plan the next steps of equal composition, starting now. Returns None if no request runs.
+        """Let added requests join, plan a block that starts now, and return it; None if there is nothing to run.
 
-        The caller makes sure that requests have pages for them (`pages_short`).
+        The caller checks first that there are enough pages (`pages_short`).
         """
         self._take_joining()
         if self.change is not None and not self.change.fails:
@@ -246,7 +270,7 @@ class SimInstance:
         return self.block
 
     def _take_joining(self) -> None:
-        """Add requests to the next step if they arrived before its launch."""
+        """Add requests to the next step. With `launches_ahead`, only requests added before that step was launched."""
         came = self.joining
         if self.launches_ahead and (self.prompts or self.num_decoding):
             came = [run for run in came if run.added_s <= self.step_began_s]
@@ -279,7 +303,10 @@ class SimInstance:
         return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
-        """Account for the steps of the block, and return the finished requests."""
+        """Process all steps of the block, the last of which ends at `now_s`, and clear the block.
+
+        Returns the finished requests, which are removed with their pages. Without a block, nothing happens.
+        """
         block, self.block = self.block, None
         if block is None or block.steps == 0:
             return []
@@ -309,7 +336,10 @@ class SimInstance:
         return finished
 
     def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
-        """Record a computed chunk of a prompt; the last chunk generates a token."""
+        """Record a computed chunk of a prompt. The last chunk generates a token.
+
+        If this token is also the last token of the request, the request is appended to `finished`.
+        """
         run.prompt_left -= length
         self.tally.prompt_tokens += length
         if run.prompt_left:
@@ -331,7 +361,7 @@ class SimInstance:
             self._decode(run)
 
     def cut(self, now_s: float) -> bool:
-        """End the block with the running step, and return whether its end changed."""
+        """Let the block end after the step that is running, and return whether this changed its end."""
         if self.block is None or not self.block.cut(now_s):
             return False
         self.version += 1
@@ -339,7 +369,7 @@ class SimInstance:
 
 
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
-    """Return the view of an instance for policies."""
+    """Return an instance as policies see it; `shows_timing`: with the seconds of its latest decode step."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
     step_s = instance.step_s if shows_timing else None
     if at_rest and not instance.runs and not instance.has_paused:
@@ -372,7 +402,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return a number of decode steps for which the instance has enough pages."""
+    """Return a lower bound of the decode steps for which the free pages suffice, at least 1."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -382,7 +412,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether pages are missing for the next step."""
+    """Return whether pages are missing for the next step and preempting a request can free some."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

@@ -1,4 +1,4 @@
-"""Tokens that an instance of each degree holds: memory of its devices less weights and activations."""
+"""Capacity of instances: the tokens whose keys and values fit beside weights and temporaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from serving.simulator.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Division of a device's memory."""
+    """Division of a device's memory into weights, temporaries and KV cache."""
 
     model: ModelShape
     device: DeviceSpec
     utilization: float = 0.9
     """Share of the device's memory that may be used."""
     activation_bytes: float | None = None
-    """Bytes of temporaries on each device. None: a step of 8,192 tokens, and logits of 256 rows."""
+    """Bytes of temporaries on each device. None: an estimate for a step of 8,192 tokens and logits of 256 rows."""
     page_size: int = 16
     changes_degree: bool = True
-    """Whether instances merge and split. If so, the degree divides FFN weights only, and each device keeps all other
-    weights (AMOEBA 3.2). Otherwise it divides all weights."""
+    """Whether instances merge and split. If so, only FFN weights are divided over the devices of an instance, and each
+    device stores all other weights (AMOEBA 3.2). Otherwise all weights are divided."""
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -30,7 +30,7 @@ class MemoryPlan:
 
     @property
     def activations(self) -> float:
-        """Bytes of temporaries."""
+        """Bytes of temporaries on each device: `activation_bytes` or the estimate."""
         if self.activation_bytes is not None:
             return self.activation_bytes
         model = self.model
@@ -38,21 +38,24 @@ class MemoryPlan:
         return tokens + 256 * model.vocab_size * 4
 
     def weight_bytes(self, degree: int) -> float:
-        """Return the bytes of weights on each device of an instance."""
+        """Return the bytes of weights on each device of an instance of `degree`."""
         if self.changes_degree:
             return self.model.other_bytes + self.model.ffn_bytes / degree
         return self.model.weight_bytes / degree
 
     def capacity_tokens(self, degree: int) -> int:
-        """Return the tokens that an instance holds, in whole pages; 0 or less if weights leave no room."""
+        """Return the tokens that fit on an instance, in whole pages; 0 or less if weights leave no room."""
         free = self.device.memory_bytes * self.utilization - self.weight_bytes(degree) - self.activations
         return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
 
     def limits(self, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-        """Return the limits of the degrees at which the model fits. Raises `SimulationError` if there is none.
+        """Return the limits of an instance for each degree at which the model fits.
+
+        Raises `SimulationError` if the model fits at no degree.
 
         Args:
-            max_num_seqs: maximum number of requests for each device.
+            degrees: possible degrees.
+            max_num_seqs: maximum number of running requests for each device.
         """
         fitting = tuple(
             DegreeLimits(degree, capacity, max_num_seqs * degree)

@@ -1,4 +1,4 @@
-"""Sizes of a decoder from its `config.json`: parameters, KV cache, and matrices."""
+"""Sizes of a decoder, from its `config.json`: weight matrices, and bytes of weights and KV cache."""
 
 import json
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weight matrix of one layer. Tensor parallelism divides the side that `split` names."""
+    """Weight matrix. Tensor parallelism divides its inputs or its outputs over the ranks."""
 
     name: str
     inputs: int
     outputs: int
     split: str
-    """`outputs` or `inputs`."""
+    """Side that is divided: `outputs` or `inputs`."""
 
     def at(self, degree: int) -> tuple[int, int]:
-        """Return `(inputs, outputs)` of the part of one rank."""
+        """Return `(inputs, outputs)` of the part that one rank stores."""
         if self.split == "outputs":
             return self.inputs, -(-self.outputs // degree)
         return -(-self.inputs // degree), self.outputs
@@ -48,7 +48,10 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, name: str, config: dict[str, Any]) -> "ModelShape":
-        """Read a `config.json` in Hugging Face form. Raises `SimulationError` with the name of the field."""
+        """Return the shape for the contents of a `config.json` in Hugging Face form.
+
+        Raises `SimulationError` with the name of a missing or invalid field.
+        """
 
         def positive(*names: str, default: int | None = None) -> int:
             value = next((config[n] for n in names if config.get(n) is not None), default)
@@ -82,7 +85,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Read a `config.json`, or the one in a directory. Raises `SimulationError`."""
+        """Read a `config.json`; `path` is the file or its directory. Raises `SimulationError` if it is invalid."""
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -94,7 +97,7 @@ class ModelShape:
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of the attention of one layer: the fused projection to queries, keys and values, and the output."""
+        """Attention matrices of one layer: fused projection to queries, keys and values; output projection."""
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (
             Matrix("qkv", self.hidden_size, rows, "outputs"),
@@ -103,7 +106,7 @@ class ModelShape:
 
     @property
     def ffn_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of the FFN of one layer, or of one expert: fused gate and up, and down."""
+        """FFN matrices of one layer, or of one expert: fused gate and up projection; down projection."""
         return (
             Matrix("gate_up", self.hidden_size, 2 * self.ffn_size, "outputs"),
             Matrix("down", self.ffn_size, self.hidden_size, "inputs"),
@@ -111,18 +114,18 @@ class ModelShape:
 
     @property
     def head_matrix(self) -> Matrix:
-        """Projection to logits."""
+        """Matrix of the projection to logits."""
         return Matrix("head", self.hidden_size, self.vocab_size, "outputs")
 
     @property
     def ffn_bytes(self) -> int:
-        """Bytes of all FFN weights."""
+        """Bytes of the FFN weights of all layers and experts."""
         per_expert = sum(m.inputs * m.outputs for m in self.ffn_matrices)
         return self.num_layers * self.num_experts * per_expert * self.item_bytes
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of all other weights: attention, embeddings and head."""
+        """Bytes of all weights except FFN: attention, embeddings and head."""
         attention = self.num_layers * sum(m.inputs * m.outputs for m in self.attention_matrices)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return (attention + embeddings) * self.item_bytes
@@ -133,7 +136,7 @@ class ModelShape:
         return self.ffn_bytes + self.other_bytes
 
     def kv_token_bytes(self, degree: int = 1) -> float:
-        """Return the bytes of keys and values of one token in all layers on one rank.
+        """Return the bytes that one rank stores for a token: keys and values of its KV heads in all layers.
 
         If there are fewer KV heads than ranks, each rank stores one head.
         """

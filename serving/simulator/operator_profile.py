@@ -1,4 +1,4 @@
-"""Measured times of matrix products in the CSV form of microsoft/vidur, with interpolation."""
+"""Measured times of matrix products, read from CSV files in the format of microsoft/vidur."""
 
 import bisect
 import csv
@@ -21,7 +21,7 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of the product of `tokens` rows and the `inputs` x `outputs` matrix of one rank."""
+    """Median time of a matrix product with `tokens` rows. `inputs` x `outputs`: part of the matrix on one rank."""
 
     operator: str
     inputs: int
@@ -31,7 +31,7 @@ class OperatorPoint:
 
 
 def read_points(path: Path) -> list[OperatorPoint]:
-    """Read the points of a profile, `.csv` or `.csv.gz`. Raises `SimulationError` for an invalid file."""
+    """Return all points of a `.csv` or `.csv.gz` file. Raises `SimulationError` if the file is invalid."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -71,7 +71,7 @@ def _points(row: dict[str, str]) -> Iterable[OperatorPoint]:
 
 
 class OperatorProfile:
-    """Times of the measured matrix shapes, interpolated linearly between numbers of tokens."""
+    """Measured times by matrix shape, with linear interpolation between the measured numbers of tokens."""
 
     def __init__(self, points: Iterable[OperatorPoint]):
         samples: dict[tuple[int, int], dict[int, list[float]]] = {}
@@ -84,18 +84,18 @@ class OperatorProfile:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "OperatorProfile":
-        """Read all points of several files of one device. Raises `SimulationError`."""
+        """Return a profile of all files, which must be of one device. Raises `SimulationError` if a file is invalid."""
         return cls(point for path in paths for point in read_points(path))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """`(inputs, outputs)` of the measured matrices."""
+        """`(inputs, outputs)` of each measured matrix."""
         return tuple(self._tables)
 
     def seconds(self, inputs: int, outputs: int, tokens: int) -> float | None:
-        """Return the time of a product, or None if the matrix was not measured.
+        """Return the seconds of a matrix product with `tokens` rows; None if the matrix was not measured.
 
-        Above the largest measured number of tokens, the time is proportional.
+        Above the largest measured number of rows, the time is proportional. Below the smallest, it is constant.
         """
         if (table := self._tables.get((inputs, outputs))) is None:
             return None

@@ -1,4 +1,7 @@
-"""Pauses: requests keep their pages and make no progress while another instance serves on their devices."""
+"""Pause and resumption: requests keep their pages and make no progress while a merged instance uses their devices.
+
+The merged instance is called the group; the paused instances are its members.
+"""
 
 from serving.simulator.host import Host, drained_s, take_in
 from serving.simulator.instance import SimInstance
@@ -6,9 +9,9 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Replace several instances by one on the same devices, and pause their requests.
+    """Pause instances and their requests, and serve on their devices with a new instance.
 
-    The new instance keeps all weights, and starts at the end of the running steps.
+    Weights stay resident. The first step starts `regroup_s` after the running steps have ended.
     """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
@@ -25,7 +28,7 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Resume paused requests, in place of an instance without requests."""
+    """Replace a group without running requests by its paused members, whose requests go on."""
     ready_s = drained_s(host, group)
     take_in(host, group)
     members = put_back(host, group)
@@ -37,7 +40,7 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """Remove the paused instances from a group and return them. Records how long their requests have waited."""
+    """Detach the paused members from a group, record how long their requests were paused, and return the members."""
     members, group.paused = list(group.paused), ()
     for member in members:
         host.tally.degrees.append((host.now_s, member.degree, member.degree))
@@ -47,9 +50,10 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Return the request to preempt if pages are missing, and its instance.
+    """Return the request to preempt if pages are missing on an instance, and the instance that has it.
 
-    This is a paused request if it has pages and no higher priority than the last running request.
+    The candidates are the last running request, and the last request of the fullest paused instance. The paused request
+    is chosen unless it has the higher priority.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -62,16 +66,25 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update the room of instances after requests were removed, because these may have been paused."""
+    """Update `room_tokens` of instances after a request was removed, which may have been a paused one."""
     for instance in instances:
         if instance.paused:
             instance.count_room()
 
 
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
-    """Distribute the requests of a splitting instance, the longest first, to the part with the most free tokens.
+    """Choose a part for each request of an instance that splits.
 
-    Returns each request with its part, or with None if it fits no part.
+    The longest request is first; each goes to the part with the most free tokens. Nothing is moved yet.
+
+    Args:
+        runs: requests of the instance.
+        steps: decode steps that have ended on the instance.
+        parts: instances that replace it.
+        page_size: tokens of a page.
+
+    Returns:
+        Each request with its part, or with None if the request fits on no part.
     """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]

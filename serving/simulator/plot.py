@@ -23,7 +23,10 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
-    """Write the plot in the format of the file name. Raises `SimulationError`."""
+    """Write the figure of `draw` to a file, whose suffix determines the format.
+
+    Raises `SimulationError` if that fails or matplotlib is not installed.
+    """
     try:
         draw(results).savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -31,7 +34,7 @@ def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Return a figure with throughput over time, the distribution of TTFT, and each policy's devices by degree.
+    """Return a matplotlib figure: throughput over time, distribution of TTFT, and devices by degree for each policy.
 
     Raises `SimulationError` if matplotlib is not installed.
     """
@@ -58,7 +61,7 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Return times in seconds, and for each degree the number of its devices from each time on."""
+    """Return the times of changes in seconds, and degree -> number of devices from each of these times on."""
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)
     times, counts = [], {degree: [] for degree in degrees}

@@ -1,4 +1,8 @@
-"""Prefix cache of a simulated instance: blocks of tokens by id."""
+"""Prefix cache of a simulated instance.
+
+A block is a run of consecutive prompt tokens with an id (unlike `block.Block`, a run of steps). Requests hold blocks
+while they run. A block that no request holds is idle: it stays in the cache until its room is needed.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -7,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class PromptBlocks:
-    """Blocks of a prompt. The id of a block identifies all tokens up to its end, as in Mooncake's traces.
+    """Blocks of a prompt. Prompts share a block id if they are equal up to the end of the block (Mooncake's traces).
 
     Attributes:
         ids: ids of the blocks in order.
-        tokens: tokens of one block.
+        tokens: number of tokens in a block.
         num_held: number of leading blocks that the request holds on its instance.
     """
 
@@ -28,28 +32,31 @@ class PromptBlocks:
 class PrefixStore:
     """Cache of computed prompt blocks.
 
-    Blocks of running requests are held and count as their tokens. Idle blocks use free room only, and are evicted in
-    the order of their last use, the end of a prompt before its beginning.
+    Idle blocks use only tokens that no request needs. The least recently used block is evicted first, and the end of a
+    prompt before its beginning.
     """
 
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()
         self._idle: OrderedDict[int, float] = OrderedDict()
-        """Tokens of idle blocks, least recently used first."""
+        """Idle block -> its number of tokens, least recently used first."""
         self._idle_tokens = 0.0
         self._before: dict[int, int | None] = {}
-        """Block -> previous block of its prompt."""
+        """Block -> previous block of its prompt; None for the first block."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders or block in self._idle
 
     @property
     def idle_tokens(self) -> float:
-        """Tokens of all idle blocks."""
+        """Total tokens of idle blocks."""
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Hold the cached leading blocks of a prompt, and return their tokens without the prompt's last token."""
+        """Hold the leading blocks of a prompt that are cached, and return their number of tokens.
+
+        At most `prompt_tokens - 1`, because the last token must be computed.
+        """
         for block in prompt.ids[prompt.num_held :]:
             if block not in self:
                 break
@@ -58,7 +65,7 @@ class PrefixStore:
         return min(int(prompt.num_held * prompt.tokens), max(prompt_tokens - 1, 0))
 
     def add(self, prompt: PromptBlocks) -> None:
-        """Add the blocks of a computed prompt, which holds them."""
+        """Add all blocks of a prompt that has been computed, and hold them."""
         before = prompt.ids[prompt.num_held - 1] if prompt.num_held else None
         for block in prompt.ids[prompt.num_held :]:
             self._before.setdefault(block, before)
@@ -71,7 +78,7 @@ class PrefixStore:
         self._holders[block] += 1
 
     def release(self, prompt: PromptBlocks) -> None:
-        """Release the blocks of a request that has ended or lost its pages."""
+        """Release all held blocks of a prompt. Blocks that no other request holds become idle."""
         for block in reversed(prompt.held):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -84,14 +91,14 @@ class PrefixStore:
         self._idle_tokens += tokens
 
     def shrink(self, free_tokens: int) -> None:
-        """Evict idle blocks until they take at most `free_tokens`."""
+        """Evict idle blocks while they have more than `free_tokens` tokens in total."""
         while self._idle and self._idle_tokens > free_tokens:
             block, tokens = self._idle.popitem(last=False)
             self._idle_tokens -= tokens
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Add the blocks of a request that arrives with its pages from another instance."""
+        """Hold the held blocks of a prompt here too, because its request came with its pages from another instance."""
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)
@@ -99,16 +106,19 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Take idle blocks, by default all, from the store of a replaced instance, after its requests."""
+        """Copy idle blocks from the store of a replaced instance, after `take_held` for its requests.
+
+        `blocks`: blocks to copy. None: all idle blocks.
+        """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
                 self._before[block] = other._before[block]
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Distribute idle blocks over the parts of a splitting instance.
+        """Distribute the idle blocks over the stores of the instances that replace this instance after a split.
 
-        Blocks with the same first block stay together. They go to the part that has this first block, or to the part
+        Prompts with the same first block stay together, in the store that has this block already, or else in the store
         with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}

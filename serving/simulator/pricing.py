@@ -1,4 +1,4 @@
-"""Step costs with a cache of results."""
+"""Step costs of an instance: a cost model with a cache, and the slowdown while other instances are busy."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from serving.simulator.step_cost import StepCost, StepShape
 
 
 class Pricing:
-    """Cache of a `StepCost`, with slowdowns by other busy instances."""
+    """Cache of the results of a `StepCost`, with the batching rule, slowdowns and latency that go with it."""
 
     def __init__(
         self,
@@ -19,9 +19,9 @@ class Pricing:
     ):
         self.cost, self.batching = cost, batching
         self.crowding = dict(crowding or {})
-        """Number of busy instances -> relative duration of a step; empty unless devices share a processor."""
+        """Number of busy instances -> duration of a step, relative to one busy instance. Empty: no slowdown."""
         self.prompt_crowding = dict(prompt_crowding or self.crowding)
-        """Number of busy instances -> relative duration of a step with a prompt, while the others decode."""
+        """Same for a step with a prompt, while the other instances decode."""
         self.latency_s = latency_s
         """Seconds from the end of a step until the client sees its tokens."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
@@ -29,7 +29,10 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the relative duration of a step while `busy` instances run, including its own."""
+        """Return the duration of a step while `busy` instances run, relative to one. 1 without measurements.
+
+        `busy` includes the instance of the step. `prompts`: whether the step has prompts.
+        """
         table = self.prompt_crowding if prompts else self.crowding
         measured = [count for count in table if count <= busy]
         return table[max(measured)] if measured else 1.0

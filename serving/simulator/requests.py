@@ -1,4 +1,4 @@
-"""Table of requests in columns, so that a day of traffic takes tens of megabytes."""
+"""Requests of a simulation, as a table of columns: a day of traffic takes only tens of megabytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,28 @@ from serving.simulator.prefix_store import PromptBlocks
 
 @dataclass(frozen=True)
 class RequestTable:
-    """Table with a row for each request, in the order of arrival."""
+    """Table with a row for each request, in the order of arrival. The index of a request is its row."""
 
     arrival_s: np.ndarray
     input_len: np.ndarray
     output_len: np.ndarray
-    """Tokens that each request generates."""
+    """Number of tokens that the request generates."""
     max_tokens: np.ndarray
-    """Output limit of the client, which the scheduler knows."""
+    """Maximum number of output tokens, which the scheduler knows; `output_len` is hidden from it."""
     kinds: np.ndarray
-    """Index into `kind_names`."""
+    """Class of the request, as an index into `kind_names`."""
     kind_names: tuple[str, ...] = ("all",)
     priority: np.ndarray | None = None
     deadline_s: np.ndarray | None = None
-    """Seconds after arrival; NaN means no limit, here and in the next two columns."""
+    """Deadline in seconds after arrival. NaN means no limit, here and in the next two columns."""
     ttft_slo_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Row -> ids of the known prompt blocks."""
+    """Row -> ids of the prompt's blocks (`prefix_store`), if known."""
     prefix_block_tokens: float = BLOCK_TOKENS
+    """Number of tokens in a block."""
     names: Sequence[str] | None = None
-    """Ids of requests; the default is `r` and the row."""
+    """Ids of the requests. None: `r0`, `r1`, and so on."""
 
     def __post_init__(self) -> None:
         size = len(self.arrival_s)
@@ -61,7 +62,7 @@ class RequestTable:
         return f"r{index}" if self.names is None else self.names[index]
 
     def prompt_blocks(self, index: int) -> PromptBlocks | None:
-        """Return the blocks of a prompt, or None if they are unknown."""
+        """Return the blocks of a prompt for the prefix cache; None if they are unknown."""
         if (ids := self.prefix_blocks.get(index)) is None:
             return None
         size = self.prefix_block_tokens
@@ -85,5 +86,5 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """Return an element of a column; None for NaN or without a column."""
+    """Return an element of a column; None if it is NaN or there is no column."""
     return None if column is None or np.isnan(column[index]) else float(column[index])

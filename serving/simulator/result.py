@@ -1,4 +1,7 @@
-"""Results of a simulation, with the field names of `amoeba bench`."""
+"""Results of a simulation. Reports use the field names of `amoeba bench`.
+
+The objectives are the latency limits in `slo.Slo`.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +20,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy. Arrays have a row for each request; NaN means that the event did not happen."""
+    """Result of one policy. Index of arrays: request. NaN: the event did not happen."""
 
     policy: str
     duration_s: float
@@ -29,15 +32,17 @@ class PolicyResult:
     prefill_s: np.ndarray
     """Seconds from the first dispatch to the first token."""
     kept: np.ndarray
-    """Whether each request completed within the objectives."""
+    """Whether each request completed and met the objectives."""
     judged: np.ndarray
-    """Whether each request counts in `kept_share`. If a run stopped early, these are the requests that had time to end
-    within the objectives; of later requests only the quick ones have ended."""
+    """Whether each request counts in `kept_share`. If all requests have ended, all count. Otherwise a request counts if
+    the latest end that meets its objectives has passed: of requests that arrived later, only the quick ones have ended.
+    Without a latest end, a request counts if it has ended or its first token is late."""
     ending: np.ndarray
+    """`Ending` of each request."""
     requests: RequestTable
     tally: Tally
     counters: dict[str, int]
-    """Sums of the counters of all schedulers."""
+    """Counters of the schedulers by name, summed over all schedulers."""
     num_devices: int
     preempted: int
     overloaded: bool
@@ -55,18 +60,18 @@ class PolicyResult:
 
     @property
     def kept_share(self) -> float:
-        """Share of the `judged` requests that completed within the objectives; 1 if there are none."""
+        """Share of the `judged` requests that completed and met the objectives; 1 if no request is judged."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     def device_seconds(self) -> dict[int, float]:
-        """Return the device seconds of instances by degree."""
+        """Return degree -> device seconds: the number of devices in instances of this degree, summed over time."""
         seconds: dict[int, float] = {}
         for at_s, degree, change in self.tally.degrees:
             seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
         return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
 
     def report(self) -> dict[str, Any]:
-        """Return the result for JSON: the applicable fields of `amoeba bench`, and `explain`."""
+        """Return the result, ready for JSON: fields of `amoeba bench`, counts of scheduler actions, and `parts`."""
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
             "duration": self.duration_s,
@@ -118,7 +123,10 @@ class PolicyResult:
         return figures
 
     def parts(self) -> dict[str, float]:
-        """Return mean seconds by cause, over completed requests and over generated tokens."""
+        """Return why requests take the time that they take.
+
+        `ttft_*`: means over completed requests. `token_*`: means over generated tokens. The others are totals.
+        """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
         return {
@@ -135,7 +143,7 @@ class PolicyResult:
 
 
 def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> PolicyResult:
-    """Collect the results of a cluster after its run."""
+    """Return the results of a cluster after its run."""
     records, requests = cluster.records, cluster.requests
     dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
     ending = np.array(records.ending)

@@ -1,4 +1,4 @@
-"""Routers of requests to hosts."""
+"""Routers, which choose a host for each request. A host is a scheduler with its devices."""
 
 import random
 from array import array
@@ -14,11 +14,11 @@ class Router(Protocol):
     """Rule that chooses the host of each request."""
 
     def choose(self, index: int, requests: RequestTable) -> int:
-        """Return the host for a request that has arrived."""
+        """Return the index of the host for the request in row `index`, which has just arrived."""
         ...
 
     def ended(self, index: int, requests: RequestTable) -> None:
-        """Record the end of a request."""
+        """Record that the request in row `index` has ended."""
         ...
 
 
@@ -46,7 +46,10 @@ class RoundRobinRouter:
 
 
 class TwoChoicesRouter:
-    """Router that draws two hosts at random and chooses the one with fewer tokens of open requests."""
+    """Router that draws two hosts at random and chooses the host with less load.
+
+    The load of a host is the number of prompt and maximum output tokens of its unfinished requests.
+    """
 
     def __init__(self, num_hosts: int, seed: int, num_requests: int):
         self._random = random.Random(seed)

@@ -1,4 +1,8 @@
-"""Running request of a simulated instance."""
+"""Running request of a simulated instance.
+
+While a request decodes, its number of tokens follows from the number of decode steps of its instance, so that a step
+need not update each request. The argument `steps` is that number.
+"""
 
 from dataclasses import replace
 
@@ -12,14 +16,14 @@ class Run:
     Attributes:
         request: request as the scheduler saw it in the queue.
         index: row of the request in the records.
-        output_left: tokens left to generate, at `joined` if the request decodes.
-        prompt_left: prompt tokens left to compute.
-        base: tokens of the request when it started to decode; 0 before.
-        joined: decode steps of its instance at that time.
-        last_token_s: time of its last token before a preemption; None if it never ran.
+        output_left: number of tokens left to generate when it started to decode.
+        prompt_left: number of prompt tokens left to compute.
+        base: number of tokens when it started to decode on its instance; 0 before that.
+        joined: decode steps of its instance when it started to decode there.
+        last_token_s: time of its latest token before a preemption; None if it had no token.
         added_s: time of its dispatch.
         queued_s: seconds in the queue, including waits after preemptions.
-        blocks: blocks of its prompt; None if unknown.
+        blocks: blocks of its prompt for the prefix cache; None if unknown.
     """
 
     __slots__ = (
@@ -51,7 +55,7 @@ class Run:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key of requests: the first to serve is the smallest."""
+        """Sort key of requests: the smallest is served first and preempted last."""
         return (self.request.priority, self.request.arrival_s, self.index)
 
     @property
@@ -60,19 +64,19 @@ class Run:
         return self.request.prompt_tokens - self.prompt_left
 
     def num_tokens(self, steps: int) -> int:
-        """Return the tokens in its pages after `steps` decode steps of its instance."""
+        """Return the number of its tokens; before it decodes, the length of its prompt."""
         return self.base + steps - self.joined if self.base else self.request.prompt_tokens
 
     def left(self, steps: int) -> int:
-        """Return the tokens left to generate after `steps` decode steps of its instance."""
+        """Return the number of tokens left to generate."""
         return self.output_left - (steps - self.joined) if self.base else self.output_left
 
     def start_decoding(self, num_tokens: int, steps: int) -> None:
-        """Start to decode: each further step of the instance adds a token."""
+        """Start to decode with `num_tokens` tokens: each further decode step of the instance adds one."""
         self.base, self.joined = num_tokens, steps
 
     def view(self, steps: int) -> RunningRequest:
-        """Return the view of the request for policies."""
+        """Return the request as policies see it."""
         r = self.request
         return RunningRequest(
             r.request_id,
@@ -87,6 +91,9 @@ class Run:
         )
 
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
-        """Return the request for the queue after a preemption. Its output becomes prompt; earlier waits count."""
+        """Return the request for the queue after a preemption.
+
+        Tokens that it has generated become part of its prompt. Its earlier time in the queue counts as waiting time.
+        """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

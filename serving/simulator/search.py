@@ -1,4 +1,7 @@
-"""Search for the highest rate, or the fewest devices, at which a policy meets the objectives."""
+"""Search for the highest request rate, or the fewest devices, at which a policy meets the objectives (`slo.Slo`).
+
+A trial is one simulation. It passes if at least `slo.share` of the requests meet the objectives.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,32 +15,32 @@ from serving.simulator.settings import SimulationConfig
 from serving.simulator.simulate import request_table, simulate
 
 _CLOSE_ENOUGH = 1.05
-"""Ratio of the lowest failed rate to the highest passed rate at which the search ends."""
+"""Precision of the search: it ends if the lowest rate that fails is at most this many times the highest that passes."""
 _LARGEST_FACTOR = 2.0**14
 _WAITING_PER_DEVICE = 50
-"""Waiting requests for each device at which a run is overloaded and stops."""
+"""Limit of waiting requests for each device. A trial above the limit stops and fails."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a search."""
+    """One simulation of a search."""
 
     value: float
-    """Requests per second, or devices."""
+    """Requests per second, or number of devices."""
     kept_share: float
-    """Share of requests within the objectives."""
+    """Share of requests that met the objectives."""
     passed: bool
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search. `value` is None if even the lowest rate, or all devices, failed."""
+    """Result of a search: the best `value` that passed; None if even the lowest rate, or all devices, failed."""
 
     policy: str
     value: float | None
     trials: tuple[Trial, ...]
     at_limit: bool = False
-    """Whether the search ended at its limit, so that the best value may be better."""
+    """Whether the search ended at the highest or lowest value that it may try."""
 
 
 _RATES = ("low_rate", "high_rate")
@@ -47,7 +50,8 @@ OnTrial = Callable[[Trial], None]
 def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
     """Return the workload with `factor` times the request rate over the same time.
 
-    Raises `SimulationError` if all requests arrive at once, `ConfigError` if there are too many requests.
+    Raises `SimulationError` if the request rate is infinite, and `ConfigError` if the new workload is invalid, for
+    example because of too many requests.
     """
     if workload.dataset_name == "mix":
         return replace(
@@ -72,10 +76,10 @@ def _check(config: SimulationConfig) -> None:
 
 
 def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the highest rate, within 5%, at which a share of `slo.share` of the requests meets the objectives.
+    """Find the highest request rate that passes, within 5%.
 
-    The rate is doubled or halved until it crosses the limit, then bisected. Raises `SimulationError` without an
-    objective, or if all requests arrive at once.
+    The rate is doubled or halved until one trial passes and one fails, then bisected. `on_trial` is called after each
+    trial. Raises `SimulationError` if there is no objective, or all requests arrive at once.
     """
     _check(config)
     if not request_table(config).span_s:
@@ -115,10 +119,11 @@ def _best(trials: list[Trial]) -> float | None:
 
 
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the fewest devices with which a share of `slo.share` of the requests meets the objectives.
+    """Find the smallest number of devices that passes.
 
-    Sizes are powers of two within a host, and whole hosts up to `num_devices`. The search assumes that a larger size
-    passes if a smaller size passes. Raises `SimulationError` without an objective.
+    The candidates are powers of two below the devices of a scheduler, and multiples of these devices up to
+    `num_devices`. The search is a bisection: it assumes that more devices also pass. `on_trial` is called after each
+    trial. Raises `SimulationError` if there is no objective.
     """
     _check(config)
     sizes = _sizes(config)

@@ -22,16 +22,16 @@ MAX_DEVICES = 100_000
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """Cluster and traffic of a simulation. Raises `SimulationError` with the value and its limit."""
+    """Cluster and traffic of a simulation. Raises `SimulationError` for an invalid value."""
 
     model: str | Path | ModelShape
-    """Path of a `config.json` or its directory, or a shape."""
+    """Model: the path of a `config.json` or of its directory, or a shape."""
     workload: WorkloadConfig
     device: str | DeviceSpec = "H100"
     """Name of a device of this package, or path of a JSON file."""
     num_devices: int = 8
     devices_per_scheduler: int | None = None
-    """Devices of each scheduler. None: the devices of a host, usually 8."""
+    """Number of devices of each scheduler. None: the devices of a host, usually 8."""
     policies: tuple[str, ...] = ("amoeba",)
     slo: Slo = field(default_factory=Slo)
     degrees: tuple[int, ...] = DEGREES
@@ -42,29 +42,31 @@ class SimulationConfig:
     """Maximum prompt tokens of one step."""
     memory_utilization: float = 0.9
     activation_gb: float | None = None
-    """Temporaries of each device in GB. None: an estimate."""
+    """Memory for temporaries on each device in GB. None: an estimate (`MemoryPlan.activations`)."""
     page_size: int = 16
     max_model_len: int | None = None
     """Maximum tokens of prompt and output. None: the limit of the model."""
     layers_per_step: int = 1
     max_tokens: int | None = None
-    """Output limit of clients, which the scheduler knows. None: the output length of each request."""
+    """Output limit of each request, which the scheduler knows. None: the output length of the request."""
     deadline_s: float | None = None
-    """Seconds from the arrival of a request to its cancellation."""
+    """Seconds after its arrival at which a request is cancelled. None: never."""
     urgent_share: float = 0.0
-    """Share of requests with priority -1."""
+    """Share of requests that get priority -1 in place of 0, so that they are served first."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
     flying_config: FlyingConfig = field(default_factory=FlyingConfig)
     """Settings of the policy `flying`."""
     router: str = "two_choices"
-    """Router of requests to schedulers."""
+    """Name of the router that chooses a scheduler for each request (`ROUTERS`)."""
     profiles: tuple[Path, ...] = ()
-    """Operator profiles of the device (`serving.simulator.operator_profile`)."""
+    """Files with measured operator times of the device (`serving.simulator.operator_profile`)."""
     calibration: Calibration | None = None
-    """Calibration of an engine, in place of the cost model of a device."""
+    """Measured times of an engine, which replace the cost model of the device."""
     faults: Faults = field(default_factory=Faults)
     until_s: float | None = None
+    """Virtual seconds to simulate. None: until all requests have ended."""
     drain_s: float = 3600.0
+    """Maximum seconds after the last arrival, if `until_s` is None."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,19 +107,19 @@ class SimulationConfig:
                 raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")
 
     def shape(self) -> ModelShape:
-        """Return the shape of the model."""
+        """Return the shape of the model; read its `config.json` if `model` is a path."""
         return self.model if isinstance(self.model, ModelShape) else ModelShape.read(Path(self.model))
 
     def device_spec(self) -> DeviceSpec:
-        """Return the device."""
+        """Return the device; look it up if `device` is a name or path."""
         return self.device if isinstance(self.device, DeviceSpec) else find_device(self.device)
 
     def profile(self) -> OperatorProfile | None:
-        """Return operator times, or None without profile files."""
+        """Return the operator times in `profiles`; None if there are no files."""
         return OperatorProfile.read(self.profiles) if self.profiles else None
 
     def host_devices(self) -> int:
-        """Return the number of devices of each scheduler."""
+        """Return the number of devices of each scheduler. Raises `SimulationError` if hosts would not be full."""
         if self.devices_per_scheduler is not None:
             return self.devices_per_scheduler
         if self.calibration is not None:

@@ -1,4 +1,7 @@
-"""Setups of policies by name: policy, first instances, and cost models."""
+"""Setups by policy name: the scheduling policy, the degrees at the start, and the cost models of a host.
+
+`static-*` policies never change degrees. `MECHANISMS` are other systems, modelled in `comparators`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +27,13 @@ from serving.simulator.transformation_cost import FixedTransformation, InPlaceCo
 
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
 REGROUP_S = 2e-3
-"""Seconds of a pause, in which the host assembles views of the cache and moves no page."""
+"""Seconds without steps when requests pause or resume. No page moves; the engine rebuilds its views of the cache."""
 MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Setup of one policy."""
+    """Host configuration and policy for the simulation of one policy name."""
 
     name: str
     host: HostConfig
@@ -38,7 +41,7 @@ class Setup:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies of simulations."""
+    """Return the names of all policies that can be simulated."""
     return (*POLICY_NAMES, *STATIC, *MECHANISMS)
 
 
@@ -50,7 +53,10 @@ def check_policies(names: tuple[str, ...]) -> None:
 
 
 def make_setup(config: SimulationConfig, name: str) -> Setup:
-    """Return the setup of a policy. Raises `SimulationError` if it is unknown or does not fit the cluster."""
+    """Return the setup of a policy.
+
+    Raises `SimulationError` if the policy is unknown, or the cluster has no instances of the degree that it needs.
+    """
     check_policies((name,))
     if config.calibration is not None:
         return _calibrated(config, name)
@@ -136,7 +142,7 @@ def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...])
 
 
 def _whole(devices: int, degree: int) -> int:
-    """Return the number of instances of a degree that fill all devices."""
+    """Return `devices / degree`. Raises `SimulationError` if there is a remainder."""
     if devices % degree:
         raise SimulationError(f"{devices} devices are not a multiple of {degree}: an instance needs TP{degree}")
     return devices // degree

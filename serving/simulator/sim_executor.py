@@ -1,4 +1,4 @@
-"""Host in virtual time: instances and a queue behind the scheduler's `Executor` protocol."""
+"""Simulated host: instances and a queue, which the scheduler controls through its `Executor` protocol."""
 
 import math
 from collections.abc import Callable
@@ -38,17 +38,20 @@ Reschedule = Callable[[SimInstance, float], None]
 
 
 class SimExecutor:
-    """`Executor` over simulated instances. The event loop sets `now_s` and ends blocks of steps.
+    """`Executor` over simulated instances.
+
+    The event loop sets `now_s`, and calls `end_block` at the end of each block (a run of equal steps, `block.Block`).
 
     Args:
-        reschedule: callback that receives an instance and the new end of its block.
+        reschedule: callback for a new or changed block. It receives the instance and the end of the block in seconds.
 
     Attributes:
-        log: accepted actions with their times, if `keep_log`.
-        failing_transformations: number of further transformations that end without effect.
+        queue: waiting requests by id.
+        log: times and accepted actions; empty without `keep_log`.
+        failing_transformations: number of transformations that will still fail, counted down.
         changes: running and waiting transformations.
         timings: measured times of steps and transformations.
-        prompt_blocks: function from the row of a request to the blocks of its prompt.
+        prompt_blocks: function from the row of a request to the cacheable blocks of its prompt; None if unknown.
         on_end: callback that receives the row of each request that ends.
     """
 
@@ -75,7 +78,12 @@ class SimExecutor:
             first += degree
 
     def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
-        """Return an empty instance that is not in `instances` yet. `capacity_tokens` lowers its capacity."""
+        """Return an instance without requests. The caller adds it to `instances`.
+
+        Args:
+            devices: devices of the instance; their number is its degree.
+            capacity_tokens: upper limit of its capacity. None: the capacity of its degree.
+        """
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
             limits = replace(limits, capacity_tokens=min(capacity_tokens, limits.capacity_tokens))
@@ -85,7 +93,7 @@ class SimExecutor:
     # Executor
 
     def snapshot(self) -> ClusterView:
-        """Return the state of the host."""
+        """Return the state of the host, as policies see it."""
         c, now_s = self.config, self.now_s
         return ClusterView(
             now_s,
@@ -100,7 +108,10 @@ class SimExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Start an action, or refuse it without a change."""
+        """Start an action, or refuse it: then nothing changes, and the outcome has the reason.
+
+        Raises `ForbiddenActionError` in place of a refusal if the configuration is strict.
+        """
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
@@ -152,7 +163,9 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """End the block of an instance with the running step, so that its next step can change."""
+        """Let the block of an instance (its planned run of equal steps) end after the step that is running, so that the
+        next step can differ. If the instance is idle, begin a block.
+        """
         if instance.block is None:
             self.begin(instance)
         elif instance.cut(self.now_s):
@@ -161,7 +174,10 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Preempt requests until the next step of an instance has pages, and plan the step."""
+        """Plan the next block of an instance without one. Preempt requests first while pages are missing.
+
+        If the instance is not ready yet, only plan to try again at `ready_s`.
+        """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
             return
@@ -173,7 +189,10 @@ class SimExecutor:
             self._reschedule(instance, block.end_s)
 
     def end_block(self, instance: SimInstance) -> bool:
-        """Process the end of a block, and return whether the scheduler must decide."""
+        """Process the end of a block, and begin the next block.
+
+        Returns whether the scheduler must decide: a request or a transformation has ended, or a merge has started.
+        """
         finished = instance.end_block(self.now_s)
         for run in finished:
             self.finish(run, Ending.COMPLETED)
@@ -186,7 +205,7 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Record the end of a running request."""
+        """Record how a running request has ended. The instance has removed it already."""
         self._home.pop(run.request.request_id, None)
         self._end(run.index, ending)
 
@@ -202,7 +221,7 @@ class SimExecutor:
         self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
-        """End a running request whose deadline has passed, and return whether it ran."""
+        """End a request whose deadline has passed. Return False if it does not run or has just finished."""
         instance = self._home.get(request_id)
         if instance is None:
             return False
@@ -228,9 +247,9 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Account for the steps that have ended, so that requests can be removed.
+        """Process the steps of the block that have ended, including finished requests, so that requests can be removed.
 
-        The running step continues for the other requests.
+        The step that is running goes on as a block of its own.
         """
         block = instance.block
         if block is None:
@@ -245,7 +264,10 @@ class SimExecutor:
         self._reschedule(instance, self.now_s if running is None else running.end_s)
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Remove a request and its pages between two steps, and put it back into the queue."""
+        """Remove a request and its pages from an instance, and put the request back into the queue.
+
+        All steps that have ended must be processed (`_between_steps`).
+        """
         request = run.waiting_again(instance.steps, self.now_s)
         instance.remove(run)
         self._home.pop(run.request.request_id, None)
@@ -258,7 +280,10 @@ class SimExecutor:
         count_rooms(self.instances)
 
     def fail_device(self, device: int, down_s: float) -> None:
-        """Clear the cache of the instance on a device, and preempt its requests."""
+        """Preempt all running and paused requests on the instance of a device, and empty its prefix cache.
+
+        The instance accepts no requests for `down_s` seconds. If it is being transformed, all layers switch again.
+        """
         instance = next(i for i in self.instances if device in i.devices)
         if (change := instance.change) is not None and not change.fails:
             change.left = change.total  # The transformation starts again.
@@ -271,7 +296,7 @@ class SimExecutor:
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Replace instances by others on the same devices."""
+        """Replace instances by other instances on the same devices, which have their requests already."""
         self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
         kept = [i for i in self.instances if i not in old]
         self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
@@ -281,7 +306,7 @@ class SimExecutor:
 
 
 def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) -> None:
-    """Raise `Refusal` if a request cannot start on an instance now."""
+    """Raise `Refusal` with the reason if a request cannot start on an instance now."""
     name, size, change = instance.devices[0], instance.page_size, instance.change
     needs, used = -(-request.prompt_tokens // size) * size, instance.used_tokens()
     if instance.waits_for is not None or (change is not None and change.fails):
@@ -298,7 +323,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Set the slowdown of an instance by the number of busy instances."""
+    """Set how much an instance is slowed down by other busy instances on the same processor."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

@@ -1,4 +1,4 @@
-"""Measured times of steps and transformations in a simulation, for the snapshots of a host."""
+"""Measured times of steps and transformations in a simulation, which policies see in snapshots of the host."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -10,7 +10,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Measured times of one host, including degrees that no instance has at present."""
+    """Measured times of one host by degree. They stay after the last instance of a degree is gone."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -20,7 +20,7 @@ class SimTimings:
         self._throughput: dict[int, Throughput] = {}
 
     def take(self, instances: Collection[SimInstance]) -> Timing:
-        """Update the times from the present instances (medians for each degree), and return all times."""
+        """Update the times with the medians over the instances of each degree, and return the times of all degrees."""
         for degree in {len(instance.devices) for instance in instances}:
             alike = [instance for instance in instances if len(instance.devices) == degree]
             if steps := [instance.step_s for instance in alike if instance.step_s is not None]:
@@ -33,7 +33,7 @@ class SimTimings:
         )
 
     def _take_throughput(self, instances: Collection[SimInstance]) -> None:
-        """Record the throughput of all devices if all instances decode at the same degree."""
+        """Record the throughput of the host if all instances decode and have one degree. The highest value is kept."""
         degrees = {len(instance.devices) for instance in instances}
         if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return
@@ -44,7 +44,7 @@ class SimTimings:
             self._throughput[degree] = Throughput(sequences, tokens_per_s)
 
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
-        """Record the seconds of a transformation."""
+        """Record a transformation from degree `before` to `after`. `take` returns the median of the latest eight."""
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)
         self._transformations_s = self._transformations_s | {(before, after): _median(known)}

@@ -30,7 +30,7 @@ _URGENT_STREAM = 7
 
 
 def request_table(config: SimulationConfig) -> RequestTable:
-    """Return the requests of a configuration, which are equal for all policies. Raises `ConfigError`."""
+    """Return the requests of a configuration, equal for all policies. Raises `ConfigError` for an invalid workload."""
     calibration = config.calibration
     context = config.max_model_len or (
         config.shape().max_position if calibration is None else calibration.max_model_len
@@ -69,9 +69,9 @@ def simulate(
     """Simulate one policy. Raises `SimulationError` for an unknown policy, or if the model fits at no degree.
 
     Args:
-        requests: result of `request_table`; None: computed here.
-        progress: callback for the progress.
-        queue_limit: number of waiting requests of one scheduler that ends the run early.
+        requests: result of `request_table`, to compute it once for several policies. None: computed here.
+        progress: callback that receives the virtual time in seconds and the share of requests that have arrived.
+        queue_limit: maximum number of waiting requests of a scheduler. The run stops early above it. None: no limit.
     """
     setup = make_setup(config, policy)
     table = request_table(config) if requests is None else requests
@@ -84,7 +84,7 @@ def simulate(
 
 
 def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dict[str, Any]:
-    """Return all results and settings for JSON. Equal configurations give equal reports."""
+    """Return settings and results of all policies, ready for JSON. Equal configurations give equal reports."""
     settings = {}
     for name, value in vars(config).items():
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -93,7 +93,7 @@ def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dic
 
 
 def save_report(content: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON. Raises `SimulationError`."""
+    """Write a report to a JSON file. Raises `SimulationError` if that fails."""
     try:
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -101,7 +101,7 @@ def save_report(content: dict[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: infinity to text, a path to its last part."""
+    """Return a value that JSON can store: infinity and NaN become text, and a path becomes its last part."""
     if isinstance(value, Path):
         return value.name
     if isinstance(value, float) and not np.isfinite(value):

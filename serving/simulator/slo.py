@@ -1,4 +1,4 @@
-"""Service-level objectives: limits of the latencies of each request."""
+"""Service-level objectives: latency limits of requests."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in seconds (infinity: no limit), and the share of requests that must meet them."""
+    """Latency limits in seconds, infinite if there is none, and the share of requests that must meet all limits."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -29,7 +29,7 @@ class Slo:
 
     @classmethod
     def from_text(cls, texts: Sequence[str], share: float = 0.99) -> "Slo":
-        """Parse limits such as `["ttft:10", "tpot:0.1"]`, in seconds. Raises `SimulationError`."""
+        """Parse limits in seconds, such as `["ttft:10", "tpot:0.1"]`. Raises `SimulationError` for an invalid limit."""
         limits: dict[str, float] = {}
         for text in texts:
             name, _, value = text.partition(":")
@@ -43,7 +43,7 @@ class Slo:
 
     @property
     def limits_s(self) -> dict[str, float]:
-        """Limits in seconds by name, without infinite ones."""
+        """Finite limits in seconds by name (`ttft`, `tpot`, `e2el`)."""
         return {n: limit for n in _NAMES if math.isfinite(limit := getattr(self, f"{n}_s"))}
 
     def kept(
@@ -54,11 +54,14 @@ class Slo:
         own_ttft_s: np.ndarray | None = None,
         own_tpot_s: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return whether each request meets all limits. A request without a second token meets any TPOT.
+        """Return for each request whether it meets all limits.
 
         Args:
-            own_ttft_s: TTFT limits of single requests, which take precedence; NaN: no own limit.
-            own_tpot_s: TPOT limits of single requests, likewise.
+            ttft_s: TTFT of each request.
+            tpot_s: TPOT of each request. NaN, for a request with one token, meets any limit.
+            e2el_s: seconds from arrival to the end of each request.
+            own_ttft_s: TTFT limit of each request, which replaces `ttft_s` of this object; NaN: not replaced.
+            own_tpot_s: TPOT limit of each request, which replaces `tpot_s` of this object; NaN: not replaced.
         """
         tpot_kept = np.isnan(tpot_s) | (tpot_s <= _own(own_tpot_s, self.tpot_s))
         return (ttft_s <= _own(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
@@ -66,9 +69,9 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the latest end of each request that meets all limits, in seconds after its arrival.
+        """Return for each request the latest end that meets all limits, in seconds after its arrival.
 
-        The end is infinite if the limits do not bound it.
+        Infinite if the limits allow any end.
 
         Args:
             output_len: output tokens of each request.

@@ -1,4 +1,4 @@
-"""Cost of a step: linear operators, attention, collectives and host work."""
+"""Cost models: seconds of a step from its sequences, prompt chunks and degree."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -8,62 +8,64 @@ from serving.simulator.model_shape import Matrix, ModelShape
 from serving.simulator.operator_profile import OperatorProfile
 
 PROMPT_ATTENTION_SHARE = 0.6
-"""Rate of prompt attention, relative to the rate of matrix products. Fused kernels of causal attention reach 50% to 75%
-of the peak on A100 and H100 (benchmarks of FlashAttention-2 and -3)."""
+"""Operations per second of prompt attention, relative to matrix products. Fused kernels of causal attention reach 50%
+to 75% of the peak on A100 and H100 (benchmarks of FlashAttention-2 and -3)."""
 
 
 class StepShape(NamedTuple):
-    """Work of a step, without padding."""
+    """Contents of a step, without padding."""
 
     decodes: int
     """Number of decoding sequences."""
     prompts: int = 0
     """Number of prompt chunks."""
     prompt_tokens: int = 0
-    """Tokens of all chunks."""
+    """Total tokens of the chunks."""
     longest_chunk: int = 0
+    """Tokens of the longest chunk."""
 
 
 class StepCost(Protocol):
     """Cost model of the steps of an instance.
 
-    The seconds of a step are `fixed_s`, plus `context_s` for each token of context, plus `pair_s` for each pair.
+    A step takes `fixed_s`, plus `context_s` times the tokens of its decoding sequences, plus `pair_s` times the pairs
+    in its chunks. A pair is a prompt token and a token that it attends to.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step without attention over the context."""
+        """Return the seconds of everything except attention."""
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds for each token of context of a decoding sequence."""
+        """Return the seconds of decode attention for each token of a decoding sequence."""
         ...
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds for each pair of a prompt token and a token that it attends to."""
+        """Return the seconds of prompt attention for each pair."""
         ...
 
 
 def prompt_pairs(start: int, length: int) -> float:
-    """Return the number of attention pairs of a chunk of `length` tokens after `start` computed tokens."""
+    """Return the number of pairs (see `StepCost`) for a chunk of `length` tokens after `start` computed tokens."""
     return length * start + length * (length + 1) / 2
 
 
 @dataclass(frozen=True)
 class ModelStepCost:
-    """Cost of the steps of a model on a device, operator by operator.
+    """Cost of a step as the sum of its operators, for a model on a device.
 
-    A matrix product is interpolated if `profile` has its matrix, else it takes the time of the roofline. Tokens are
-    spread evenly over experts, and the weights of each expert with tokens are read.
+    The time of a matrix product is interpolated from `profile` if that has the matrix; otherwise it is the roofline
+    (`roofline_s`). Tokens are spread evenly over experts.
     """
 
     model: ModelShape
     device: DeviceSpec
     profile: OperatorProfile | None = None
     overhead_s: float | None = None
-    """Seconds of host work in a step. None: the value of the device."""
+    """Seconds of host work in a step. None: `DeviceSpec.step_overhead_s`."""
 
     def product_s(self, matrix: Matrix, degree: int, tokens: float) -> float:
-        """Return the seconds of the product of `tokens` rows and the part of a matrix on one rank."""
+        """Return the seconds of a matrix product with `tokens` rows on one rank, which has its part of the matrix."""
         inputs, outputs = matrix.at(degree)
         if self.profile is not None and float(tokens).is_integer():
             measured = self.profile.seconds(inputs, outputs, int(tokens))
@@ -103,12 +105,12 @@ class ModelStepCost:
         return self.model.num_layers * self.layer_s(degree, max(tokens, 1)) + head + overhead
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`: the keys and values of the token are read once."""
+        """See `StepCost.context_s`: a step reads the keys and values of each token once."""
         rate = self.device.memory_bandwidth * self.device.attention_efficiency
         return self.model.kv_token_bytes(degree) / rate
 
     def pair_s(self, degree: int) -> float:
-        """See `StepCost.pair_s`: two products of `head_dim` elements for each query head."""
+        """See `StepCost.pair_s`: each query head computes two products of `head_dim` elements."""
         model, device = self.model, self.device
         operations = 4 * model.num_layers * model.num_heads * model.head_dim / degree
         return operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE)
@@ -117,9 +119,9 @@ class ModelStepCost:
 def roofline_s(
     device: DeviceSpec, inputs: int, outputs: int, tokens: float, item_bytes: int, copies: float = 1.0
 ) -> float:
-    """Return the seconds of a product of `tokens` rows: a launch, and the longer one of computing and reading.
+    """Return the seconds of a matrix product with `tokens` rows: launch time plus the longer of compute and read time.
 
-    The rows are spread over `copies` matrices, which are all read.
+    `copies` > 1: the rows are spread over that many matrices (experts), and each is read.
     """
     compute_s = 2 * tokens * inputs * outputs / (device.flops * device.flops_efficiency)
     read = (copies * inputs * outputs + tokens * (inputs + outputs)) * item_bytes
@@ -128,26 +130,27 @@ def roofline_s(
 
 @dataclass(frozen=True)
 class TableStepCost:
-    """Measured cost of steps by degree, decoding rows and prompt tokens.
+    """Measured cost of steps.
 
-    A step costs as much as the smallest measured shape that holds it, because the engine pads to compiled shapes. Above
-    the largest shape, the cost is proportional.
+    A step costs as much as the smallest measured shape that it fits into, because the engine pads steps to compiled
+    shapes. Above the largest measured shape, the cost is proportional.
     """
 
     decode_s: dict[int, dict[int, float]]
     """Degree -> rows -> seconds of a decode step."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> tokens of one chunk -> seconds of a step with that chunk and `few_rows` rows."""
+    """Degree -> tokens of the chunk -> seconds of a step with one chunk and `few_rows` rows."""
     prompts_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Degree -> tokens of each chunk -> seconds of a step with several chunks and all rows."""
+    """Degree -> tokens of each chunk -> seconds of a step with several chunks and the maximum number of rows."""
     few_rows: int = 1
+    """Sequences in the smaller compiled shape of a step with one chunk."""
     context: dict[int, float] = field(default_factory=dict)
-    """Degree -> seconds per token of context."""
+    """Degree -> value of `StepCost.context_s`; 0 for a missing degree."""
     pair: dict[int, float] = field(default_factory=dict)
-    """Degree -> seconds per pair; 0 if `prompt_s` includes them."""
+    """Degree -> value of `StepCost.pair_s`; 0 for a missing degree, if `prompt_s` includes attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`. A step with one chunk computes `few_rows` rows, or all rows."""
+        """See `StepCost.fixed_s`. A step with more than `few_rows` sequences pays for the maximum number of rows."""
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
         several = self.prompts_s.get(degree, {})
@@ -167,7 +170,7 @@ class TableStepCost:
 
 
 def at_least(table: dict[int, float], wanted: int) -> float:
-    """Return the value of the smallest key that is at least `wanted`; above the largest key it is proportional."""
+    """Return the value of the smallest key >= `wanted`. Above the largest key, the value is proportional."""
     larger = [key for key in table if key >= wanted]
     if larger:
         return table[min(larger)]
@@ -177,14 +180,14 @@ def at_least(table: dict[int, float], wanted: int) -> float:
 
 @dataclass(frozen=True)
 class RateStepCost:
-    """Cost of steps from rates in tokens per second by degree."""
+    """Cost of steps from given rates. Keys are degrees, and values are tokens per second."""
 
     prefill: dict[int, float]
-    """Prompt tokens per second of a step's chunk."""
+    """Rate of prompt tokens of an instance."""
     decode: dict[int, float]
-    """Maximum generated tokens per second of an instance."""
+    """Maximum rate of generated tokens of an instance."""
     decode_each: dict[int, float]
-    """Maximum generated tokens per second of one request."""
+    """Maximum rate of generated tokens of one request."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`."""

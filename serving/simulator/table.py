@@ -1,4 +1,4 @@
-"""Tables of results."""
+"""Tables of results for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def policies_table(results: Mapping[str, PolicyResult], title: str) -> Table:
-    """Return a table with a row for each policy, followed by a row for each class of its requests."""
+    """Return a table with a row for each policy. Rows for the classes of its requests follow, if there are several."""
     table = Table("policy", *(name for name, _, _ in _COLUMNS), title=title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -43,7 +43,7 @@ def _cells(report: Mapping[str, Any]) -> list[str]:
 
 
 def answers_table(answers: Sequence[Answer], what: str) -> Table:
-    """Return a table with the result of a search for each policy."""
+    """Return a table with the result of each search. `what`: heading of the column of values."""
     table = Table("policy", what, "runs", "note")
     for answer in answers:
         value = "none" if answer.value is None else f"{answer.value:,.4g}"

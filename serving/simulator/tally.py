@@ -1,4 +1,7 @@
-"""Records of requests, and sums over time."""
+"""Statistics that a simulation collects.
+
+A gap is the time from one token of a request to the next (ITL).
+"""
 
 import math
 from array import array
@@ -10,15 +13,15 @@ import numpy as np
 from serving.simulator.block import Block
 
 _BINS_PER_FACTOR = 100
-"""Bins of the gap histogram for each factor of e, so that each bin is 1% wide."""
+"""Number of histogram bins from a gap to e times the gap, so that each bin is 1% wide."""
 _SHORTEST_S = 1e-6
 
 
 class Ending(IntEnum):
-    """End of a request."""
+    """Reason for the end of a request."""
 
     OPEN = 0
-    """No end before the end of the simulation."""
+    """The request had not ended when the simulation stopped."""
     COMPLETED = 1
     NEVER_FITS = 2
     DEADLINE = 3
@@ -26,7 +29,7 @@ class Ending(IntEnum):
 
 
 class Records:
-    """Table with a row for each request. Times are in seconds; NaN means that the event did not happen."""
+    """Table with a row for each request. Times are in seconds since the start; NaN: the event did not happen."""
 
     def __init__(self, count: int):
         self.dispatch_s = array("d", [math.nan]) * count
@@ -40,12 +43,18 @@ class Records:
 
 
 class Tally:
-    """Sums over all tokens, and events over time.
+    """Sums over all requests, and lists of events.
+
+    The first three attributes divide the time of decode steps by cause. Each is in seconds, summed over the tokens that
+    these steps generated.
 
     Attributes:
-        decode_s: seconds of decode steps, summed over generated tokens.
-        interference_s: seconds that prompts in the same steps added, summed over generated tokens.
-        switch_s: seconds that transformations added, summed over generated tokens.
+        decode_s: time that the steps would have taken alone.
+        interference_s: time that prompts in the same steps added.
+        switch_s: time that transformations added.
+        bin_s: width of the bins of `tokens_per_bin`, in seconds.
+        tokens_per_bin: number of generated tokens by time.
+        prefix_tokens: prompt tokens found in the prefix cache.
     """
 
     def __init__(self, bin_s: float):
@@ -60,11 +69,11 @@ class Tally:
         self.regroups: list[tuple[float, int, int]] = []
         """Time, old degree and new degree of each pause and resumption."""
         self.degrees: list[tuple[float, int, int]] = []
-        """Time, degree and change in the number of devices of this degree, for each change of instances."""
+        """Time, degree, and by how much the number of devices in instances of this degree changed."""
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
-        """Add generated tokens, spread evenly over a time span."""
+        """Count generated tokens as spread evenly from `start_s` to `end_s`."""
         self.generated_tokens += tokens
         first, last = int(start_s / self.bin_s), int(end_s / self.bin_s)
         bins = self.tokens_per_bin
@@ -80,7 +89,7 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Add the decode steps of `count` requests in a block that ends now."""
+        """Count the decode steps of a block with `count` decoding requests that ends now."""
         steps = block.steps
         tokens = count * steps
         self.add_tokens(block.start_s, now_s, tokens)
@@ -96,12 +105,12 @@ class Tally:
         self.switch_s += count * block.switch_s
 
     def add_gaps(self, seconds: float, count: int) -> None:
-        """Add `count` gaps of `seconds`."""
+        """Count `count` gaps of `seconds` each."""
         place = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BINS_PER_FACTOR)
         self._gaps[place] = self._gaps.get(place, 0) + count
 
     def gap_percentiles_s(self, percentiles: Sequence[float]) -> list[float | None]:
-        """Return percentiles of the gaps, accurate to 1%."""
+        """Return percentiles (0 to 100) of the gaps in seconds, accurate to 1%; None for each if there are no gaps."""
         places = sorted(self._gaps)
         if not places:
             return [None] * len(percentiles)
@@ -111,7 +120,7 @@ class Tally:
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean of the gaps in seconds."""
+        """Mean of the gaps in seconds; None if there are no gaps."""
         count = sum(self._gaps.values())
         return sum(_gap_s(place) * number for place, number in self._gaps.items()) / count if count else None
 

@@ -1,4 +1,8 @@
-"""Cost of a change of degree: bytes over the link and launches for each layer."""
+"""Cost models: seconds and bytes of a transformation, which merges instances or splits one.
+
+Layers switch to the new degree one after the other. Their pages move between devices in pieces: a piece is the part of
+a page that a rank of the higher degree stores. A phase is one exchange of a bounded number of pieces.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,40 +18,41 @@ from serving.simulator.device_spec import DeviceSpec
 from serving.simulator.model_shape import ModelShape
 
 PHASE_PIECES = 64
-"""Pieces of pages that two ranks exchange in a phase."""
+"""Maximum number of pieces that two ranks exchange in a phase."""
 PLANNED_DEGREE = 4
-"""Highest degree of the engine's planner."""
+"""Highest degree for which the engine can plan moves."""
 _LARGEST_PLAN = 512
-"""Maximum pages to plan; the moves of more pages are proportional."""
+"""Maximum number of pages to plan. For more pages, the counts are scaled in proportion."""
 
 
 class MoveCount(NamedTuple):
-    """Moves of a group's pages, as planned by the engine."""
+    """Count of page moves in a transformation, from the engine's planner."""
 
     share: float
-    """Share of the pieces that change their device, on the device that sends the most."""
+    """Share of its pieces that a device sends to others, for the device that sends the most."""
     phases_per_page: float
+    """Number of phases, divided by the pages of one instance of the lower degree."""
 
 
 class Change(NamedTuple):
-    """Cost of a transformation of a group."""
+    """Cost of one transformation."""
 
     layer_s: float
-    """Seconds of the switch of a layer, during which its devices run no step."""
+    """Seconds to switch one layer. No step runs meanwhile."""
     pause_s: float
-    """Seconds without steps before the first layer."""
+    """Seconds without steps before the first layer switches."""
     kv_bytes: float
-    """Bytes of keys and values that all devices send."""
+    """Bytes of keys and values that the devices send, in total."""
     weight_bytes: float
-    """Bytes of weights that all devices send or load."""
+    """Bytes of weights that the devices send or load, in total."""
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of a transformation if no step runs."""
+        """Return the seconds of the transformation for a model with `layers` layers, without the steps in between."""
         return self.pause_s + layers * self.layer_s
 
 
 class TransformationCost(Protocol):
-    """Cost model of changes of degree."""
+    """Cost model of transformations."""
 
     @property
     def layers(self) -> int:
@@ -55,22 +60,23 @@ class TransformationCost(Protocol):
         ...
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of a change of instances on `max(from_degree, to_degree)` devices.
+        """Return the cost of one transformation, which affects `max(from_degree, to_degree)` devices.
 
         Args:
             from_degree: degree before the change.
             to_degree: degree after the change.
-            tokens: tokens in the cache of the instances.
-            kept: whether all weights stayed resident, so that a split restores no weights.
+            tokens: tokens in the KV cache of these devices.
+            kept: whether the merged instance has all weights resident, so that a split copies none.
         """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
-    """Count the moves of a merge of `higher / lower` instances with `pages_each` pages each.
+    """Count the moves if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
 
-    Uses the planner of the engine (`kvcache.relayout`, `kvcache.migration`). A split moves the same pieces back.
+    The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). They are equal for the split
+    back to `lower`.
     """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower
@@ -91,16 +97,17 @@ def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
 
 @dataclass(frozen=True)
 class InPlaceCost:
-    """Changes of the engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2, docs/transformation.md).
+    """Transformations of this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2, docs/transformation.md).
 
-    Pages move between devices in phases. A merge releases weights in place; a split copies missing weights from peers.
+    Pages move between devices in phases. A merge turns weights that a device no longer needs into KV cache, without a
+    copy. A split copies these weights back from other devices.
     """
 
     model: ModelShape
     device: DeviceSpec
     launches_per_layer: int = 4
     overlap: float = 0.0
-    """Share of the transfer that overlaps with steps."""
+    """Share of the transfer time that overlaps with steps."""
     page_size: int = 16
 
     @property
@@ -131,7 +138,7 @@ class InPlaceCost:
 
 @dataclass(frozen=True)
 class FixedTransformation:
-    """Transformations of constant time."""
+    """Transformations that take the same time in all cases, and send no bytes."""
 
     total_s: float = 1.0
     layers: int = 10
@@ -142,7 +149,15 @@ class FixedTransformation:
 
 @dataclass(frozen=True)
 class MeasuredTransformation:
-    """Measured transformations of an engine: seconds of the switch of a layer, and for each page."""
+    """Measured times of an engine's transformations.
+
+    Attributes:
+        layers: number of layers.
+        up_layer_s: seconds to switch one layer in a merge.
+        down_layer_s: seconds to switch one layer in a split.
+        page_layer_s: additional seconds for each page in use, in each layer.
+        page_size: tokens of a page.
+    """
 
     layers: int
     up_layer_s: float
@@ -157,6 +172,6 @@ class MeasuredTransformation:
 
 
 def _two_digits(number: int) -> int:
-    """Round up to two significant digits, so that few plans are computed."""
+    """Round up to two significant digits, so that `count_moves` can reuse results."""
     scale = 10 ** max(len(str(number)) - 2, 0)
     return -(-number // scale) * scale
