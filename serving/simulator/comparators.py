@@ -93,9 +93,9 @@ class PipelineCost:
 class SequenceParallelCost:
     """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts, each with the whole model.
 
-    Each part computes some tokens of every prompt. In decode steps, a sequence has a part as its master, which computes
-    everything but attention; attention runs on all parts that store keys and values of the sequence. A part may consist
-    of several devices with tensor parallelism.
+    Each part computes some tokens of every prompt. In decode steps, each sequence has one part as its master: the
+    master computes everything but attention, which runs on all parts that store keys and values of the sequence. A part
+    may consist of several devices with tensor parallelism.
     """
 
     base: ModelStepCost

@@ -40,7 +40,7 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge, with a pause of running requests if the action says so; or let it wait for their end.
+        """Start a merge. `action.running`: running requests go on, pause, or end before the merge starts.
 
         Raises `Refusal` with the reason if the merge is not possible now.
         """

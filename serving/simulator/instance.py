@@ -174,7 +174,7 @@ class SimInstance:
         return any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
-        """Update `room_tokens`. With paused instances, each device gets as much as the fullest of them leaves."""
+        """Update `room_tokens`. The paused instance with the fewest free tokens limits all devices equally."""
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
@@ -242,7 +242,7 @@ class SimInstance:
         del self.runs[run.request.request_id]
 
     def last_in_order(self) -> Run:
-        """Return the request to preempt next."""
+        """Return the running request to preempt first: the last in `Run.order`."""
         return max(self.runs.values(), key=lambda run: run.order)
 
     def _decode(self, run: Run) -> None:

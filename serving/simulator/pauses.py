@@ -52,8 +52,8 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
     """Return the request to preempt if pages are missing on an instance, and the instance that has it.
 
-    The candidates are the last running request, and the last request of the fullest paused instance. The paused request
-    is chosen unless it has the higher priority.
+    There are two candidates, each last in `Run.order`: a running request, and a request of the fullest paused instance.
+    The paused request is preempted, except if it has a higher priority than the running request.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -73,9 +73,9 @@ def count_rooms(instances: list[SimInstance]) -> None:
 
 
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
-    """Choose a part for each request of an instance that splits.
+    """Choose a part for each request of an instance that splits. Nothing moves yet.
 
-    The longest request is first; each goes to the part with the most free tokens. Nothing is moved yet.
+    Requests are assigned in order of length, the longest first, each to the part with the most free tokens.
 
     Args:
         runs: requests of the instance.

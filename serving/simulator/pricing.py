@@ -29,9 +29,9 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the duration of a step while `busy` instances run, relative to one. 1 without measurements.
+        """Return the duration of a step relative to one busy instance; 1 if nothing was measured.
 
-        `busy` includes the instance of the step. `prompts`: whether the step has prompts.
+        `busy`: number of busy instances, including the instance of the step. `prompts`: whether the step has prompts.
         """
         table = self.prompt_crowding if prompts else self.crowding
         measured = [count for count in table if count <= busy]

@@ -35,8 +35,8 @@ class PolicyResult:
     """Whether each request completed and met the objectives."""
     judged: np.ndarray
     """Whether each request counts in `kept_share`. If all requests have ended, all count. Otherwise a request counts if
-    the latest end that meets its objectives has passed: of requests that arrived later, only the quick ones have ended.
-    Without a latest end, a request counts if it has ended or its first token is late."""
+    the latest end that meets its objectives has passed, because only the quick ones of the later requests have ended.
+    If there is no latest end, a request counts if it has ended or its first token is late."""
     ending: np.ndarray
     """`Ending` of each request."""
     requests: RequestTable

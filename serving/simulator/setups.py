@@ -55,7 +55,7 @@ def check_policies(names: tuple[str, ...]) -> None:
 def make_setup(config: SimulationConfig, name: str) -> Setup:
     """Return the setup of a policy.
 
-    Raises `SimulationError` if the policy is unknown, or the cluster has no instances of the degree that it needs.
+    Raises `SimulationError` if the policy is unknown, or the model or the devices do not fit its degrees.
     """
     check_policies((name,))
     if config.calibration is not None:

@@ -205,7 +205,7 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Record how a running request has ended. The instance has removed it already."""
+        """Record how a request has ended after it ran. Its instance has removed it already."""
         self._home.pop(run.request.request_id, None)
         self._end(run.index, ending)
 

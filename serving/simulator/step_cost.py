@@ -54,8 +54,8 @@ def prompt_pairs(start: int, length: int) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of its operators, for a model on a device.
 
-    The time of a matrix product is interpolated from `profile` if that has the matrix; otherwise it is the roofline
-    (`roofline_s`). Tokens are spread evenly over experts.
+    The time of a matrix product is interpolated from `profile` if the profile has the matrix; otherwise it is
+    `roofline_s`. Tokens are spread evenly over experts.
     """
 
     model: ModelShape
