@@ -54,7 +54,7 @@ class Request:
 
     Args:
         prompt: text of the prompt. None: the caller gave token ids.
-        sequences: sequences of the samples, the leader first.
+        sequences: sequences of the samples. The first one, the leader, computes the prompt for all.
         tokenizer: tokenizer. None: there is no text.
         deliver: function for deltas and for the error of a failed request.
         every_token: whether to deliver after each step. If false, everything is delivered at the end.

@@ -16,7 +16,7 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " S"]:
-    """Choose an instance for each of the `S` sequences of a group that splits.
+    """Choose an instance for each of the `S` sequences of a group that splits. Return the indices of the instances.
 
     The longest sequences are assigned first, each to the instance with the most free pages. A shared page takes a page
     on every instance that gets one of its sequences. Sequences that share pages are kept together only if they do not

@@ -57,9 +57,9 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """Return all kinds that `join_phases` uses for `p` ranks.
+    """Return all kinds that `join_phases` uses for `p` ranks: one kind with a loop if `loop`, else several without.
 
-    General phases and phases with distance 0 are rare, so they run one at a time.
+    Without a loop, general phases and phases with distance 0 run one at a time, because they are rare.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -68,7 +68,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan, in their order, into exchanges that one program runs each."""
+    """Group the phases of a plan, in their order, into exchanges. One program runs each: with a loop if `loop`."""
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []

@@ -223,10 +223,10 @@ class _Timetable:
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
     ) -> tuple[Int64[np.ndarray, "N 3"], Bool[np.ndarray, " M"]]:
-        """Enter pairs of pieces that trade slots, among the moves on cycles selected by `which`.
+        """Choose the phases of pairs of pieces that trade slots, among the moves on cycles that `which` selects.
 
         Merges and splits in place consist mostly of such swaps. Swaps that are too few for a phase of their distance
-        are left. Returns moves `[source, target, phase]` and a mask of them over all moves.
+        get no phase here. Return the moves that got one as `[source, target, phase]`, and a mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -257,9 +257,10 @@ class _Timetable:
         return np.concatenate([np.zeros((0, 3), np.int64), *found]), entered
 
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
-        """Enter the cycles `following` (slot -> slot; emptied here). Return their moves `[source, target, phase]`.
+        """Choose the phases of the moves on cycles. Return the moves as `[source, target, phase]`.
 
-        `ready[slot]`, if present, is the first phase in which the slot may be written.
+        `following` has the next slot of each slot on a cycle, and is emptied. `ready[slot]`, if present, is the first
+        phase in which the slot may be written.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -307,7 +308,7 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Find the first phase from `phase` on with `counts[pair]` free entries of each pair. Take them."""
+        """Take `counts[pair]` entries of each pair, in the first phase from `phase` on that has them. Return it."""
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)
             while first < len(self._free) and self._free[first][pair] < count:

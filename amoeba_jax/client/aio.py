@@ -158,7 +158,11 @@ class AsyncClient:
         running: str = "migrate",
         timeout_s: float | None = None,
     ) -> results.Transformation:
-        """Merge or split instances while requests run. See `LLM.transform`."""
+        """Merge or split instances while requests run. Return a report when the transformation is done.
+
+        Arguments are the same as for `LLM.transform`; `layers_per_step=None` means "auto". After `timeout_s` (None: no
+        limit) the call ends with an error.
+        """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
         )

@@ -60,7 +60,10 @@ def set_state(
 def sample(
     logits: Float[Array, "V R"], last_tokens: Int32[Array, " slots"], packed: Int32[Array, " size"]
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
-    """Choose the tokens of rows of the kinds "greedy" and "sample". Returns `(updated last_tokens, tokens)`."""
+    """Choose the tokens of rows of the kinds "greedy" and "sample" (`SamplingRow.kind`).
+
+    Returns `(updated last_tokens, tokens)`.
+    """
     fields, _ = _unpack(packed, logits.shape[1])
     tokens, max_logit = _choose(logits, fields)
     return last_tokens.at[fields["slot"]].set(tokens), for_host(tokens, max_logit)[:, None]

@@ -24,8 +24,9 @@ def local_server(
 ) -> Iterator[tuple[str, Scheduling]]:
     """Serve an LLM over gRPC until the block ends; yield the address and the scheduler.
 
-    The default `config` binds a free port of the loopback interface, without metrics. The LLM stays open after the
-    block, and its own scheduler places requests again. Raises `ConfigError` for a port that cannot be bound.
+    The default `config` binds a free port of the loopback interface, without metrics. `on_report` is called with the
+    report of each transformation. The LLM stays open after the block, and its own scheduler places requests again.
+    Raises `ConfigError` for a port that cannot be bound.
     """
     loop = _LoopThread()
     config = config or ServerConfig(port=0, metrics_port=None)

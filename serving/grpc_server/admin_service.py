@@ -36,7 +36,7 @@ _RUNNING: dict[int, RunningRequests] = {
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return the kinds of change that a transformation to `degree` is: `scale_up`, `scale_down`, both or `unchanged`.
+    """Return how a transformation to `degree` changes instances: `scale_up`, `scale_down`, both or `unchanged`.
 
     Args:
         instances: present instances.

@@ -91,7 +91,7 @@ class OutputCoalescer:
     """A buffer between a request and its client. Output that arrives during a write is sent as one message.
 
     Only output that arrives while a write is blocked counts against the client, and only if the write stays blocked. So
-    a late server cuts off nobody.
+    no client is cut off because the server itself is slow.
 
     Args:
         max_tokens: tokens and log-probabilities of each sample that may arrive while a write is blocked

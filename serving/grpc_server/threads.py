@@ -24,11 +24,11 @@ class Threads:
         self.aborting = ThreadPoolExecutor(2, thread_name_prefix="amoeba-abort")
 
     def run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
-        """Call a function in a thread of a pool."""
+        """Call a function in a thread of a pool. Return a future with its result."""
         return asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
     def tokenize(self, length: int, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """Call a function that tokenizes a text of `length` characters."""
+        """Call a function that tokenizes a text of `length` characters. Long texts have a thread of their own."""
         return self.run(self.tokenizing if length < _LONG_TEXT_CHARS else self.tokenizing_long, function)
 
     def close(self) -> None:
