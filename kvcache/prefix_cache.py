@@ -35,8 +35,8 @@ class CachedPage(NamedTuple):
 class PageKeys:
     """Keys of the full pages of a growing token sequence.
 
-    Each key is a hash of the previous key and the tokens of the page. The first key follows a hash of `salt`: sequences
-    with different salts (tenants) never have a key in common.
+    Each key is a hash of the previous key and the tokens of the page. The first page uses a hash of `salt` as previous
+    key, so sequences with different salts (tenants) never have a key in common.
     """
 
     def __init__(self, page_size: int, salt: str = "") -> None:
@@ -91,7 +91,7 @@ class PrefixCache:
         enabled: whether pages are cached. If not, everything else works the same.
 
     Attributes:
-        lender: holder of other pages (see `PageLender`). None: there is none.
+        lender: holder of other pages. `reserve` asks it to release pages before it evicts cached pages. None: none.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:

@@ -88,8 +88,8 @@ def place_down(
 ) -> list[Int32[np.ndarray, "a _"]]:
     """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
-    On each device, a page gets the block that contains its piece on this device already, if this block is free.
-    Otherwise it gets the free block with the fewest pieces in the old layout, so that few moves wait for others.
+    On each device, a page gets the block in which this device already has a piece of the page, if the block is free.
+    Otherwise the page gets the free block with the fewest pieces in the old layout, so that few moves wait for others.
 
     Args:
         tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets, see `kvcache.assignment`. A

@@ -118,8 +118,8 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
 def _weights_file(directory: Path, config: dict[str, Any]) -> str:
     """Return the name of the single file or of the index to load, chosen as `transformers` does.
 
-    `transformers_weights` in config.json comes first, then a single file, then an index. So an index that an earlier
-    save in shards left behind does not count.
+    `transformers_weights` in config.json comes first, then a single file, then an index. So an old index beside a newer
+    single file is ignored.
     """
     named = config.get("transformers_weights")
     if named is not None:

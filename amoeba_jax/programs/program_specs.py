@@ -219,7 +219,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample` for `rows` sequences. `packed` is the size of its input `packed`."""
+        """Return the spec of `sampler.sample` for `rows` sequences. `packed`: result of `rows.packed_size`."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 

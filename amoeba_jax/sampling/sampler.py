@@ -231,7 +231,7 @@ def _scaled(
 def _top_k_floor(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
-    """Return each row's k-th largest scaled logit, or -inf if `top_k` is below 1. All branches give the same value."""
+    """Return each row's k-th largest scaled logit, or -inf if `top_k` is below 1. All paths give the same value."""
     vocab_size, rows = logits.shape
     few = min(_SMALL_TOP_K, vocab_size)
     k = jnp.minimum(fields["top_k"], vocab_size)

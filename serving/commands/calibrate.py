@@ -245,7 +245,7 @@ class _Timer:
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return the maximum tokens of each of `count` requests on one instance."""
+        """Return the most tokens that each of `count` requests on one instance can have."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 

@@ -97,7 +97,7 @@ def run_warmup(
 def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
-    """Return the plan of the engine, and the bytes that are missing on each device: 0 except in a dry run."""
+    """Return the plan of the engine, and the bytes by which a device is too small: 0 except in a dry run."""
     dims = _dims(config, platform)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))
     weights = WeightLayout(dims)

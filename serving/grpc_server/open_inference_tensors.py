@@ -99,7 +99,10 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 
 
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of the outputs of a response: outputs that flags ask for, limited to a list if there is one."""
+    """Return the names of the output tensors: `text_output`, and the outputs that flags in the inputs ask for.
+
+    If the request lists outputs, only the listed names remain. Raises `RequestError` for an unknown name.
+    """
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")
     listed = [tensor.name for tensor in request.outputs]
