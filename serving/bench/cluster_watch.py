@@ -77,7 +77,8 @@ def changes_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Count merges and splits between consecutive samples. Shorter changes are not seen."""
+    """Return the numbers of merges and splits between consecutive samples. A change that is undone before the next
+    sample does not count."""
     merges = splits = 0
     for before, after in pairwise(samples):
         merges += _joined(before.devices, after.devices)

@@ -44,7 +44,7 @@ class Record:
     status: str = ""
     """Name of the gRPC status of a failed request."""
     error: str = ""
-    """Text of the status."""
+    """Message of the gRPC status of a failed request; may be empty."""
     server_queue_s: float | None = None
     """Seconds from the arrival at the server to the dispatch, by the server's clock."""
     preemptions: int = 0

@@ -87,7 +87,7 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
     """Return vLLM's metrics of completed requests, with rates over `duration_s`.
 
-    A latency is None if no request has one. `request_goodput` is None without an objective in `config` or of a request.
+    A latency is None if no request has one. `request_goodput` is None if neither `config` nor a request has a limit.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -115,7 +115,7 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Return whether a request met all limits; its own SLOs take precedence.
+    """Return whether a request met all limits in `objectives_ms`. SLOs of the request replace limits of the same name.
 
     A request without a second token meets any limit of TPOT.
     """

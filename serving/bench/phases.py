@@ -52,8 +52,8 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Spans of time in which instances changed: from the last look before a change until `settle_s` after the first
-    look that shows it. Spans that overlap are one."""
+    """Return the start and end in seconds of each time in which instances changed: from the last sample before the
+    change until `settle_s` after the first sample that shows it. Overlapping times are joined."""
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
         if before.devices == after.devices:

@@ -30,7 +30,7 @@ class Run:
     workload: WorkloadConfig
     load: LoadConfig
     num_planned: int
-    """Number of requests without an interruption."""
+    """Number of requests that the run would have sent if it was not interrupted."""
     records: Sequence[Record]
     duration_s: float
     watch: ClusterWatch

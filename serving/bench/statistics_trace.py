@@ -19,7 +19,7 @@ def draw_specs(
     rate_scale: float,
     most: int | None,
 ) -> dict[str, np.ndarray]:
-    """Draw `arrival_s`, `input_tokens` and `output_tokens`.
+    """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
     In each window, arrivals are a gamma process with the rate of the window times `rate_scale` and its coefficient of
     variation (`cv_rate_weighted`; 1 if missing). Lengths of prompts and outputs are independent.

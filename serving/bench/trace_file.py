@@ -36,7 +36,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Draw:
-    """Settings to draw requests from a file of statistics."""
+    """Settings to draw requests from a file of statistics: see `draw_specs`."""
 
     random: np.random.Generator
     duration_s: float | None = None
@@ -117,7 +117,7 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
     """Return a trace with `scale` times as many requests in the same time.
 
     Each request is repeated; the fractional part of `scale` repeats or removes a random share. Copies arrive within
-    30 s of the original. Their prompts belong to other users: copies of one round share prefixes with each other only.
+    30 s of the original. Their prompts belong to other users: the n-th copies share prefixes only with each other.
     """
     size = len(trace.input_tokens)
     whole = int(scale)

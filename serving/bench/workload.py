@@ -184,7 +184,8 @@ class PlannedRequest:
     """`SamplingParams.tpot_slo_s`."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Draw the token ids from the seed and the index, when they are needed: all prompts would fill the memory."""
+        """Return random token ids, which depend on the seed and `index` only. Call it when the request is sent: all
+        prompts together would fill the memory."""
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
 
@@ -204,8 +205,9 @@ class Plan:
     """Phases of `burst`: 0 is low, 1 is high; -1 for other datasets."""
     priorities: np.ndarray
     ttft_slo_s: np.ndarray
-    """SLOs in seconds; NaN means none, here and in the next column."""
+    """TTFT SLOs in seconds; NaN: the SLO of the server."""
     tpot_slo_s: np.ndarray
+    """TPOT SLOs in seconds; NaN: the SLO of the server."""
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
     prefix_block_tokens: float = BLOCK_TOKENS

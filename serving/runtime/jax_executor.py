@@ -256,7 +256,7 @@ class EngineScheduler:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that can join an instance in transition, 0 without a transition.
+    """Return `InstanceView.joinable_tokens`: the tokens available to a new request during a transformation, else 0.
 
     This is the largest free space of a lane, less one page for each of its sequences.
     """

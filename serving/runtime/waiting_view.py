@@ -22,7 +22,7 @@ class WaitingView:
         """Maximum lengths of the hidden sequences."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the requests that can start now."""
+        """Return the requests that can start now, and update `hidden_tokens`: `max_total_tokens` of the hidden ones."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
         for name, sequence in by_name(self._engine.waiting).items():
@@ -41,11 +41,11 @@ class WaitingView:
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting continuations that can share the prompt pages of their request's first sequence."""
+        """Waiting samples that can share the prompt pages of the first sample of their request."""
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
-        """Return `Admission.awaits_program`, evaluated once for all sequences that need the same programs."""
+        """Return a function like `Admission.awaits_program` that evaluates equal cases once."""
         known: dict[tuple[bool, bool], bool] = {}
 
         def awaits(sequence: Sequence) -> bool:
@@ -60,7 +60,8 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the request of the last snapshot if it still describes the sequence: a new one takes 3 us."""
+        """Return the request for a sequence. Reuses the request of the last snapshot if nothing changed, because a new
+        one takes 3 us."""
         known = self._requests.get(name)
         if (
             known is not None

@@ -57,8 +57,8 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Reject requests over the limits: first those beyond their client's share, then the last arrivals. Requests
-        that ran before stay."""
+        """Return rejections of requests over the limits: first requests beyond their client's share, then the last
+        arrivals. Preempted requests are never rejected."""
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

@@ -13,10 +13,10 @@ from serving.scheduler.view import ClusterView
 
 
 class AmoebaPolicy:
-    """The policy `amoeba`: see docs/scheduling.md.
+    """The policy `amoeba` (docs/scheduling.md): merges for long requests, and splits when they have ended.
 
-    It remembers the size of recent long requests and when each merged instance was last needed. Everything else is
-    decided from the snapshot alone.
+    Remembers the size of recent long requests, when a long request last needed each merged instance, and whether a
+    short request found no room. All other input is in the snapshot.
     """
 
     name = "amoeba"

@@ -18,7 +18,8 @@ class Round:
         was_pressed: whether a short request found no room in the last decision.
 
     Attributes:
-        busy: ids of instances that must not merge: they are changing, or make room for a request.
+        busy: ids of instances that must not merge: they are being transformed or drained, or preempt or split for a
+            request.
         pressed: whether a short request found no room in this decision.
         num_unplaced: number of requests that found no room.
     """
@@ -40,11 +41,11 @@ class Round:
         """Instances that may hold long requests, now or after their transformation."""
         self._largest_present = max([view.final_capacity(i) for i in self._candidates if not i.draining], default=-1)
         self._merged_capacities: list[int] = []
-        """Capacities of the instances that this decision merges, or closes groups for."""
+        """Capacities of the instances that this decision merges, and of groups that it closed until they have room."""
         self._reserved: set[int] = set()
         """Ids of merged instances where a waiting long request has reserved tokens."""
         self._taken_s: dict[int, float] = {}
-        """Estimated seconds until the waiting request that has reserved tokens of an instance has ended, by id."""
+        """Estimated seconds until the waiting request with reserved tokens on an instance has ended, by instance id."""
 
     def place(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a request; none if it waits."""
@@ -85,8 +86,8 @@ class Round:
         )
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to an instance of the highest degree with room; else wait for an instance that can hold the request;
-        else merge."""
+        """Dispatch to an instance of the highest degree with room. If an instance can hold the request, preempt, merge
+        again or wait. If there is none, merge, or close the group that should merge once it has room."""
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
             return [self._dispatch(instance, request, "the highest degree with room for a long request")]
@@ -107,7 +108,8 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Merge another group for a request that a present instance can hold, but not soon enough."""
+        """Merge another group for a request that a present instance can hold, but not soon enough for its TTFT SLO.
+        None if the request must wait."""
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
         if group is None:

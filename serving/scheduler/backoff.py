@@ -49,7 +49,7 @@ class Backoff:
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted."""
+        """Record that an action was accepted: its refusals are forgotten, for a transformation once it succeeds."""
         if isinstance(action, ScaleUp | ScaleDown):
             self._under_way.append(action)
         else:
@@ -71,7 +71,7 @@ class Backoff:
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
-        """Return the blocked transformations, for `ClusterView.refused`."""
+        """Return the blocked transformations as (devices, degree), for `ClusterView.refused`."""
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
         return frozenset(r.transformation for r in self._refused.values() if r.transformation and now_s < r.until_s)
 

@@ -43,10 +43,11 @@ def first_token_s(
 ) -> float | None:
     """Return the seconds until a request's first token on the instance that has room for it first.
 
-    None if an instance that could hold it is being made, or a measurement is missing.
+    None if a transformation under way makes an instance that could hold it, no instance can hold it, or a measurement
+    is missing.
 
     Args:
-        taken_s: seconds, by instance id, until the requests that wait for this instance have ended.
+        taken_s: seconds until the end of the requests that wait for an instance, by instance id.
     """
     times = []
     for instance in instances:
@@ -93,7 +94,7 @@ def merge_pays(
 
 
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Return the longest time that a request can run on an instance of a degree."""
+    """Return the maximum seconds that a request can run on an instance of a degree."""
     prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
     if prompt_s is None or one_step_s is None:
         return None

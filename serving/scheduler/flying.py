@@ -13,9 +13,11 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class FlyingPolicy:
-    """The policy `flying`: see docs/scheduling.md.
+    """The policy `flying` (docs/scheduling.md): merges under light load and for urgent or long requests, splits under
+    heavy load.
 
-    It remembers the average load, the pause debt of each device, and why each group was merged.
+    Remembers the average load, how long requests have been paused on each device (`PauseBudget`), which groups were
+    merged for light load or for urgent requests, and when short requests need a split.
     """
 
     name = "flying"
@@ -30,9 +32,9 @@ class FlyingPolicy:
         self._for_load: set[tuple[int, ...]] = set()
         """Devices of groups that were merged because of light load."""
         self._for_urgent: set[tuple[int, ...]] = set()
-        """Devices of groups for urgent requests that other requests moved to."""
+        """Devices of groups that were merged for urgent requests without pausing: see `FlyingRound.moved`."""
         self._split_at_s: float | None = None
-        """Time at which groups should split for short requests that found no room in the last decision."""
+        """`FlyingRound.split_at_s` of the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -72,7 +74,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Forget why groups were merged that have split."""
+        """Remove the groups that have split from the records of light load and of urgent requests."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -107,8 +109,8 @@ class FlyingPolicy:
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
         """Return whether a group stays for urgent requests.
 
-        A group that was merged because of light load does not. Under heavy load a group with other requests does not
-        either: these would pause for the next urgent request.
+        A group that was merged because of light load does not stay. A group that also runs other requests does not stay
+        under heavy load, unless it was merged without pausing: its other requests would pause for the next urgent one.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -116,8 +118,9 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Split a group to resume its paused requests, if no urgent request is left or the pause is too long.
-        Running requests that do not fit next to them are preempted first."""
+        """Split a group to resume its paused requests, if no urgent request is left or the pause has reached the limit.
+        Return preemptions instead if running requests do not fit next to the paused requests; the split follows in a
+        later decision."""
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
             return []

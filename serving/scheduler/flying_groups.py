@@ -30,7 +30,7 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` now."""
+        """Return the instances on `devices` if they may merge to `degree` now, else None."""
         if (devices, degree) in self.view.refused:
             return None
         members = self.room.parts(devices)
@@ -44,7 +44,7 @@ class FlyingGroups:
         return [(devices, members) for devices, members in groups if members is not None]
 
     def close(self, members: Members) -> None:
-        """Assign no requests to instances that merge, and do not merge them twice."""
+        """Close the members in `room`: they receive no requests and merge only once in this decision."""
         for instance in members:
             self.room.close(instance)
 
@@ -84,9 +84,9 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Merge the emptiest group of the lowest degree that holds a long request.
+        """Merge the emptiest group of the lowest degree that holds a long request, and close its members.
 
-        Return None if there is no such group, and no actions if the group must be emptied first.
+        Return an empty list if a group was closed that must be emptied first, and None if nothing was changed.
 
         Args:
             close: whether to close a group that must be emptied first.
@@ -128,7 +128,8 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Split a group that keeps its weights, if it could hold a request with weights released."""
+        """Split a group that holds all weights, if a merge that releases weights would let it hold a request. The group
+        is closed in `room`. Empty if there is no such group, or it cannot split now."""
         view, room = self.view, self.room
         options = [
             i
@@ -147,5 +148,6 @@ class FlyingGroups:
 
 
 def _can_pause(members: Members) -> bool:
-    """Return whether all requests of a group may pause: instances of one degree without urgent requests."""
+    """Return whether the running requests may pause: all instances have one degree, and no running request is
+    urgent."""
     return len({i.degree for i in members}) == 1 and not any(i.runs_urgent for i in members)

@@ -19,10 +19,12 @@ class FlyingRound:
 
     Attributes:
         groups: groups that may merge.
-        settled: ids of urgent requests that were dispatched, or wait for a group that is being merged.
-        moved: devices of groups for urgent requests that other requests move to as well.
+        settled: ids of requests that were dispatched, and of urgent requests for which a merge or pages are under way.
+        moved: devices of each group merged for an urgent request without pausing: running requests move to the group,
+            or end before the merge.
         num_unplaced: number of requests that found no room.
-        split_at_s: time at which groups should split for short requests without room. None: all found room.
+        split_at_s: earliest time at which groups should split for a short request without room. None: there is no such
+            request, or a transformation may still make room.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -38,7 +40,8 @@ class FlyingRound:
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to a group, or merge one. If that is not possible now, the request is placed like any other."""
+        """Return the actions that dispatch an urgent request or make room for it. If its id is not in `settled`
+        afterwards, `place` must be called for it like for any other request."""
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
             return []
@@ -142,7 +145,8 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Merge another group for a request that present instances can hold, but not soon enough."""
+        """Merge another group for a request that present instances can hold, but not soon enough for its TTFT SLO. None
+        if the request must wait."""
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
         if slo_s is None or self.split_at_s is not None:

@@ -1,4 +1,7 @@
-"""Paused requests: a limit of their pauses, and conditions for resuming them."""
+"""Paused requests: their maximum pause, and conditions for resuming them.
+
+A merge may pause the running requests of its members (`ScaleUp.running`). They resume when the group splits.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,9 +11,9 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class PauseBudget:
-    """Pause debt of each device: it grows while requests are paused there, and shrinks otherwise.
+    """Seconds for which requests have been paused on each device, counted up during pauses and down otherwise.
 
-    When the debt of a device reaches `max_pause_s`, nothing may be paused there until it is back to zero.
+    When the count of a device reaches `max_pause_s`, its requests must not pause until the count is back to 0.
     """
 
     def __init__(self, max_pause_s: float):
@@ -21,7 +24,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Advance the time. `paused`: devices with paused requests now."""
+        """Count the time since the last call, and record the devices with paused requests from now on."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -34,12 +37,12 @@ class PauseBudget:
         self._paused = frozenset(paused)
 
     def used_up(self, devices: Iterable[int]) -> bool:
-        """Return whether requests of any of these devices must not pause now."""
+        """Return whether any of these devices has reached `max_pause_s` and is not back to 0."""
         return not self._resting.isdisjoint(devices)
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests that find no room next to the paused requests after a split.
+    """Return the running requests of a group that would not fit next to its paused requests after a split.
 
     Requests are distributed as by the engine: longest first, to the part with the most free tokens.
     """
@@ -63,9 +66,10 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
 def paused_victims(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int
 ) -> list[RunningRequest]:
-    """Return the paused requests to preempt so that a request finds `need` free tokens on their instance.
+    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
 
-    On each device the last requests go first, and all rank behind the request. Empty if that does not free enough.
+    On each replaced instance, the highest rank and then the latest arrival goes first. Empty if the preemption of all
+    requests with a higher rank than the waiting request would not free enough.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -98,7 +102,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Mark all instances with paused requests as draining, and return the new snapshot."""
+    """Return the snapshot with instances that have paused requests marked as draining, so that no policy uses them."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

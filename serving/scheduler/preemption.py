@@ -26,7 +26,8 @@ class Preemptions:
         """Return the instance where a request needs the fewest preemptions, and these preemptions; None if there is
         no such instance.
 
-        The preempted requests rank behind it and are served after it, so they do not take their pages back.
+        The preempted requests have a higher rank, have not waited `starving_s`, and follow the request in the queue
+        order, so that they do not take its pages back.
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:

@@ -29,13 +29,14 @@ class QueueOrder:
     """Seconds of waiting after which priority no longer matters. None: priority always matters."""
 
     def starves(self, request: WaitingRequest | RunningRequest, now_s: float) -> bool:
-        """Return whether a request has waited for `starving_s`."""
+        """Return whether a request within its client's share has waited for `starving_s`."""
         if self.starving_s is None or request.beyond_share:
             return False
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Return the sort key of a request that does not starve. It is independent of the time."""
+        """Return the sort key of a request that has not waited `starving_s`: requests within their client's share
+        first, then by due time. It does not depend on `now_s`."""
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)

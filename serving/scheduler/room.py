@@ -77,7 +77,7 @@ class Room:
         return self._free[instance.id]
 
     def has_slot(self, instance: InstanceView) -> bool:
-        """Return whether it can run one more request."""
+        """Return whether an instance can run one more request."""
         return self._slots[instance.id] > 0
 
     def load(self, instance: InstanceView) -> float:
@@ -89,11 +89,11 @@ class Room:
         return self._new_prompt_tokens[instance.id]
 
     def is_steady(self, instance: InstanceView) -> bool:
-        """Return whether it is neither being transformed nor drained."""
+        """Return whether an instance is neither being transformed nor drained."""
         return instance.id not in self._unsteady_ids
 
     def is_open(self, instance: InstanceView) -> bool:
-        """Return whether it may receive requests."""
+        """Return whether an instance may receive requests in this decision: steady and not closed."""
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
     def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
@@ -156,20 +156,22 @@ class Room:
         self._closed.add(instance.id)
 
     def assign(self, instance: InstanceView, request: WaitingRequest) -> None:
-        """Take a request's tokens and slot."""
+        """Reduce the free tokens and slots of an instance by the needs of a request."""
         self._free[instance.id] -= self.need(request)
         self._slots[instance.id] -= 1
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close the open instance with the most free tokens that can hold a request, so that it starts there first."""
+        """Close the open instance with the most free tokens that can hold a request, so that no later request takes
+        them. If there is none, nothing changes."""
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
         if options:
             self.close(max(options, key=lambda i: (self._free[i.id], -i.id)))
 
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
-        """Reserve the tokens of a request beyond `freed_tokens`, which other requests will free before it starts."""
+        """Reserve the tokens that a request needs in addition to `freed_tokens`, which running requests will free
+        before it starts."""
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
@@ -179,20 +181,21 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return the instance with the most room that a short request can join during a transformation."""
+        """Return the instance with the most room that a short request can join during a transformation; None if there
+        is none."""
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance in transformation and return the reason. The instance is then closed, because
-        `joinable_tokens` describes only its emptiest part."""
+        """Assign a request to an instance in transformation, close the instance, and return the reason for the log. It
+        is closed because `joinable_tokens` describes only its emptiest part."""
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens on an instance that will hold a request after its transformation: with enough free tokens if
-        possible, then of the lowest degree."""
+        """Reserve tokens on an instance that can hold a request after its transformation: with enough free tokens if
+        possible, then of the lowest degree. If there is no such instance, nothing changes."""
         need, view = self.need(request), self._view
         options = [
             (self._free[i.id] < need, i.transition_to, -self._free[i.id], i.id)

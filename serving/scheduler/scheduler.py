@@ -75,8 +75,8 @@ class Scheduler:
         return decisions
 
     def _decide(self) -> tuple[list[Decision], bool]:
-        """Make one decision. Return it, and whether an instance in transformation accepted a request: it may accept
-        another."""
+        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request: if
+        so, another decision may dispatch a further request there."""
         self.counters.ticks += 1
         view = self.executor.snapshot()
         for action, done in self._backoff.ended(view):

@@ -34,8 +34,12 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
 def split_to_release(
     view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
 ) -> ScaleDown | None:
-    """Close an instance that kept its weights, and split it so that a merge can release them for a larger request.
-    None if its running requests do not fit the parts yet."""
+    """Return the split of a merged instance that still holds all weights, so that a later merge can turn unneeded
+    weights into KV cache for `request`.
+
+    None if its running requests do not fit the parts yet, or the split was refused. The instance is closed in `room`
+    either way.
+    """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
         return None
@@ -55,19 +59,20 @@ class SplitConfig:
     linger_s: float = 60.0
     """Seconds after its last long request in which an instance still accepts requests and does not split."""
     partial: bool = True
-    """Whether it may split to the lowest degree that holds its long requests, instead of waiting for their end."""
+    """Whether an instance may split to the lowest degree that holds its long requests, before they end."""
 
 
 class SplitRule:
     """Split of instances whose long requests have ended.
 
-    It remembers when each merged instance was last needed by a long request that runs there, or that waits and fits.
+    Remembers the last time at which a long request needed each merged instance: it ran there, or it waited and would
+    fit.
     """
 
     def __init__(self, config: SplitConfig):
         self.config = config
         self._needed_s: dict[tuple[int, ...], dict[int, float]] = {}
-        """For each merged instance (its devices) and each lower degree: the last time that degree was too low."""
+        """Last time at which a degree was too low for long requests, by devices of the merged instance and degree."""
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
         """Return the instances that should accept no more requests, with the degree that each will split to.
@@ -94,7 +99,8 @@ class SplitRule:
         return leaving
 
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
-        """Return the lowest degree that an instance of `degree` may split to while a request of this size needs it."""
+        """Return the lowest degree that an instance of `degree` may split to while a request of `size` tokens needs
+        room; `degree` itself if it must not split."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
@@ -113,7 +119,7 @@ class SplitRule:
     def split(
         self, view: ClusterView, room: Room, leaving: list[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
-        """Close the leaving instances, and split those with enough free cache.
+        """Close the leaving instances in `room`, and return the splits of instances with enough free cache.
 
         If `pressed`, an instance splits as soon as its requests fit the parts. If they do not fit and no other instance
         is open, it stays open.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MIN_SEQUENCE_SHARE = 0.75
-"""A measured throughput counts from this share of the present number of sequences on."""
+"""Minimum number of sequences in a measurement of throughput, as a share of the present number."""
 
 
 @dataclass(frozen=True)

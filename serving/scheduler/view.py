@@ -1,6 +1,8 @@
 """Immutable snapshot of the cluster, which policies decide from: instances, queue, and possible degrees.
 
-Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual.
+Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual. A long request exceeds
+the capacity of an empty instance of the base degree; all others are short. A request with a priority below 0 is urgent.
+A merge either releases weights (each rank keeps its shard; the rest becomes KV cache) or keeps them all resident.
 """
 
 from bisect import bisect_right
@@ -24,22 +26,23 @@ class WaitingRequest:
     """Priority as in `SamplingParams.priority`: lower goes first."""
     arrival_s: float = 0.0
     deadline_s: float | None = None
-    """Time after which the client has no use for it. None: no deadline."""
+    """Time after which a waiting request is rejected. None: no deadline."""
     started: bool = False
-    """Whether it ran before and was preempted. Such a request is never rejected because the queue is full."""
+    """Whether the request was preempted. If so, it is never rejected because the queue is full."""
     waiting_since_s: float | None = None
-    """Now minus the total time it has waited; time spent running does not count. None: waiting since its arrival."""
+    """Now minus the total time that the request has waited; running time does not count. None: it has waited since its
+    arrival."""
     ttft_slo_s: float | None = None
     """Its own limit for the time from arrival to first token. None: the policy's limit."""
     tpot_slo_s: float | None = None
     """Its own limit for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
-    """Whether its client already uses its share of slots or KV cache while other clients need theirs. Such a request
-    goes behind all requests within their clients' shares."""
+    """Whether the client already uses its share of slots or KV cache, and other clients wait. Such a request goes
+    behind all requests of clients within their shares."""
 
     @property
     def since_s(self) -> float:
-        """Now minus the total time it has waited."""
+        """`waiting_since_s`, or the arrival if that is None."""
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
@@ -48,7 +51,8 @@ class WaitingRequest:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Class for preemption. A request may preempt requests of a higher rank: lower priority, or beyond share."""
+        """Rank for preemption: a request may preempt requests of a higher rank. All requests beyond their client's
+        share rank higher than all others; otherwise the rank is the priority."""
         return self.beyond_share, self.priority
 
 
@@ -99,7 +103,7 @@ class InstanceView:
     """Degree that its devices are changing to. None: no transformation. During one, the instance accepts only requests
     that fit `joinable_tokens`."""
     coming_tokens: int | None = None
-    """Capacity after the transformation. None: capacity of the new degree with weights released."""
+    """Capacity after the transformation. None: `DegreeLimits.capacity_tokens` of `transition_to`."""
     joinable_tokens: int = 0
     """Tokens available to a new request while layers change. The request must fit an instance of the lower degree."""
     draining: bool = False
@@ -107,8 +111,9 @@ class InstanceView:
     step_s: float | None = None
     """Median seconds of its recent decode steps. None: no step yet."""
     paused: tuple[tuple[RunningRequest, ...], ...] = ()
-    """Paused requests of each instance that this one replaced, in device order. Their pages stay on the devices;
-    `free_tokens` and `free_slots` do not include them. Empty: no request is paused."""
+    """Requests paused while this instance uses their devices: one tuple for each instance that it replaced, in device
+    order. They keep their pages and slots, which `free_tokens` and `free_slots` exclude. Empty: no request is
+    paused."""
     paused_degree: int | None = None
     """Degree of the replaced instances. A split to this degree resumes the paused requests. None: no request is
     paused."""
@@ -152,7 +157,7 @@ class DegreeLimits:
     max_requests: int
     """Slots: requests that run at once."""
     kept_tokens: int | None = None
-    """Capacity if it is merged without releasing weights. None: the sum of its members' capacities."""
+    """Capacity of an instance that was merged with all weights kept. None: the sum of its members' capacities."""
     ready: bool = True
     """Whether its programs are compiled. If not, all groups of this degree are in `ClusterView.refused`."""
 
@@ -214,12 +219,13 @@ class ClusterView:
         return self._waiting_sizes[place - 1] if place else 0
 
     def kept_tokens(self, degree: int) -> int:
-        """Return the capacity of an instance of a degree that was merged without releasing weights."""
+        """Return the capacity of an instance of a degree that was merged with all weights kept."""
         known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """Return whether an instance was merged without releasing weights: splitting and merging it adds capacity."""
+        """Return whether an instance was merged with all weights kept. If so, a split and a new merge that releases
+        weights would add capacity."""
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
@@ -237,7 +243,7 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree that holds a request with weights kept; None if it fits nowhere."""
+        """Return the lowest degree whose instances hold a request with all weights kept; None if there is none."""
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 

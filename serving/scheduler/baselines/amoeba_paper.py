@@ -34,7 +34,7 @@ class PaperConfig:
 class AmoebaPaperPolicy:
     """The policy `amoeba_paper`: see docs/scheduling.md.
 
-    It remembers which devices merge for which request, and the size of recent long requests.
+    Remembers the devices that merge for each waiting request, and the size of recent long requests.
     """
 
     name = "amoeba_paper"
@@ -44,7 +44,7 @@ class AmoebaPaperPolicy:
         self._splits = SplitRule(SplitConfig(free_share=0.5, linger_s=0.0, partial=False))
         self._largest = RecentLargest(self.config.reserve_memory_s)
         self._scaling: dict[str, tuple[int, ...]] = {}
-        """Devices that are being merged for a waiting request, in steps of two, by request id."""
+        """Devices that are being merged for a waiting request, by request id. Each merge doubles the degree."""
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
@@ -146,7 +146,7 @@ class AmoebaPaperPolicy:
 
 
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-    """Return the instances of a group; None if a device has no instance, or an instance is draining."""
+    """Return the instances on `devices`; None if they do not cover exactly these devices, or one is draining."""
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)
     return members if whole and not any(i.draining for i in members) else None
