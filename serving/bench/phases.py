@@ -80,7 +80,7 @@ def transitions(
     Args:
         changes: number of merges and splits, reported per hour of `watched_s`.
         watched_s: seconds in which the instances were sampled.
-        settle_s: seconds that a change lasts after its first sample.
+        settle_s: seconds that a change lasts after the first sample that shows it.
     """
     windows = transition_windows(samples, settle_s)
     done = [record for record in records if record.outcome is Outcome.COMPLETED]

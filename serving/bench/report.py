@@ -18,7 +18,7 @@ from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
 
 TRANSITION_S = 1.0
-"""Seconds that a change of instances lasts after its first sample."""
+"""Seconds that a change of instances lasts after the first sample that shows it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the count and the first text of each status, the most frequent first."""
+    """Return the number of failed requests and the first error message for each gRPC status, most frequent first."""
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
     for record in failed:
@@ -149,7 +149,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report; without a name, it has the workload and the time."""
+    """Return the path of the report. Without `filename`, the name contains workload, rate, model and time."""
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"
     return (directory or Path()) / name

@@ -127,7 +127,8 @@ class JaxExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Carry out an action, or refuse it and change nothing."""
+        """Carry out an action, or refuse it and change no request or instance. If a transformation is refused because
+        its programs are missing, their compilation starts."""
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
@@ -224,7 +225,8 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Run the scheduler if the state has changed or a second has passed."""
+        """Start waiting samples next to their first sample, and run the scheduler if the state has changed or a second
+        has passed."""
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
@@ -258,7 +260,7 @@ class EngineScheduler:
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
     """Return `InstanceView.joinable_tokens`: the tokens available to a new request during a transformation, else 0.
 
-    This is the largest free space of a lane, less one page for each of its sequences.
+    This is the largest free space of a lane with a free slot, less one page for each sequence of the lane.
     """
     if instance.transition is None:
         return 0

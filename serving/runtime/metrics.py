@@ -143,7 +143,7 @@ class RequestRecord:
         self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
-        """Count new output."""
+        """Count new output and make `delta` the latest."""
         metrics, now = self._metrics, time.monotonic()
         if self.latest is None:
             prompt = delta.num_prompt_tokens
@@ -169,8 +169,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: one of `FINISH_REASONS` for a failed request. Requests that the engine has finished count by the
-                finish reasons of their samples.
+            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it; None: `error`.
+                Finished requests ignore it and count by the finish reasons of their samples.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:

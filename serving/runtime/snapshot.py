@@ -41,7 +41,7 @@ class Snapshot:
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
     def instances_by_degree(self) -> dict[int, int]:
-        """Return the number of instances for each possible degree."""
+        """Return the number of instances of each possible degree, including degrees without an instance."""
         num_devices = sum(len(view.devices) for view in self.instances)
         degrees = dict.fromkeys((degree for degree in (1, 2, 4) if degree <= num_devices), 0)
         for view in self.instances:

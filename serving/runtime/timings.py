@@ -21,7 +21,7 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record the times of a transformation."""
+        """Record the seconds of a transformation, except for groups that paused or resumed requests."""
         for group in (group for group in report.groups if not (group.paused or group.resumed)):  # these move no pages
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
@@ -29,7 +29,8 @@ class Timings:
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the times of present instances and return all times: medians over the instances of a degree."""
+        """Record the times of present instances. Return all recorded times: for each degree the median over its
+        instances, and for each transformation the median of the last ones."""
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}
@@ -44,7 +45,7 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the throughput of all devices if all instances have the same degree and all of them decode."""
+        """Record the highest throughput of a degree, if all instances have this degree and decode."""
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:

@@ -124,8 +124,8 @@ class FlyingRound:
         return []
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to an instance of the lowest degree with room; else wait for an instance that can hold the request,
-        unless a merge is needed for its SLO; else merge."""
+        """Dispatch to an instance of the lowest degree with room. If there is none but an instance can hold the
+        request, wait for it, or merge another group if that is needed for the SLO. Otherwise merge."""
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
             instance = min(options, key=lambda i: (i.degree, room.load(i), i.id))

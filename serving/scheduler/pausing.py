@@ -102,7 +102,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return the snapshot with instances that have paused requests marked as draining, so that no policy uses them."""
+    """Return a snapshot in which instances with paused requests are draining, so that a policy does not use them."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

@@ -39,8 +39,8 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices where no other request should take `num_tokens`: those of the only group with room for the
-        long request, if it would then lack room; otherwise empty."""
+        """Return the devices where no other request should take `num_tokens`. These are all devices of the only group
+        with room for the long request, if it would then lack room; otherwise empty."""
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
             return frozenset()

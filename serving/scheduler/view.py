@@ -21,7 +21,7 @@ class WaitingRequest:
     prompt_tokens: int
     """Tokens to compute before the next token is sampled. For a preempted request they include its output so far."""
     max_total_tokens: int
-    """Upper limit of its length: prompt plus `max_tokens`."""
+    """Maximum length of the request: prompt plus `max_tokens`."""
     priority: int = 0
     """Priority as in `SamplingParams.priority`: lower goes first."""
     arrival_s: float = 0.0
@@ -33,9 +33,9 @@ class WaitingRequest:
     """Now minus the total time that the request has waited; running time does not count. None: it has waited since its
     arrival."""
     ttft_slo_s: float | None = None
-    """Its own limit for the time from arrival to first token. None: the policy's limit."""
+    """Limit of this request for the time from arrival to first token. None: the policy's limit."""
     tpot_slo_s: float | None = None
-    """Its own limit for each further token, in seconds. None: the policy's limit."""
+    """Limit of this request for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
     """Whether the client already uses its share of slots or KV cache, and other clients wait. Such a request goes
     behind all requests of clients within their shares."""
@@ -64,7 +64,7 @@ class RunningRequest:
     num_tokens: int
     """Tokens so far, including the prompt. They have pages."""
     max_total_tokens: int
-    """Upper limit of its length: prompt plus `max_tokens`."""
+    """Maximum length of the request: prompt plus `max_tokens`."""
     uncomputed_tokens: int = 0
     """Tokens to compute before it decodes: the rest of its prompt, and of its output if it was preempted."""
     priority: int = 0
