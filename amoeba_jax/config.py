@@ -1,10 +1,13 @@
 """Settings of an engine."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from amoeba_jax.errors import ConfigError
+from sharding.degrees import MAX_DEVICES, degrees_up_to, is_degree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -26,11 +29,15 @@ class EngineConfig:
     load_threads: int | None = None
     """Threads that read weights, 1 to 64. Each holds one parameter in host memory. Default: one per core, at most 8."""
     num_devices: int = 1
-    """Devices to serve on: 1, 2, 4 or 8. On CPU these are virtual devices of one process."""
+    """Number of devices to serve on, a power of two. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
-    """Tensor-parallel degree of the instances at the start: 1, 2 or 4. There are `num_devices` / degree instances."""
+    """Tensor-parallel degree of the instances at the start, a power of two. `num_devices` / degree instances start."""
+    placement: str | None = None
+    """Start placement of one instance, instead of `tensor_parallel_size`: JSON, a file of JSON, or `auto`, which uses
+    the fewest devices that hold the model. Other devices stay empty. Default: no placement."""
     max_tensor_parallel_size: int | None = None
-    """Largest tensor-parallel degree of an instance: 1, 2 or 4. Default: 4, or `num_devices` if that is less."""
+    """Largest tensor-parallel degree of an instance, a power of two. Heads and FFN features are padded to multiples of
+    it. Default: 4, or `num_devices` if that is less."""
     dtype: str = "auto"
     """Data type of weights, KV cache and activations: float32, bfloat16 or float16. `auto`: float32 on CPU, the type of
     the model on GPU."""
@@ -84,9 +91,11 @@ class EngineConfig:
     """Seed of random weights, and of requests without a seed."""
 
     def __post_init__(self) -> None:
-        if self.num_devices not in (1, 2, 4, 8):
-            raise ConfigError(f"num_devices={self.num_devices!r} is not supported: it must be 1, 2, 4 or 8")
-        degrees = [d for d in (1, 2, 4) if d <= self.num_devices]
+        if not is_degree(self.num_devices) or self.num_devices > MAX_DEVICES:
+            raise ConfigError(
+                f"num_devices={self.num_devices!r} is not supported: it must be a power of two, at most {MAX_DEVICES}"
+            )
+        degrees = list(degrees_up_to(self.num_devices))
         if self.max_tensor_parallel_size is not None and self.max_tensor_parallel_size not in degrees:
             raise ConfigError(
                 f"max_tensor_parallel_size={self.max_tensor_parallel_size!r} is not supported with "
@@ -97,6 +106,13 @@ class EngineConfig:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported with num_devices="
                 f"{self.num_devices} and max_tensor_parallel_size={self.max_tp}: it must be one of {allowed}"
+            )
+        if self.placement is not None and not isinstance(self.placement, str):
+            raise ConfigError(f"placement={self.placement!r} must be a dict, JSON, the path of a JSON file, or auto")
+        if self.placement is not None and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and placement exclude each other: "
+                "a placement names the devices of each home"
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not supported: it must be one of {', '.join(DTYPES)}")
@@ -139,6 +155,8 @@ class EngineConfig:
                 raise ConfigError(f"{name!r} is not an EngineConfig field: known are {', '.join(sorted(known))}")
         if isinstance(values.get("model"), Path):
             values = values | {"model": str(values["model"])}
+        if isinstance(values.get("placement"), Mapping):
+            values = values | {"placement": json.dumps(values["placement"])}
         return cls(**values)
 
 

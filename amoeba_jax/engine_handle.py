@@ -35,6 +35,7 @@ from amoeba_jax.transform.options import RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
 from amoeba_jax.weights.saving import save
+from sharding.placement import Placement
 
 P = TypeVar("P", bound=SchedulerHook)
 
@@ -114,6 +115,21 @@ class EngineHandle:
     def instances(self) -> tuple[InstanceStatus, ...]:
         """Current state of all instances."""
         return self._dispatcher.call(instance_views, self._engine).result()
+
+    def placement(self, instance: int = 0) -> Placement:
+        """Return the homes of all modules of an instance. `to_dict()` gives the form that `placement=` takes.
+
+        Raises `RequestError` for an instance that does not exist.
+        """
+
+        def find() -> Placement:
+            for each in self._engine.instances:
+                if each.id == instance:
+                    return each.runner.placement
+            known = [each.id for each in self._engine.instances]
+            raise RequestError(f"there is no instance {instance}: there are {known}")
+
+        return self._dispatcher.call(find).result()
 
     def memory(self) -> MemoryReport:
         """Return the bytes of each owner on each device. In a notebook, the report draws itself."""

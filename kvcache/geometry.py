@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sharding.degrees import DEGREES
+from sharding.degrees import is_degree
 from sharding.errors import LayoutError
 
 
@@ -26,8 +26,8 @@ class PageGeometry:
     """Largest TP degree, and number of units of a page."""
 
     def __post_init__(self) -> None:
-        if self.max_tp not in DEGREES:
-            raise LayoutError(f"max_tp is {self.max_tp}; it must be one of {DEGREES}")
+        if not is_degree(self.max_tp):
+            raise LayoutError(f"max_tp is {self.max_tp}; it must be a power of two")
         if self.kv_heads < 1 or self.kv_heads % self.max_tp:
             raise LayoutError(
                 f"kv_heads is {self.kv_heads}; it must be a positive multiple of max_tp ({self.max_tp}): "
@@ -45,8 +45,8 @@ class PageGeometry:
 
     def sub_pages(self, tp: int) -> int:
         """Return the number of sub-pages of a page at degree `tp`, which is `tp`, or raise `LayoutError`."""
-        if tp not in DEGREES or tp > self.max_tp:
-            raise LayoutError(f"TP degree is {tp}; it must be one of {DEGREES} and at most max_tp ({self.max_tp})")
+        if not is_degree(tp) or tp > self.max_tp:
+            raise LayoutError(f"TP degree is {tp}; it must be a power of two and at most max_tp ({self.max_tp})")
         return tp
 
     def sub_page_shape(self, tp: int) -> tuple[int, int, int, int]:

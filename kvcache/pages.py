@@ -51,6 +51,11 @@ class PagePool:
         return joined
 
     @property
+    def allocators(self) -> tuple[BuddyAllocator, ...]:
+        """Allocators of the ranks, in the order of a table's rows."""
+        return self._allocators
+
+    @property
     def num_free_pages(self) -> int:
         """Pages that can be allocated now: the free pages of the rank that has the fewest."""
         return min(self.free_by_rank())

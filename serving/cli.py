@@ -154,7 +154,7 @@ def warmup(
     config: Annotated[Path | None, typer.Option(help="YAML file of the server; options take precedence.")] = None,
     degrees: Annotated[
         list[int] | None,
-        typer.Option("--degree", help="Degree to compile for: 1, 2 or 4.", show_default="all"),
+        typer.Option("--degree", help="Degree to compile for, a power of two.", show_default="all"),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Programs to compile at once.", show_default="one for each processor, at most 8")
@@ -218,7 +218,7 @@ def chat(
 
 @app.command()
 def transform(
-    tensor_parallel_size: Annotated[int, typer.Argument(help="New tensor-parallel degree: 1, 2 or 4.")],
+    tensor_parallel_size: Annotated[int, typer.Argument(help="New tensor-parallel degree, a power of two.")],
     devices: Annotated[
         list[int] | None, typer.Option("--device", help="Device whose instance changes.", show_default="all")
     ] = None,

@@ -1,3 +1,14 @@
-"""Supported tensor-parallel degrees, in a module without JAX."""
+"""Tensor-parallel degrees: powers of two. Imports no JAX."""
 
-DEGREES = (1, 2, 4)
+MAX_DEVICES = 64
+"""Most devices of one engine."""
+
+
+def is_degree(value: object) -> bool:
+    """Return whether a value is a tensor-parallel degree: a power of two, at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and value & (value - 1) == 0
+
+
+def degrees_up_to(limit: int) -> tuple[int, ...]:
+    """Return the degrees from 1 to `limit`, in ascending order."""
+    return tuple(1 << power for power in range(limit.bit_length()))

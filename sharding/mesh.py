@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sharding.degrees import DEGREES
+from sharding.degrees import MAX_DEVICES, degrees_up_to, is_degree
 from sharding.errors import LayoutError
 from sharding.placement import Home
 
@@ -19,7 +19,7 @@ TP_AXIS = "tp"
 
 @dataclass(frozen=True)
 class SubMesh:
-    """Aligned, contiguous group of 1, 2 or 4 devices that serves as one instance."""
+    """Aligned, contiguous group of devices, a power of two, that computes together."""
 
     start: int
     devices: tuple[jax.Device, ...]
@@ -79,11 +79,13 @@ class SubMeshPool:
     _cache: dict[tuple[int, int], SubMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.devices) not in (1, 2, 4, 8):
-            raise LayoutError(f"num_devices={len(self.devices)} is not supported: it must be 1, 2, 4 or 8")
-        if self.max_tp not in DEGREES or self.max_tp > len(self.devices):
+        if not is_degree(len(self.devices)) or len(self.devices) > MAX_DEVICES:
             raise LayoutError(
-                f"max_tensor_parallel_size={self.max_tp} is not supported: it must be 1, 2 or 4 "
+                f"num_devices={len(self.devices)} is not supported: it must be a power of two, at most {MAX_DEVICES}"
+            )
+        if not is_degree(self.max_tp) or self.max_tp > len(self.devices):
+            raise LayoutError(
+                f"max_tensor_parallel_size={self.max_tp} is not supported: it must be a power of two "
                 f"and at most num_devices={len(self.devices)}"
             )
 
@@ -108,7 +110,7 @@ class SubMeshPool:
 
     def degrees(self) -> tuple[int, ...]:
         """Return the degrees that instances of this pool can have."""
-        return tuple(d for d in DEGREES if d <= self.max_tp)
+        return degrees_up_to(self.max_tp)
 
     def check_degree(self, tp: int) -> None:
         """Raise `LayoutError` if instances of this pool cannot have degree `tp`."""

@@ -1,30 +1,37 @@
-"""Placement of layers on devices, for each share of the sequences of an instance. Plain Python, without JAX.
+"""Placements: which devices compute each module of a model, for each microbatch. Pure data, without JAX.
 
-A *home* is an aligned group of devices that computes layers together. A *lane* is a group of sequences of an instance
-that are always computed together. A *stage* is a range of layers with a home for each lane. A *placement* consists of
-the stages of all layers, and of the home of the embedding and the head:
+A *module* is the attention of a layer, with its KV cache, or the FFN of a layer. A *home* is an aligned group of
+devices that computes modules together. A *microbatch* is a share of a replica's sequences that travels through the
+layers together. A placement names a home for each module and each microbatch, and the home of the embedding and head:
 
-    a TP1 instance on device 0        [0, L): (d0,)
-    a TP4 instance                    [0, L): (q,)
-    four TP1 becoming TP4, half way   [0, k): (d0, d1, d2, d3)   [k, L): (q, q, q, q)
-    layers 5 to 14 replicated         [0, 5): (d0, d0)   [5, 15): (d0, d1)   [15, L): (d0, d0)
-
-A change from one placement to another is a `path`: a list of placements, each of which differs in a few layers from the
-one before. After a failure the instance is therefore at a valid placement.
+    a TP1 replica on device 0             0-29: TP1[0]
+    a TP4 replica                         0-29: TP4[0-3]
+    four TP1 replicas becoming a TP4      0-11: TP1[0], TP1[1], TP1[2], TP1[3]   12-29: TP4[0-3]
+    layers 5 to 14 replicated             0-4: TP1[0]   5-14: TP1[0], TP1[1]   15-29: TP1[0]
+    experts beside parallel attention     attention 0-29: TP1[0], TP1[1]   ffn 0-29: TP2[0-1]
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, groupby
+from typing import Any, Literal
 
 from sharding.errors import LayoutError
+
+ModuleKind = Literal["layer", "attention", "ffn"]
+"""Modules of a run of layers: both modules of each layer, or one of the two."""
+
+MAX_STAGES = 4096
+"""Most stages of a placement that is given as data."""
+MAX_MICROBATCHES = 64
 
 
 @dataclass(frozen=True, order=True)
 class Home:
-    """Devices `start .. start + degree` of the pool, which compute layers together.
+    """Devices `start .. start + degree` of the pool, which compute modules together.
 
-    Raises `LayoutError` if `degree` is not a power of two, or `start` is not a multiple of `degree`.
+    Raises `LayoutError` unless `degree` is a power of two and `start` a multiple of it.
     """
 
     start: int
@@ -36,227 +43,254 @@ class Home:
         if self.start < 0 or self.start % self.degree:
             raise LayoutError(f"a home of {self.degree} devices cannot start at device {self.start}: it is not aligned")
 
+    @classmethod
+    def of_devices(cls, devices: Sequence[int]) -> "Home":
+        """Return the home of a list of device indices. Raises `LayoutError` if they are not an aligned group."""
+        if not devices or list(devices) != list(range(devices[0], devices[0] + len(devices))):
+            raise LayoutError(f"devices {list(devices)} are not consecutive indices, in ascending order")
+        return cls(devices[0], len(devices))
+
     @property
     def devices(self) -> range:
         """Indices of the devices in the pool."""
         return range(self.start, self.start + self.degree)
 
     def overlaps(self, other: "Home") -> bool:
-        """Return whether the homes share a device. One then contains the other, because both are aligned."""
+        """Return whether two homes share a device. As both are aligned, one then contains the other."""
         return self.start < other.devices.stop and other.start < self.devices.stop
 
+    def contains(self, other: "Home") -> bool:
+        """Return whether all devices of another home belong to this one."""
+        return self.start <= other.start and other.devices.stop <= self.devices.stop
+
     def __str__(self) -> str:
-        return f"TP{self.degree}[{_named(self.devices)}]"
+        return f"TP{self.degree}[{_span(self.devices)}]"
+
+
+Homes = tuple[Home, ...]
+"""Homes of one module, one for each microbatch."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Consecutive layers with the same homes.
+class Run:
+    """Consecutive layers of which the same modules have the same homes.
 
     Attributes:
-        layers: range of layers.
-        homes: home of each lane. Lanes with equal homes are computed together. Different homes share no device.
-
-    Raises `LayoutError` if there is no layer or no home, or if different homes share devices.
+        homes: homes of these modules, one for each microbatch.
     """
 
     layers: range
-    homes: tuple[Home, ...]
+    module: ModuleKind
+    homes: Homes
 
-    def __post_init__(self) -> None:
-        if self.layers.step != 1 or not self.layers:
-            raise LayoutError(f"a stage needs one or more consecutive layers, not {self.layers}")
-        if not self.homes:
-            raise LayoutError(f"layers {_named(self.layers)} have no home")
-        for one, other in combinations(self.distinct_homes, 2):
-            if one.overlaps(other):
-                raise LayoutError(f"layers {_named(self.layers)} have homes {one} and {other}, which share devices")
-
-    @property
-    def distinct_homes(self) -> tuple[Home, ...]:
-        """Homes without duplicates, in the order of their devices."""
-        return tuple(sorted(set(self.homes)))
-
-    def lanes(self, home: Home) -> tuple[int, ...]:
-        """Return the lanes that a home computes."""
-        return tuple(lane for lane, other in enumerate(self.homes) if other == home)
+    def __str__(self) -> str:
+        name = "" if self.module == "layer" else f"{self.module} "
+        homes = dict.fromkeys(self.homes) if len(set(self.homes)) == 1 else self.homes
+        return f"{name}{_span(self.layers)}: {', '.join(map(str, homes))}"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes of all layers of an instance.
-
-    Adjacent stages with the same homes are merged, so placements are equal if every layer has the same homes.
+    """Homes of all modules of a replica.
 
     Attributes:
-        ends: home of the embedding, the head and the sampling state.
-        stages: stages of all layers, in order.
+        head: home of the embedding, the head and the sampling state.
+        attention: homes of the attention of each layer.
+        ffn: homes of the FFN of each layer.
 
-    Raises `LayoutError` if a layer is missing or occurs twice, or if stages have different numbers of lanes.
+    Raises `LayoutError` if a module has no home, if modules differ in their number of microbatches, or if different
+    homes of one module share devices.
     """
 
-    ends: Home
-    stages: tuple[Stage, ...]
+    head: Home
+    attention: tuple[Homes, ...]
+    ffn: tuple[Homes, ...]
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise LayoutError("a placement needs at least one stage")
-        first = 0
-        for stage in self.stages:
-            if stage.layers.start != first:
-                raise LayoutError(f"the next stage must start at layer {first}, not at {stage.layers.start}")
-            if len(stage.homes) != self.num_lanes:
-                raise LayoutError(
-                    f"layers {_named(stage.layers)} have {len(stage.homes)} lanes, others {self.num_lanes}"
-                )
-            first = stage.layers.stop
-        object.__setattr__(self, "stages", _joined(self.stages))
+        if not self.attention or len(self.attention) != len(self.ffn):
+            raise LayoutError(
+                f"a placement of {len(self.attention)} attention and {len(self.ffn)} FFN modules: "
+                "every layer needs one of each"
+            )
+        for name, modules in (("attention", self.attention), ("FFN", self.ffn)):
+            for layer, homes in enumerate(modules):
+                if len(homes) != self.num_microbatches or not homes:
+                    raise LayoutError(
+                        f"the {name} of layer {layer} has homes for {len(homes)} microbatches, "
+                        f"other modules for {self.num_microbatches}"
+                    )
+        for name, homes in {(n, h) for n, ms in (("attention", self.attention), ("FFN", self.ffn)) for h in ms}:
+            for one, other in combinations(sorted(set(homes)), 2):
+                if one.overlaps(other):
+                    raise LayoutError(f"a layer's {name} has homes {one} and {other}, which share devices")
 
     @classmethod
-    def uniform(cls, home: Home, num_layers: int, num_lanes: int = 1) -> "Placement":
-        """Place all layers of all lanes at one home."""
-        return cls(home, (Stage(range(num_layers), (home,) * num_lanes),))
+    def uniform(cls, home: Home, num_layers: int, num_microbatches: int = 1) -> "Placement":
+        """Return the placement of all modules of all microbatches at one home."""
+        homes = ((home,) * num_microbatches,) * num_layers
+        return cls(home, homes, homes)
 
-    @classmethod
-    def of_layers(cls, ends: Home, homes: Sequence[tuple[Home, ...]]) -> "Placement":
-        """Build a placement from the homes of every layer."""
-        stages, first = [], 0
-        for of_lanes, run in groupby(homes):
-            end = first + sum(1 for _ in run)
-            stages.append(Stage(range(first, end), of_lanes))
-            first = end
-        return cls(ends, tuple(stages))
+    # Shape
 
     @property
     def num_layers(self) -> int:
-        return self.stages[-1].layers.stop
+        return len(self.attention)
 
     @property
-    def num_lanes(self) -> int:
-        return len(self.stages[0].homes)
+    def num_microbatches(self) -> int:
+        return len(self.attention[0])
 
-    @property
+    @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Indices of all devices of the placement, in order."""
-        homes = {self.ends, *(home for stage in self.stages for home in stage.homes)}
+        """Devices that hold a module, the embedding or the head, in ascending order."""
+        homes = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
         return tuple(sorted({device for home in homes for device in home.devices}))
 
-    def stage_of(self, layer: int) -> Stage:
-        """Return the stage of a layer. Raises `LayoutError` if there is no such layer."""
-        for stage in self.stages:
-            if layer in stage.layers:
-                return stage
-        raise LayoutError(f"there is no layer {layer}: the model has {self.num_layers}")
+    @cached_property
+    def home(self) -> Home | None:
+        """The only home, if all modules have the same one and there is one microbatch; else None."""
+        only = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
+        return self.head if len(only) == 1 and self.num_microbatches == 1 else None
 
-    def homes(self) -> list[tuple[Home, ...]]:
-        """Return the homes of every layer, one for each lane."""
-        return [stage.homes for stage in self.stages for _ in stage.layers]
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """All modules, in the order of computation: as few runs as possible."""
+        parts: list[tuple[int, ModuleKind, Homes]] = []
+        for layer, (attention, ffn) in enumerate(zip(self.attention, self.ffn, strict=True)):
+            if attention == ffn:
+                parts.append((layer, "layer", attention))
+            else:
+                parts.append((layer, "attention", attention))
+                parts.append((layer, "ffn", ffn))
+        found: list[Run] = []
+        for (module, homes), same in groupby(parts, key=lambda part: (part[1], part[2])):
+            layers = [layer for layer, *_ in same]
+            if module == "layer":
+                found.append(Run(range(layers[0], layers[-1] + 1), module, homes))
+            else:
+                found += [Run(range(layer, layer + 1), module, homes) for layer in layers]
+        return tuple(found)
+
+    @cached_property
+    def page_groups(self) -> dict[Homes, tuple[int, ...]]:
+        """Layers by the homes of their attention. Layers of one group share page ids."""
+        groups: dict[Homes, list[int]] = {}
+        for layer, homes in enumerate(self.attention):
+            groups.setdefault(homes, []).append(layer)
+        return {homes: tuple(layers) for homes, layers in groups.items()}
 
     def parallelism(self) -> list[int]:
-        """Return the number of homes that compute each layer in parallel: the vector P of CoCoServe."""
-        return [len(stage.distinct_homes) for stage in self.stages for _ in stage.layers]
+        """Return, for every layer, how many homes compute it side by side: CoCoServe's vector P."""
+        return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
-    def homes_of(self, lane: int) -> tuple[Home, ...]:
-        """Return the homes of a lane without duplicates, in the order of layers. Its sequences have pages at each."""
-        return tuple(dict.fromkeys(stage.homes[lane] for stage in self.stages))
+    # Changes
 
-    def with_lanes(self, num_lanes: int) -> "Placement":
-        """Return the placement with `num_lanes` copies of its only lane. Raises `LayoutError` if it has more lanes."""
-        if self.num_lanes not in (1, num_lanes):
-            raise LayoutError(f"a placement of {self.num_lanes} lanes cannot have {num_lanes}")
-        return Placement(
-            self.ends,
-            tuple(Stage(s.layers, s.homes * (num_lanes // self.num_lanes)) for s in self.stages),
-        )
+    def with_modules(self, layers: range, module: ModuleKind, homes: Homes) -> "Placement":
+        """Return the placement with some modules at other homes. Raises `LayoutError` for layers that do not exist."""
+        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
+            raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
 
-    def with_homes(self, layers: range, homes: tuple[Home, ...]) -> "Placement":
-        """Return the placement with some layers at other homes. Raises `LayoutError` for unknown layers."""
-        if not layers or layers.start < 0 or layers.stop > self.num_layers:
-            raise LayoutError(f"layers {_named(layers)} are not among the model's {self.num_layers}")
-        before = [Stage(r, s.homes) for s in self.stages if (r := s.layers[: max(layers.start - s.layers.start, 0)])]
-        after = [Stage(r, s.homes) for s in self.stages if (r := s.layers[max(layers.stop - s.layers.start, 0) :])]
-        return Placement(self.ends, (*before, Stage(layers, homes), *after))
+        def changed(modules: tuple[Homes, ...]) -> tuple[Homes, ...]:
+            return (*modules[: layers.start], *[homes] * len(layers), *modules[layers.stop :])
 
-    def with_ends(self, ends: Home) -> "Placement":
+        attention = self.attention if module == "ffn" else changed(self.attention)
+        return Placement(self.head, attention, self.ffn if module == "attention" else changed(self.ffn))
+
+    def with_head(self, head: Home) -> "Placement":
         """Return the placement with the embedding and the head at another home."""
-        return Placement(ends, self.stages)
+        return Placement(head, self.attention, self.ffn)
+
+    # Data
+
+    @classmethod
+    def from_data(cls, data: Any, num_layers: int, num_devices: int, max_degree: int) -> "Placement":
+        """Return the placement that a dict describes, as read from JSON.
+
+        The dict has `head`, a list of devices, and `stages`, a list of dicts with `layers` (`[first, end)`), `homes`
+        (one list of devices for each microbatch, or one for all) and, optionally, `module`.
+
+        Raises `LayoutError`, with the value and the limit, for anything else.
+        """
+        _check_keys("placement", data, required={"head", "stages"})
+        stages = data["stages"]
+        if not isinstance(stages, list | tuple) or not 0 < len(stages) <= MAX_STAGES:
+            raise LayoutError(f"placement: stages must be a list of 1 to {MAX_STAGES} stages")
+        limits = num_devices, max_degree
+        head = _home("placement: head", data["head"], *limits)
+        parsed = [_stage(index, stage, num_layers, *limits) for index, stage in enumerate(stages)]
+        num_microbatches = max(len(run.homes) for run in parsed)
+        modules: dict[str, list[Homes | None]] = {"attention": [None] * num_layers, "ffn": [None] * num_layers}
+        for index, run in enumerate(parsed):
+            if len(run.homes) not in (1, num_microbatches):
+                raise LayoutError(
+                    f"placement: stage {index} has {len(run.homes)} homes, and another stage has {num_microbatches}: "
+                    "give one home for all microbatches, or one for each"
+                )
+            homes = run.homes * (num_microbatches // len(run.homes))
+            for name in ("attention", "ffn") if run.module == "layer" else (run.module,):
+                for layer in run.layers:
+                    if modules[name][layer] is not None:
+                        raise LayoutError(f"placement: stage {index} places the {name} of layer {layer} a second time")
+                    modules[name][layer] = homes
+        for name, placed in modules.items():
+            if None in placed:
+                raise LayoutError(f"placement: no stage places the {name} of layer {placed.index(None)}")
+        attention, ffn = (tuple(homes for homes in placed if homes is not None) for placed in modules.values())
+        return cls(head, attention, ffn)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the placement as data that `from_data` takes."""
+        stages, several = [], any(len(set(run.homes)) > 1 for run in self.runs)
+        for run in self.runs:
+            # One home stands for all microbatches if another stage tells how many there are.
+            homes = run.homes[:1] if several and len(set(run.homes)) == 1 else run.homes
+            stage: dict[str, Any] = {"layers": [run.layers.start, run.layers.stop]}
+            if run.module != "layer":
+                stage["module"] = run.module
+            stages.append(stage | {"homes": [list(home.devices) for home in homes]})
+        return {"head": list(self.head.devices), "stages": stages}
 
     def __str__(self) -> str:
-        return "  ".join(f"{_named(s.layers)}: {', '.join(map(str, s.homes))}" for s in self.stages)
+        return "   ".join(map(str, self.runs))
 
 
-def joined(placements: Sequence[Placement], ends: Home) -> Placement:
-    """Join the placements of several instances: the lanes of the first, then the lanes of the second, and so on.
-
-    Raises `LayoutError` if they share devices or have different numbers of layers.
-    """
-    if len({placement.num_layers for placement in placements}) != 1:
-        raise LayoutError("placements of different models cannot be joined")
-    for one, other in combinations(placements, 2):
-        if set(one.devices) & set(other.devices):
-            raise LayoutError(f"placements share devices {sorted(set(one.devices) & set(other.devices))}")
-    layers = zip(*(placement.homes() for placement in placements), strict=True)
-    return Placement.of_layers(ends, [tuple(home for homes in layer for home in homes) for layer in layers])
+def _check_keys(what: str, data: Any, required: set[str], optional: Iterable[str] = ()) -> None:
+    if not isinstance(data, Mapping):
+        raise LayoutError(f"{what} must be an object with {sorted(required)}, not {type(data).__name__}")
+    if missing := required - set(data):
+        raise LayoutError(f"{what} lacks {sorted(missing)}")
+    if unknown := set(data) - required - set(optional):
+        raise LayoutError(f"{what} has unknown keys {sorted(map(str, unknown))[:8]}: known are {sorted(required)}")
 
 
-def path(
-    source: Placement, target: Placement, layers_per_step: int, *, last_first: bool = True
-) -> Iterator[tuple[range, Placement]]:
-    """Yield the steps from one placement to another: the layers of the step, and the placement after it.
-
-    Only layers with different homes change. A step changes at most `layers_per_step` consecutive layers, which are in
-    one stage before and in one stage afterwards. The ends are at the larger of their two homes until the last step,
-    which moves them to their target. If only the ends differ, this step has no layers.
-
-    Args:
-        source: first placement; not yielded.
-        target: last placement.
-        layers_per_step: maximum number of layers in a step.
-        last_first: True begins with the last layers, False with the first.
-
-    Raises `LayoutError` if the placements have different numbers of layers or lanes (see `with_lanes`), or if neither
-    home of the ends contains the other.
-    """
-    if (source.num_layers, source.num_lanes) != (target.num_layers, target.num_lanes):
-        raise LayoutError(
-            f"no path from {source.num_layers} layers and {source.num_lanes} lanes to "
-            f"{target.num_layers} and {target.num_lanes}"
-        )
-    if layers_per_step < 1:
-        raise LayoutError(f"layers_per_step={layers_per_step} must be at least 1")
-    if not source.ends.overlaps(target.ends):
-        raise LayoutError(f"the ends cannot go from {source.ends} to {target.ends}: neither contains the other")
-    steps = list(_steps(source, target, layers_per_step))
-    if last_first:
-        steps.reverse()
-    present = source.with_ends(max(source.ends, target.ends, key=lambda home: home.degree))
-    for layers in steps[:-1]:
-        present = present.with_homes(layers, target.stage_of(layers.start).homes)
-        yield layers, present
-    if steps:
-        yield steps[-1], target
-    elif source.ends != target.ends:
-        yield range(0), target
+def _home(what: str, devices: Any, num_devices: int, max_degree: int) -> Home:
+    if not isinstance(devices, list | tuple) or not devices or not all(type(device) is int for device in devices):
+        raise LayoutError(f"{what} must be a list of device indices, such as [0] or [2, 3]")
+    if len(devices) > max_degree:
+        raise LayoutError(f"{what} has {len(devices)} devices: a home has at most {max_degree}")
+    if not all(0 <= device < num_devices for device in devices):
+        raise LayoutError(f"{what} names devices {list(devices)}: there are devices 0 to {num_devices - 1}")
+    try:
+        return Home.of_devices(devices)
+    except LayoutError as error:
+        raise LayoutError(f"{what}: {error}") from None
 
 
-def _steps(source: Placement, target: Placement, layers_per_step: int) -> Iterator[range]:
-    """Yield the layers that change, in order, in ranges of at most `layers_per_step` with equal old and new homes."""
-    changes = enumerate(zip(source.homes(), target.homes(), strict=True))
-    for (before, after), run in groupby(changes, key=lambda change: change[1]):
-        layers = [layer for layer, _ in run]
-        if before != after:
-            for first in range(layers[0], layers[-1] + 1, layers_per_step):
-                yield range(first, min(first + layers_per_step, layers[-1] + 1))
+def _stage(index: int, data: Any, num_layers: int, num_devices: int, max_degree: int) -> Run:
+    what = f"placement: stage {index}"
+    _check_keys(what, data, required={"layers", "homes"}, optional={"module"})
+    layers, homes, module = data["layers"], data["homes"], data.get("module", "layer")
+    if not isinstance(layers, list | tuple) or len(layers) != 2 or not all(type(layer) is int for layer in layers):
+        raise LayoutError(f"{what}: layers must be [first, end), two integers")
+    if not 0 <= layers[0] < layers[1] <= num_layers:
+        raise LayoutError(f"{what}: layers {list(layers)} must be from 0 to {num_layers}, the first below the end")
+    if module not in ("layer", "attention", "ffn"):
+        raise LayoutError(f"{what}: module must be layer, attention or ffn")
+    if not isinstance(homes, list | tuple) or not 0 < len(homes) <= MAX_MICROBATCHES:
+        raise LayoutError(f"{what}: homes must be a list of 1 to {MAX_MICROBATCHES} lists of devices")
+    parsed = tuple(_home(f"{what}: home {number}", home, num_devices, max_degree) for number, home in enumerate(homes))
+    return Run(range(*layers), module, parsed)
 
 
-def _joined(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Merge adjacent stages with equal homes."""
-    found: list[Stage] = []
-    for homes, alike in groupby(stages, key=lambda stage: stage.homes):
-        first, *more = alike
-        found.append(Stage(range(first.layers.start, more[-1].layers.stop), homes) if more else first)
-    return tuple(found)
-
-
-def _named(layers: range) -> str:
-    return f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+def _span(indices: range) -> str:
+    return f"{indices.start}" if len(indices) == 1 else f"{indices.start}-{indices.stop - 1}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sharding.degrees import DEGREES
+from sharding.degrees import degrees_up_to
 from sharding.params import ParamSpec
 
 
@@ -39,14 +39,13 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
         max_tp: largest degree.
     """
     released: list[ReleasedShard] = []
-    for degree in DEGREES[1:]:
-        if degree > max_tp:
-            break
+    degrees = degrees_up_to(max_tp)
+    for degree in degrees[1:]:
         for spec in specs:
             taken = [c.shards for c in released if c.spec is spec]
             spare = []
             for device in range(max_tp):
-                needed = {c for p in DEGREES if degree <= p <= max_tp for c in spec.shard_indices(p, device % p)}
+                needed = {c for p in degrees if p >= degree for c in spec.shard_indices(p, device % p)}
                 gone = {shards[device] for shards in taken}
                 # Sorted by distance in a butterfly exchange, so that peers trade shards in pairs.
                 spare.append(sorted(set(range(max_tp)) - needed - gone, key=lambda c, d=device: c ^ d))

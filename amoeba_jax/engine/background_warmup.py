@@ -38,7 +38,7 @@ class BackgroundWarmup:
         present = cluster.instances[0].tp
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         by_degree = enumerate_by_degree(cluster.plan, executables, order)
-        if cluster.config.prepare_pausing:
+        if cluster.config.prepare_pausing and cluster.plan.placement is None:
             for spec in kept_weights(cluster.plan, executables, tuple(sorted(set(degrees)))):
                 by_degree[len(spec.devices)].append(spec)
         missing = executables.compile_later(spec for specs in by_degree.values() for spec in specs)
@@ -76,5 +76,5 @@ class BackgroundWarmup:
             )
 
     def _finish(self) -> None:
-        if self._wanted.keys() == set(self._cluster.sub_meshes.degrees()):
+        if self._wanted.keys() == set(self._cluster.plan.degrees):
             self._cluster.executables.set_complete()

@@ -165,7 +165,7 @@ class Engine:
             return  # closed: whatever is asked next says so
         capacity, tp = max(map(self.transformations.capacity_to_come, instances))
         if self.scheduler_hook is not None:
-            degrees = self.cluster.sub_meshes.degrees()
+            degrees = self.cluster.plan.degrees
             capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
         limit = min(self.max_model_len, capacity)
         if total > limit:

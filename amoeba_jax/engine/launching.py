@@ -85,7 +85,7 @@ class Launching:
         if other is None and launcher.can_launch(best):
             return best  # it tells a request why it cannot be served
         executables = self._cluster.executables
-        if instance.transition is not None:
+        if len(instance.lanes) > 1:
             executables.request(instance.launcher.specs(best))
             return other
         alike = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
@@ -103,7 +103,7 @@ class Launching:
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
         """The best step, and others for while its programs are compiled."""
-        if instance.transition is not None:
+        if len(instance.lanes) > 1:
             yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
             return
         best = plan_step(

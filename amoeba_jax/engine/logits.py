@@ -1,12 +1,17 @@
 """Logits of a whole sequence through the paged path, for checks and teaching."""
 
+from functools import partial
+
 import numpy as np
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.work import Blocks
+from kvcache.geometry import PageGeometry
 from kvcache.pages import SequencePages
+from sharding.placement import Home, Homes
 
 
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
@@ -19,23 +24,24 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
     steady = [instance for instance in engine.instances if instance.transition is None]
     if not steady:
         raise RequestError("logits cannot be computed while all devices are being transformed: wait until then")
-    instance = max(steady, key=lambda i: (i.lane.cache.num_available_pages, -i.id))
-    cache = instance.lane.cache
+    lanes = [(instance, number, lane) for instance in steady for number, lane in enumerate(instance.lanes)]
+    instance, number, lane = max(lanes, key=lambda it: (it[2].cache.num_available_pages, -it[0].id, -it[1]))
+    cache, microbatch = lane.cache, number if len(instance.lanes) > 1 else None
     if (need := engine.dims.pages.pages_for(len(tokens))) > cache.num_available_pages:
         raise RequestError(
             f"logits of {len(tokens)} tokens need {need} KV pages, and running requests leave "
             f"{cache.num_available_pages}: wait for them to finish"
         )
-    pages = SequencePages(instance.lane.pages)
+    pages = SequencePages(lane.pages)
     cache.reserve(pages, len(tokens))
     rows, start = [], 0
     try:
         while start < len(tokens):
-            chunk = instance.buckets.chunk_size(decode_from - start) if start < decode_from else 1
+            chunk = instance.lane_buckets.chunk_size(decode_from - start) if start < decode_from else 1
             stop = min(start + chunk, decode_from) if start < decode_from else start + 1
-            shape = instance.buckets.step(0, 1, chunk) if start < decode_from else instance.buckets.step(1)
-            batch = _sequence_batch(shape, instance, tokens[start:stop], start, pages)
-            head = instance.launcher.launch_batch(batch, "all")
+            shape = instance.lane_buckets.step(0, 1, chunk) if start < decode_from else instance.lane_buckets.step(1)
+            batch_at = partial(_batch_at, engine.dims.pages, lane, pages, tokens[start:stop], start)
+            head = instance.launcher.launch_batch(shape, microbatch, batch_at, "all")
             first = shape.num_rows - 1  # rows before the sequence's are padding, of one token each
             rows.append(np.asarray(head.logits)[:, first : first + stop - start].T)
             start = stop
@@ -44,16 +50,25 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
     return np.concatenate(rows)
 
 
-def _sequence_batch(
-    shape: BatchShape, instance: Instance, tokens: tuple[int, ...], start: int, pages: SequencePages
+def _batch_at(
+    geometry: PageGeometry,
+    lane: Lane,
+    pages: SequencePages,
+    tokens: tuple[int, ...],
+    start: int,
+    home: Home,
+    group: Homes | None,
+    _: Blocks | None,
+    shape: BatchShape,
 ) -> StepBatch:
-    """Inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
-    batch = StepBatch(shape, instance.tp)
+    """Return the inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
+    batch = StepBatch(shape, home.degree)
     row = shape.num_rows - 1
     padding = (row, shape.num_tokens - len(tokens) - row)
     batch.set("tokens", np.pad(tokens, padding))
     batch.set("positions", np.pad(np.arange(start, start + len(tokens)), padding, constant_values=-1))
-    used = pages.pool.geometry.pages_for(start + len(tokens))
-    batch.set_table(row, pages.table[:, :used])
-    batch.set("num_pages", np.pad([used], (row, 0)))
+    if group is not None:
+        used = geometry.pages_for(start + len(tokens))
+        batch.set_table(row, lane.table(pages, group)[:, :used])
+        batch.set("num_pages", np.pad([used], (row, 0)))
     return batch

@@ -47,24 +47,36 @@ def memory_report(engine: Engine) -> MemoryReport:
         for device, ledger in enumerate(cluster.ledgers)
         for (layer, owner), size in ledger.entries.items()
     )
-    unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp * dims.config.num_layers
-    kept = [0] * len(cluster.factory.allocators)
-    counts = {instance: instance.page_counts() for instance in engine.instances}
-    for instance in engine.instances:
-        for device in instance.group.device_indices:
-            cached = counts[instance].cached * dims.pages.units_per_page(instance.tp)
-            kept[device] = cached * unit_bytes
-        for member in instance.paused:
-            for device in member.group.device_indices:
-                cached = member.page_counts().cached * dims.pages.units_per_page(member.tp)
-                kept[device] += cached * unit_bytes
-    used = tuple(
-        (a.total_units - a.free_units) * unit_bytes - k for a, k in zip(cluster.factory.allocators, kept, strict=True)
-    )
+    used, kept = _page_bytes(engine)
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding[Owner.KV_CACHE] = dims.heads.kv_padding
     reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)
-    return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=tuple(kept))
+    return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=kept)
+
+
+def _page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the bytes of pages on each device that requests use, and those that only the prefix cache keeps."""
+    cluster, dims = engine.cluster, engine.dims
+    unit_bytes, num_layers = cluster.memory_plan.page_bytes // dims.max_tp, dims.config.num_layers
+    live, kept = [0] * len(cluster.ledgers), [0] * len(cluster.ledgers)
+    for device, allocator in enumerate(cluster.factory.allocators):
+        live[device] = (allocator.total_units - allocator.free_units) * unit_bytes * num_layers
+    for instance in engine.instances:
+        for allocator, device, layers in instance.page_allocators:
+            live[device] += (allocator.total_units - allocator.free_units) * unit_bytes * layers
+        if instance.is_placed:
+            groups = instance.runner.placement.page_groups
+            for number, lane in enumerate(instance.lanes):
+                for group, layers in groups.items():
+                    units = lane.cache.num_evictable_pages * dims.pages.units_per_page(group[number].degree)
+                    for device in group[number].devices:
+                        kept[device] += units * unit_bytes * len(layers)
+            continue
+        for each in (instance, *instance.paused):
+            cached = each.page_counts().cached * dims.pages.units_per_page(each.tp)
+            for device in each.group.device_indices:
+                kept[device] += cached * unit_bytes * num_layers
+    return tuple(total - cached for total, cached in zip(live, kept, strict=True)), tuple(kept)
 
 
 def engine_stats(engine: Engine) -> EngineStats:

@@ -10,14 +10,16 @@ from amoeba_jax.errors import EngineClosedError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.step_switch import ExchangePart
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights, steps_of
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
+from amoeba_jax.programs.work import Blocks
 from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
+from sharding.placement import Home, Homes
 
 ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run only on the first device of an instance."""
@@ -37,7 +39,7 @@ def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
 
 def _kept(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
     """Return the programs of instances that keep all weights, if pausing is prepared."""
-    if not engine.config.prepare_pausing:
+    if not engine.config.prepare_pausing or engine.cluster.plan.placement is not None:
         return []
     return kept_weights(engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees))))
 
@@ -68,13 +70,18 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     waiting: dict[Hashable, ProgramSpec] = {spec.key: spec for spec in specs}
     kept: dict[Hashable, ProgramSpec] = {spec.key: waiting.pop(spec.key) for spec in _kept(engine, degrees)}
     _clear_caches(engine)
+    placement = engine.cluster.plan.placement
     for executable in executables.prepare(specs):
         engine.cluster.reserve_temporaries(executable)
         passed()
         # Programs of the present instances run at once, while others are compiled.
-        if executable.spec.key not in kept and _run_here(engine, executable.spec):
+        if placement is None and executable.spec.key not in kept and _run_here(engine, executable.spec):
             waiting.pop(executable.spec.key, None)
             passed()
+    if placement is not None:
+        _run_placed(engine, engine.instances[0], list(waiting.values()), passed)
+        executables.set_complete()
+        return executables.num_made - before
     try:
         # The present layout comes first, because it needs no transformation.
         for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
@@ -95,10 +102,30 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     return executables.num_made - before
 
 
+def _run_placed(engine: Engine, instance: Instance, specs: list[ProgramSpec], on_program: Callable[[], None]) -> None:
+    """Run every program of an instance with a start placement: all steps, of padding alone, and all other programs."""
+    placement = instance.runner.placement
+
+    def padding(home: Home, group: Homes | None, blocks: Blocks | None, shape: BatchShape) -> StepBatch:
+        return StepBatch(shape, home.degree)
+
+    for shape, logits_of, microbatch in steps_of(engine.cluster.plan, placement):
+        jax.block_until_ready(instance.launcher.launch_batch(shape, microbatch, padding, logits_of))
+    for lane in instance.lanes:
+        rows = np.zeros((2, lane.pages.tp), np.int32)
+        instance.launcher.copy_page(instance.lanes, lane, *rows)
+    for spec in specs:
+        if spec.kind in ON_FIRST:
+            program = engine.cluster.executables.get(spec)
+            jax.block_until_ready(_run_on_first(instance, spec.kind, program))
+        on_program()
+
+
 def _clear_caches(engine: Engine) -> None:
     """Drop cached pages, because restored weights may overwrite them."""
     for instance in engine.instances:
-        instance.lane.cache.clear()
+        for lane in instance.lanes:
+            lane.cache.clear()
 
 
 def _run_all(

@@ -22,11 +22,13 @@ from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.memory import ACTIVATION_KINDS, MemoryPlan
 from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.start_placement import home_pages
 from amoeba_jax.weights.loading import OpenWeights
 from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble
 from sharding.owners import Owner
+from sharding.placement import Placement
 from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
@@ -89,18 +91,21 @@ class Cluster:
         """Load the weights, and make all else that lies on the devices, the first instances among it."""
         plan = self.memory_plan
         with self.open_weights() as reader:
-            self.weights.load(reader, self.ledgers, on_load)
+            self.weights.load(reader, self.ledgers, on_load, self.plan.placement)
         with allocation_errors(plan):
             self.factory = InstanceFactory(
                 self.plan, self.weights, self.executables, lambda: self.on_result(), self.config.tensor_parallel_size
             )
-            for ledger in self.ledgers:
-                ledger.add(Owner.SAMPLING, plan.sampling_bytes)
-                ledger.add(Owner.HIDDEN, plan.hidden_bytes)
-            self._build(self.config.tensor_parallel_size)
-        for ledger in self.ledgers:
-            ledger.reserve("activations", self._activation_bytes)
-            ledger.reserve("staging", plan.staging_bytes)
+            for device, memory in self.plan.device_plans.items():
+                self.ledgers[device].add(Owner.SAMPLING, memory.sampling_bytes)
+                self.ledgers[device].add(Owner.HIDDEN, memory.hidden_bytes)
+            if self.plan.placement is None:
+                self._build(self.config.tensor_parallel_size)
+            else:
+                self._build_placed(self.plan.placement)
+        for device in self.plan.device_plans:
+            self.ledgers[device].reserve("activations", self._activation_bytes)
+            self.ledgers[device].reserve("staging", plan.staging_bytes)
 
     def reserve_temporaries(self, executable: Executable) -> None:
         """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
@@ -151,8 +156,12 @@ class Cluster:
     def rebuild(self, instance: Instance) -> None:
         """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
         buffers: these are made again."""
-        instance.site.replace_lost()
+        for site in instance.runner.sites.values():
+            site.replace_lost()
         instance.sampler.state.replace_lost()
+        if instance.is_placed:
+            self.replace([instance], [self.factory.placed_instance(instance.runner.placement, instance)])
+            return
         empty = [self.factory.new_allocator(instance.released) for _ in instance.group.devices]
         allocators = self.factory.settle_allocators(instance.group, empty)
         parts = instance.group, allocators, instance.site.kv, instance.released
@@ -226,6 +235,8 @@ class Cluster:
 
     def _make_again(self, group: SubMesh) -> str | None:
         """Make the instance of a group that is out of service. Where that fails, return why: the group stays so."""
+        if self.plan.placement is not None:
+            return self._make_placed_again(group, self.plan.placement)
         released = self.lost[group]
         layers = range(self.dims.config.num_layers)
         try:
@@ -237,6 +248,16 @@ class Cluster:
             if any(self._released_for(group, layer) > released for layer in layers):
                 with self.open_weights() as reader:
                     self.weights.reload(reader, group, [released] * group.tp)
+        except Exception as error:
+            drop_frames(error)
+            return f"{type(error).__name__}: {error}"
+        self.lost = {other: degree for other, degree in self.lost.items() if other != group}
+        self.replace([], [instance])
+        return None
+
+    def _make_placed_again(self, group: SubMesh, placement: Placement) -> str | None:
+        try:
+            instance = self.factory.placed_instance(placement)
         except Exception as error:
             drop_frames(error)
             return f"{type(error).__name__}: {error}"
@@ -270,6 +291,16 @@ class Cluster:
             ]
             instances.append(self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp))
         self.instances = tuple(instances)
+
+    def _build_placed(self, placement: Placement) -> None:
+        """Make the only instance of a start placement."""
+        pages = home_pages(placement, self.plan.device_plans)
+        for layer, homes in enumerate(placement.attention):
+            for home in set(homes):
+                for device in home.devices:
+                    size = pages[home] * self.memory_plan.page_bytes
+                    self.ledgers[device].add(Owner.KV_CACHE, size, layer)
+        self.instances = (self.factory.placed_instance(placement),)
 
     def _base_extents(self, group: SubMesh) -> list[list[jax.Array]]:
         """Each layer's pages that are cache at every degree, on each of a group's devices, once they are there."""

@@ -17,7 +17,7 @@ from amoeba_jax.instances.step_plan import PendingStep, StepPlan
 from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
-from kvcache.allocator import OutOfPagesError
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
 
 
 class Instance:
@@ -68,8 +68,15 @@ class Instance:
         self._free_slots = list(range(sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
         self._paused_pages: PausedPages | None = None
+        self.page_allocators: list[tuple[BuddyAllocator, int, int]] = []
+        """Allocators of an instance with a placement of its own, with their device and their number of layers."""
         self.reader = ResultReader(f"amoeba-read-{self.id}", on_result)
         self.launcher = StepLauncher(runner, sampler, self.reader, executables)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has a placement of its own. Such an instance does not merge or split."""
+        return bool(self.page_allocators)
 
     @property
     def tp(self) -> int:
@@ -78,7 +85,7 @@ class Instance:
     @property
     def site(self) -> Site:
         """Where its embedding and head are computed, and in steady state all layers."""
-        return self.runner.sites[self.runner.placement.ends]
+        return self.runner.sites[self.runner.placement.head]
 
     @property
     def lane(self) -> Lane:
@@ -89,6 +96,8 @@ class Instance:
     @property
     def capacity_tokens(self) -> int:
         """Tokens that it holds when empty and all of its layers are at its degree."""
+        if self.is_placed:
+            return max(lane.capacity_tokens for lane in self.lanes)
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
 
     # Sequences
@@ -156,7 +165,7 @@ class Instance:
             lane.cache.reserve(sequence.pages, num_tokens)
         except OutOfPagesError:
             # Of the pages that only this lane has there is none, or of those that all lanes share.
-            return lane.running if lane.lacks_own_pages(needed) else self.running
+            return lane.running if lane.lacks_own_pages(needed, self.lanes) else self.running
         return ()
 
     def remove(self, sequence: Sequence) -> None:
@@ -176,7 +185,12 @@ class Instance:
     def page_counts(self) -> PageCounts:
         """How its pages are used, at its own degree."""
         lane = self.lanes[0]
-        ranks = lane.ranks[self.runner.placement.ends]
+        if self.is_placed:
+            lane = max(self.lanes, key=lambda lane: lane.cache.num_available_pages)
+            cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)  # some on devices that lanes share
+            total = lane.pages.num_total_pages
+            return PageCounts(total, min(lane.pages.num_free_pages + cached, total), min(cached, total))
+        ranks = lane.ranks[(self.runner.placement.head,) * len(self.lanes)]
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self._paused_pages is None:
             free = min(lane.pages.free_by_rank()[ranks])

@@ -8,20 +8,20 @@ from jaxtyping import Int32
 from amoeba_jax.instances.sequence import Sequence
 from kvcache.pages import PagePool, SequencePages
 from kvcache.prefix_cache import PrefixCache
-from sharding.placement import Home
+from sharding.placement import Homes
 
 
 class Lane:
     """Sequences with pages in one pool. An instance has one lane, and one for each instance of the lower degree while
     it merges or splits. Used by the dispatcher thread only.
 
-    A page is a column of a table, which has a row for each rank of each home that computes layers of the lane: while
-    layers change their home, a page has its place in both layouts.
+    A page is a column of a table. The table has a row for each rank of the lane's home in each page group: while layers
+    change their homes, a page has a place in both groups.
 
     Args:
         pages: of its sequences.
         cache: of their prefixes.
-        ranks: which rows of a table a home's ranks have.
+        ranks: rows of a table that belong to a page group.
         max_running: sequences that it runs at once.
 
     Attributes:
@@ -29,7 +29,7 @@ class Lane:
         closed: no others start.
     """
 
-    def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Home, slice], max_running: int):
+    def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Homes, slice], max_running: int):
         self.pages, self.cache, self.ranks, self.max_running = pages, cache, dict(ranks), max_running
         self.running: list[Sequence] = []
         self.closed = False
@@ -43,10 +43,11 @@ class Lane:
     def has_free_slot(self) -> bool:
         return not self.closed and len(self.running) < self.max_running
 
-    def lacks_own_pages(self, num_pages: int) -> bool:
-        """Whether that many pages are not free on the ranks that no other lane has pages on."""
-        own = min(self.ranks.values(), key=lambda ranks: ranks.stop - ranks.start)
-        return min(self.pages.free_by_rank()[own]) < num_pages
+    def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
+        """Return whether fewer than `num_pages` pages are free in the allocators that no other of `lanes` uses."""
+        shared = {allocator for lane in lanes if lane is not self for allocator in lane.pages.allocators}
+        own = zip(self.pages.free_by_rank(), self.pages.allocators, strict=True)
+        return any(free < num_pages for free, allocator in own if allocator not in shared)
 
     def make_free(self, num_pages: int, lanes: Iterable["Lane"]) -> None:
         """Evict cached prefixes for that many free pages, its own first, then those of other lanes, which may share
@@ -56,14 +57,9 @@ class Lane:
             if other is not self and self.pages.num_free_pages < num_pages:
                 other.cache.evict(min(num_pages - self.pages.num_free_pages, other.cache.num_evictable_pages))
 
-    @property
-    def homes(self) -> tuple[Home, ...]:
-        """That its tables have rows for."""
-        return tuple(self.ranks)
-
-    def table(self, pages: SequencePages, home: Home) -> Int32[np.ndarray, "tp pages"]:
-        """A sequence's pages where a home's ranks have them."""
-        return pages.table[self.ranks[home]]
+    def table(self, pages: SequencePages, group: Homes) -> Int32[np.ndarray, "tp pages"]:
+        """Return the pages of a sequence on the ranks of this lane's home in a page group."""
+        return pages.table[self.ranks[group]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
         """All pages that sequences or the cache hold, each once, in the order of their ids on rank 0."""

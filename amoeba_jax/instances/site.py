@@ -1,4 +1,4 @@
-"""A group of devices that computes layers together, and the buffers that it computes them with."""
+"""The KV cache of the layers of one home, and the launch of their programs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -14,20 +14,20 @@ from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
-"""Extents of each layer, `[tp * pages, page_elems]` each; none of a layer that is elsewhere."""
+"""Extents of each layer, `[tp * pages, page_elems]` each; an empty list for a layer that is elsewhere."""
 
 
 class Site:
-    """Where layers are computed. Used by the dispatcher thread only.
+    """Buffers of the modules that one home computes. Used by the dispatcher thread only.
 
-    `kv[layer]` is that layer's list of extents, sharded over the ranks. Every step donates them and puts the returned
-    arrays (the same memory) in their place. So whatever is launched later sees what was launched before, and a page may
-    change hands before the steps that use it have run.
+    `kv[layer]` is the layer's list of extents, sharded over the ranks. Every step donates the extents and stores the
+    returned arrays, which are the same memory. So a later program sees the writes of an earlier one, and a page may be
+    reused before the steps that read it have run.
 
     Args:
-        kv: of every layer that the site has.
+        kv: extents of every layer.
         extent_pages: pages of each extent on a rank, the same for all layers.
-        begins: what programs are told, on all ranks: that they do not begin a step, or that they do.
+        begins: the flag that programs take, on all ranks: false, and true for the segment that begins a step.
     """
 
     def __init__(
@@ -45,18 +45,19 @@ class Site:
         self._begins = begins
 
     def specs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramSpec]:
-        """The programs that `programs` gives, each once."""
-        kinds = {segment.windows: segment for segment in segments}
+        """Return the programs of some segments for steps of a shape, each once."""
+        kinds = {(segment.windows, segment.module, segment.embeds): segment for segment in segments}
         return [self._request(segment, shape) for segment in kinds.values()]
 
     def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
-        """The programs of some segments, for steps of a shape. Raises whatever fetching one does."""
-        found: dict[tuple[int | None, ...], jax.stages.Compiled] = {}
+        """Return the program of each segment for steps of a shape. Raises the errors of `Executables.get`."""
+        found: dict[tuple[object, ...], jax.stages.Compiled] = {}
         programs = []
         for segment in segments:
-            if segment.windows not in found:
-                found[segment.windows] = self._executables.get(self._request(segment, shape))
-            programs.append(found[segment.windows])
+            kind = segment.windows, segment.module, segment.embeds
+            if kind not in found:
+                found[kind] = self._executables.get(self._request(segment, shape))
+            programs.append(found[kind])
         return programs
 
     def _request(self, segment: SegmentPlan, shape: BatchShape) -> ProgramSpec:
@@ -67,22 +68,34 @@ class Site:
         segments: Iterable[SegmentPlan],
         programs: Iterable[jax.stages.Compiled],
         hidden: jax.Array,
-        packed: jax.Array,
-        last_tokens: jax.Array,
+        packed: jax.Array | None,
+        last_tokens: jax.Array | None,
         exchanges: Mapping[SegmentPlan, ExchangePart] | None = None,
+        *,
+        begins: bool = True,
     ) -> jax.Array:
-        """Dispatch layers of a step, without waiting; they begin with the tokens' embeddings if the first of the model
-        is among them. Segments of `exchanges` run with these, of pages of other layers that the site has.
+        """Dispatch segments of a step without waiting, and return the new buffer of hidden states.
 
-        Donates the cache of all these layers, and `hidden`, for which it returns the new buffer. What fails part-way
-        has lost some of them.
+        Donates the cache of their layers and `hidden`. If a program fails, some of these buffers are lost.
+
+        Args:
+            packed: batch of the step; None for FFNs.
+            last_tokens: `[num_slots]` on all ranks; None if no segment embeds.
+            exchanges: segments whose programs also exchange pages of other layers of this site.
+            begins: whether the segment of the first layer, or of the embedding, begins the step.
         """
         kv = self.kv
         no, yes = self._begins
         for segment, program in zip(segments, programs, strict=True):
             start, stop = segment.layers.start, segment.layers.stop
-            begins = no if start else yes
-            arguments = self.weights(segment), kv[start:stop], hidden, packed, last_tokens, begins
+            weights = self.weights(segment)
+            if segment.module == "ffn":
+                _, hidden = program(weights, [], hidden)
+                continue
+            if not segment.embeds:
+                kv[start:stop], hidden = program(weights, kv[start:stop], hidden, packed)
+                continue
+            arguments = weights, kv[start:stop], hidden, packed, last_tokens, yes if begins and not start else no
             if (part := exchanges.get(segment) if exchanges else None) is None:
                 kv[start:stop], hidden = program(*arguments)
             else:
@@ -92,15 +105,15 @@ class Site:
         return hidden
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """A segment's weights, as its programs take them."""
+        """Return a segment's weights, in the order in which its programs take them."""
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
-        """Put zeros in the place of extents that failed programs have taken along."""
+        """Replace the extents that failed programs have lost by zeros."""
         for extents in self.kv:
             extents[:] = replaced_if_lost(extents, self.group)
 
     def extents(self) -> Iterator[jax.Array]:
-        """All of the cache."""
+        """Yield all extents."""
         for extents in self.kv:
             yield from extents

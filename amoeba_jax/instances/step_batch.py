@@ -15,15 +15,13 @@ def step_batch(
     shape: BatchShape,
     tp: int,
     rows: Iterable[Row],
-    table_of: Callable[[Sequence], Int32[np.ndarray, "tp pages"]],
+    table_of: Callable[[Sequence], Int32[np.ndarray, "tp pages"]] | None,
     geometry: PageGeometry,
-    first_place: int = 0,
 ) -> StepBatch:
-    """Inputs of a step for the ranks of one home.
+    """Return the inputs of a step for the ranks of one home.
 
     Args:
-        table_of: a sequence's pages on these ranks.
-        first_place: place of the block's first row in the step.
+        table_of: returns the pages of a sequence on these ranks; None for a step without attention.
     """
     batch = StepBatch(shape, tp)
     first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
@@ -32,7 +30,7 @@ def step_batch(
     last_token, slots, num_pages = (np.zeros(shape.num_rows, np.int32) for _ in range(3))
     slots -= 1
     for row in rows:
-        place, sequence, start, length = row.place - first_place, row.sequence, row.start, row.length
+        place, sequence, start, length = row
         first, stop = first_token[place], start + length
         positions[first : first + length] = np.arange(start, stop)
         if stop > sequence.num_known:  # only ever the last token is not known
@@ -42,8 +40,9 @@ def step_batch(
         last_token[place] = first + length - 1
         if stop == sequence.num_tokens:
             slots[place] = sequence.slot
-        num_pages[place] = used = geometry.pages_for(stop)
-        batch.set_table(place, table_of(sequence)[:, :used])
+        if table_of is not None:
+            num_pages[place] = used = geometry.pages_for(stop)
+            batch.set_table(place, table_of(sequence)[:, :used])
     batch.set("tokens", tokens)
     batch.set("sources", sources)
     batch.set("positions", positions)

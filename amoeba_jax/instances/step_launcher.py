@@ -7,7 +7,7 @@ import numpy as np
 
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.result_reader import ResultReader
-from amoeba_jax.instances.runner import Runner, StepInputs
+from amoeba_jax.instances.runner import BatchAt, Runner, StepInputs
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_batch import step_batch
 from amoeba_jax.instances.step_plan import PendingStep, Row, StepNotLaunchedError, StepPlan
@@ -16,9 +16,10 @@ from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
+from amoeba_jax.programs.work import Blocks
 from amoeba_jax.sampling.rows import SamplerKind
 from sharding.mesh import assemble, disassemble
-from sharding.placement import Home
+from sharding.placement import Home, Homes
 
 
 class _PreparedStep(NamedTuple):
@@ -122,22 +123,20 @@ class StepLauncher:
         sample = self._sampler.prepare(plan, sampled)
         columns = self._sampler.column_programs(plan.shape.num_tokens) if every else (None, None)
 
-        def batch_at(home: Home, block: int | None, shape: BatchShape) -> StepBatch:
-            rows, first = plan.rows, 0
-            if block is not None:
-                first = block * shape.num_rows
-                rows = tuple(row for row in rows if first <= row.place < first + shape.num_rows)
+        def batch_at(home: Home, group: Homes | None, blocks: Blocks | None, shape: BatchShape) -> StepBatch:
+            rows = plan.rows if blocks is None else _rows_of(plan.rows, blocks, plan.shape.num_rows // len(lanes))
             geometry = lanes[0].pages.geometry
-            return step_batch(shape, home.degree, rows, lambda s: _table(lanes, s, home), geometry, first)
+            tables = None if group is None else lambda s: _table(lanes, s, group)
+            return step_batch(shape, home.degree, rows, tables, geometry)
 
         inputs = self._runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
         return _PreparedStep(inputs, sampled, sample, *columns)
 
-    def launch_batch(self, batch: StepBatch, logits_of: LogitsOf = "last") -> HeadOutput:
-        """Dispatch a step of an instance in steady state, without waiting, and without choosing tokens by any other
-        rule than the argmax."""
-        inputs = self._runner.prepare(batch.shape, logits_of, None, lambda *_: batch)
-        return self._runner.run(inputs)
+    def launch_batch(
+        self, shape: BatchShape, microbatch: int | None, batch_at: BatchAt, logits_of: LogitsOf = "last"
+    ) -> HeadOutput:
+        """Dispatch a step of given batches without waiting. No sampler runs: only the greedy tokens are recorded."""
+        return self._runner.run(self._runner.prepare(shape, logits_of, microbatch, batch_at))
 
     def page_copy_specs(self) -> list[ProgramSpec]:
         """What `copy_page` launches."""
@@ -154,17 +153,14 @@ class StepLauncher:
 
         Donates the cache, layer by layer: what fails part-way has lost some of it.
         """
-        number, ids = lanes.index(lane), {}
-        for layer, homes in enumerate(self._runner.placement.homes()):
-            home = homes[number]
-            site = self._runner.sites[home]
-            if home not in ids:
-                ranks = lane.ranks[home]
-                columns = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
-                program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
-                ids[home] = program, jax.device_put(columns, site.group.sharded)
-            program, columns = ids[home]
-            site.kv[layer] = program(site.kv[layer], columns)
+        number = lanes.index(lane)
+        for group, layers in self._runner.placement.page_groups.items():
+            site, ranks = self._runner.sites[group[number]], lane.ranks[group]
+            ids = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
+            program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
+            columns = jax.device_put(ids, site.group.sharded)
+            for layer in layers:
+                site.kv[layer] = program(site.kv[layer], columns)
 
     def _set_last_tokens(self, tokens: jax.Array) -> None:
         """Have all ranks know what the first has drawn."""
@@ -177,7 +173,15 @@ class StepLauncher:
         return disassemble(self._group, array)[0]
 
 
-def _table(lanes: list[Lane], sequence: Sequence, home: Home) -> np.ndarray:
+def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
+    """Return the rows of some blocks of a step, with their places if these blocks lie side by side."""
+    first = {block: index * width for index, block in enumerate(blocks)}
+    return [
+        row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first
+    ]
+
+
+def _table(lanes: list[Lane], sequence: Sequence, group: Homes) -> np.ndarray:
     assert sequence.pages is not None
     lane = next(lane for lane in lanes if sequence in lane.running) if len(lanes) > 1 else lanes[0]
-    return lane.table(sequence.pages, home)
+    return lane.table(sequence.pages, group)

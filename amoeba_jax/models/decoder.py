@@ -1,6 +1,7 @@
 """Decoder in segments: runs of consecutive layers, with the embedding before and the head after them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +24,33 @@ from kvcache.extents import LayerKV
 from sharding.mesh import TP_AXIS
 from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
+from sharding.placement import ModuleKind
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward network, each with a residual connection."""
 
-    def __init__(self, dims: ModelDims, layer: int, tp: int):
+    def __init__(self, dims: ModelDims, layer: int, tp: int, module: ModuleKind = "layer"):
         self.eps = dims.config.norm_eps
         hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
-        self.attention_norm = norm_scale(
-            dims, "attention_norm", f"{hf}.input_layernorm.weight", hidden, Owner.NORM, layer
-        )
-        self.mlp_norm = norm_scale(dims, "mlp_norm", f"{hf}.post_attention_layernorm.weight", hidden, Owner.NORM, layer)
-        self.attention = Attention(dims, layer, tp)
-        self.mlp = FeedForward(dims, layer, tp)
+        tensor = f"{hf}.input_layernorm.weight"
+        attends, feeds = module != "ffn", module != "attention"
+        self.attention_norm = norm_scale(dims, "attention_norm", tensor, hidden, Owner.NORM, layer) if attends else None
+        tensor = f"{hf}.post_attention_layernorm.weight"
+        self.mlp_norm = norm_scale(dims, "mlp_norm", tensor, hidden, Owner.NORM, layer) if feeds else None
+        self.attention = Attention(dims, layer, tp) if attends else None
+        self.mlp = FeedForward(dims, layer, tp) if feeds else None
 
     def __call__(
-        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
+        self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
     ) -> tuple[Float[Array, "D N"], LayerKV]:
-        attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
-        x = x + attended
-        return x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps)), extents
+        if self.attention is not None and self.attention_norm is not None:
+            assert context is not None, "attention needs the step's tables"
+            attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
+            x = x + attended
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps))
+        return x, extents
 
 
 class Embedding(nnx.Module):
@@ -115,18 +122,22 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A segment's place in the model: consecutive layers, or the head alone.
+    """Modules that one program computes: consecutive layers, one kind of module of them, the embedding, or the head.
 
-    Every segment of layers has the embedding too, for the one that begins a step: so all runs of layers that compute
-    alike share one executable, and the embedding needs none of its own.
+    Segments of layers on devices that hold the embedding include it, for the segment that begins a step. So all runs of
+    layers that compute alike share one executable, and the embedding needs none of its own.
 
     Attributes:
-        start: its first layer; the number of layers for the head.
-        windows: sliding window of each of its layers (None: full attention); empty for the head.
+        start: first layer; the number of layers for the head.
+        windows: sliding window of each layer (None: full attention); empty for the embedding and the head.
+        module: modules of each layer, or `embedding` or `head`.
+        embeds: whether the program can begin a step with the embeddings of its tokens.
     """
 
     start: int
     windows: tuple[int | None, ...]
+    module: Literal["layer", "attention", "ffn", "embedding", "head"] = "layer"
+    embeds: bool = True
 
     @property
     def layers(self) -> range:
@@ -134,15 +145,16 @@ class SegmentPlan:
 
     @property
     def is_head(self) -> bool:
-        return not self.windows
+        return self.module == "head"
 
 
 class Segment(nnx.Module):
     """Embedding and layers of one segment, or the head, at degree `tp`, with abstract parameters."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
-        self.embedding = None if plan.is_head else Embedding(dims)
-        self.layers = nnx.List([DecoderLayer(dims, layer, tp) for layer in plan.layers])
+        self.embedding = Embedding(dims) if plan.embeds else None
+        kind: ModuleKind = plan.module if plan.module in ("attention", "ffn") else "layer"
+        self.layers = nnx.List([DecoderLayer(dims, layer, tp, kind) for layer in plan.layers])
         self.head = Head(dims, tp) if plan.is_head else None
 
 
@@ -174,9 +186,20 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
     return tuple(SegmentPlan(start, windows[start : start + length]) for start in range(0, count, length))
 
 
+def module_plan(dims: ModelDims, layers: range, module: ModuleKind, *, embeds: bool) -> SegmentPlan:
+    """Return the segment of some layers, or of one kind of module of them. Segments of FFNs never embed."""
+    windows = dims.config.sliding_windows[layers.start : layers.stop]
+    return SegmentPlan(layers.start, windows, module, embeds and module != "ffn")
+
+
+def embedding_plan() -> SegmentPlan:
+    """Return the segment of the embedding alone, for steps that begin on devices without it."""
+    return SegmentPlan(0, (), "embedding")
+
+
 def head_plan(dims: ModelDims) -> SegmentPlan:
     """The head: final norm and logits."""
-    return SegmentPlan(dims.config.num_layers, ())
+    return SegmentPlan(dims.config.num_layers, (), "head", embeds=False)
 
 
 def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:

@@ -19,9 +19,13 @@ _FEW_ROWS = 8
 MAX_PROMPT_LOGITS_CHUNK = 64
 
 
-def hidden_tokens(config: EngineConfig) -> int:
-    """Return the most tokens that a step of any degree can have, rounded up to a multiple of 16."""
-    largest = config.max_num_batched_tokens + config.max_num_seqs * config.max_tp - 1
+def hidden_tokens(config: EngineConfig, width: int) -> int:
+    """Return the tokens of the largest step, rounded up to a multiple of 16.
+
+    Args:
+        width: devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance.
+    """
+    largest = config.max_num_batched_tokens + config.max_num_seqs * width - 1
     return -(-largest // 16) * 16
 
 

@@ -1,15 +1,19 @@
 """List of every program that serving can need. It depends on sizes alone, not on weights, buffers or devices."""
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.programs.start_placement import home_pages, placement_width
 from amoeba_jax.programs.step_program import LogitsOf
 from amoeba_jax.programs.transition_programs import TransitionPrograms
+from amoeba_jax.programs.work import work_list, work_specs
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from sharding.mesh import SubMesh
+from sharding.placement import Placement
 
 
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
@@ -31,6 +35,9 @@ def enumerate_by_degree(
     in `degrees`. Programs of an earlier list are left out.
     """
     found: dict[object, ProgramSpec] = {}
+    if plan.placement is not None:
+        found.update((spec.key, spec) for spec in _placed(plan, executables, plan.placement))
+        return {degree: list(found.values()) for degree in plan.degrees}
     by_degree: dict[int, list[ProgramSpec]] = {}
     for index, tp in enumerate(degrees):
         mine = list(_instances(plan, executables, tp, tp))
@@ -55,6 +62,51 @@ def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int,
             specs += _transition(plan, executables, group, lowest, lowest)
         found.update((spec.key, spec) for spec in specs if spec.key not in known)
     return list(found.values())
+
+
+class StepKind(NamedTuple):
+    """A step that an instance with a start placement may run.
+
+    Attributes:
+        microbatch: microbatch of the step; None for a step of all microbatches.
+    """
+
+    shape: BatchShape
+    logits_of: LogitsOf
+    microbatch: int | None
+
+
+def steps_of(plan: EnginePlan, placement: Placement) -> list[StepKind]:
+    """Return all steps of an instance with a start placement."""
+    count = placement.num_microbatches
+    buckets = plan.buckets(placement_width(placement) // count)
+    prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
+    if count == 1:
+        return [*(StepKind(s, "last", None) for s in buckets.all()), *(StepKind(s, "all", None) for s in prompts)]
+    found = [
+        StepKind(BatchShape(((rows * count, 1),), buckets.table_width), "last", None) for rows in buckets.decode_sizes
+    ]
+    for microbatch in range(count):
+        found += [StepKind(buckets.step(rows), "last", microbatch) for rows in buckets.decode_sizes]
+        found += [StepKind(buckets.step(0, 1, chunk), "last", microbatch) for chunk in buckets.chunk_sizes]
+        found += [StepKind(shape, "all", microbatch) for shape in prompts]
+    return found
+
+
+def _placed(plan: EnginePlan, executables: Executables, placement: Placement) -> Iterator[ProgramSpec]:
+    """Yield the programs of an instance with a start placement."""
+    specs, pages = executables.specs, home_pages(placement, plan.device_plans)
+    homes = {home for homes in (*placement.attention, *placement.ffn, (placement.head,)) for home in homes}
+    extents = {home: (pages.get(home, 0),) for home in homes}
+    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+    steps = steps_of(plan, placement)
+    for shape, logits_of, microbatch in steps:
+        for work in work_list(placement, microbatch, plan.cutter):
+            yield from work_specs(plan, specs, work, shape, placement.num_microbatches, extents)
+        yield plan.head_spec(specs, head, shape, logits_of)
+    yield from _samplers(plan, executables, head, {shape.num_rows for shape, *_ in steps})
+    for home in pages:
+        yield specs.page_copy(plan.sub_meshes.group(home.start, home.degree), extents[home])
 
 
 def _instances(plan: EnginePlan, executables: Executables, tp: int, released: int) -> Iterator[ProgramSpec]:
@@ -92,8 +144,14 @@ def least_specs(
 
 
 def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramSpec]:
+    yield from _samplers(plan, executables, group, {shape.num_rows for shape in plan.buckets(group.tp).all()})
+
+
+def _samplers(
+    plan: EnginePlan, executables: Executables, group: SubMesh, row_counts: set[int]
+) -> Iterator[ProgramSpec]:
     buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
-    for rows in sorted({shape.num_rows for shape in buckets.all()} | {1}):
+    for rows in sorted(row_counts | {1}):
         yield specs.sample(group, rows, slots, packed_size(rows))
         yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
     for chunk in buckets.prompt_logits_chunks:

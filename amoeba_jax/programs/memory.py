@@ -1,6 +1,7 @@
 """Division of a device's memory between weights, KV cache and temporaries."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ ACTIVATION_KINDS = (
     "head",
     "split",
     "join",
+    "take_columns",
+    "put_columns",
     "sample",
     "sample_full",
     "set_state",
@@ -73,12 +76,12 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
     return parse_bytes(DEFAULT_CPU_MEMORY)
 
 
-def activation_estimate(dims: ModelDims, config: EngineConfig) -> int:
+def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return an upper estimate of a step's temporaries: hidden states, the widest intermediates and f32 logits.
 
     If the compiled programs need more, a warm-up reserves the difference.
     """
-    rows = config.max_num_seqs * config.max_tp
+    rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
     heads, model = dims.heads, dims.config
     per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_shard * dims.max_tp
@@ -102,17 +105,17 @@ def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: in
     return 4 * max(head, weight_bytes // itemsize * layers // dims.config.num_layers)
 
 
-def sampling_bytes(dims: ModelDims, config: EngineConfig) -> int:
+def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
     Each device has room for all sequences of the largest instance, because the first device samples for all.
     """
-    return config.max_num_seqs * config.max_tp * (4 + 8 * dims.config.vocab_size)
+    return config.max_num_seqs * width * (4 + 8 * dims.config.vocab_size)
 
 
-def hidden_bytes(dims: ModelDims, config: EngineConfig) -> int:
+def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of a device's hidden states, and of two flags that mark the first segment of a step."""
-    return dims.config.hidden_size * hidden_tokens(config) * jnp.dtype(dims.dtype).itemsize + 2
+    return dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize + 2
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
@@ -120,48 +123,112 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
-def plan_memory(
-    dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device, platform: str
-) -> MemoryPlan:
-    """Divide the budget of a device: the KV cache gets everything that weights and temporaries leave.
+class FixedBytes(NamedTuple):
+    """Bytes of a device that do not depend on its modules: temporaries of steps, sampling state, hidden states."""
 
-    In a dry run `platform` may differ from the platform of `device`.
+    activations: int
+    sampling: int
+    hidden: int
 
-    Raises `DeviceTooSmallError` with the needed bytes if no page fits, and `MemoryBudgetError` if `kv_cache_tokens` do
-    not fit.
+    @property
+    def total(self) -> int:
+        return self.activations + self.sampling + self.hidden
+
+
+def fixed_bytes(dims: ModelDims, config: EngineConfig, width: int, weight_bytes: int, platform: str) -> FixedBytes:
+    """Return what every device that computes needs besides weights and KV cache.
+
+    Args:
+        width: devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance.
+        weight_bytes: bytes of the whole model.
+        platform: platform of the devices. In a dry run it may differ from the platform of this process.
     """
-    budget = device_budget(config, device)
-    activations = activation_estimate(dims, config) + widened_weight_bytes(dims, config, weight_bytes, platform)
-    sampling = sampling_bytes(dims, config)
-    hidden = hidden_bytes(dims, config)
-    fixed = weight_bytes + activations + sampling + hidden
+    return FixedBytes(
+        activation_estimate(dims, config, width) + widened_weight_bytes(dims, config, weight_bytes, platform),
+        sampling_bytes(dims, config, width),
+        hidden_bytes(dims, config, width),
+    )
+
+
+def divide_memory(
+    dims: ModelDims,
+    budget_bytes: int,
+    weight_bytes: int,
+    fixed: FixedBytes,
+    num_layers: int,
+    kv_cache_tokens: int | None,
+    *,
+    exchanges: bool = False,
+    phase_pages: int | None = None,
+) -> MemoryPlan:
+    """Give weights and temporaries of one device their memory, and the KV cache the rest.
+
+    Args:
+        num_layers: layers whose KV cache the device holds.
+        exchanges: whether the device exchanges pages with others while instances merge or split.
+        phase_pages: pages that it exchanges at once. Default: by the memory that is left.
+
+    Raises `DeviceTooSmallError`, with the bytes that would be enough, if the weights do not fit or nothing is left for
+    one page of each layer, and `MemoryBudgetError` if there is no room for `kv_cache_tokens`.
+    """
+    fixed_and_weights = weight_bytes + fixed.total
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
-    all_layers = page_bytes * dims.config.num_layers
-    phase_pages = staging = 0
-    if config.max_tp > 1:
-        left = budget - fixed
+    all_layers = page_bytes * num_layers
+    phases = staging = 0
+    if exchanges:
+        left = budget_bytes - fixed_and_weights
         few = left // STAGING_SHARE // (3 * page_bytes)
-        phase_pages = config.phase_pages or max(2, min(DEFAULT_PHASE_PAGES, few))
-        staging = staging_bytes(page_bytes, phase_pages)
-    num_pages = (budget - fixed - staging) // all_layers
-    if num_pages < 1:
-        need = fixed + staging + all_layers
+        phases = phase_pages or max(2, min(DEFAULT_PHASE_PAGES, few))
+        staging = staging_bytes(page_bytes, phases)
+    free = budget_bytes - fixed_and_weights - staging
+    if free < all_layers:
+        need = fixed_and_weights + staging + all_layers
         raise DeviceTooSmallError(
-            f"device_memory of {format_bytes(budget)} is too small: {dims.dtype} weights need "
-            f"{format_bytes(weight_bytes)}, temporaries {format_bytes(activations)}, sampling "
-            f"{format_bytes(sampling)}, hidden states {format_bytes(hidden)}, "
+            f"device_memory of {format_bytes(budget_bytes)} is too small: {dims.dtype} weights need "
+            f"{format_bytes(weight_bytes)}, temporaries {format_bytes(fixed.activations)}, sampling "
+            f"{format_bytes(fixed.sampling)}, hidden states {format_bytes(fixed.hidden)}, "
             f"staging {format_bytes(staging)} and one KV page of all layers "
             f"{format_bytes(all_layers)}: at least "
             f"{format_bytes(need)} ({need} bytes) per device",
-            budget,
+            budget_bytes,
             need,
         )
-    if config.kv_cache_tokens is not None:
-        wanted = dims.pages.pages_for(config.kv_cache_tokens)
+    num_pages = free // all_layers if num_layers else 0
+    if kv_cache_tokens is not None and num_layers:
+        wanted = dims.pages.pages_for(kv_cache_tokens)
         if wanted > num_pages:
             raise MemoryBudgetError(
-                f"kv_cache_tokens={config.kv_cache_tokens} exceeds the {num_pages * dims.page_size} tokens that fit in "
-                f"device_memory of {format_bytes(budget)}"
+                f"kv_cache_tokens={kv_cache_tokens} exceeds the {num_pages * dims.page_size} tokens that fit in "
+                f"device_memory of {format_bytes(budget_bytes)}"
             )
         num_pages = wanted
-    return MemoryPlan(budget, weight_bytes, activations, sampling, hidden, staging, phase_pages, page_bytes, num_pages)
+    return MemoryPlan(
+        budget_bytes,
+        weight_bytes,
+        fixed.activations,
+        fixed.sampling,
+        fixed.hidden,
+        staging,
+        phases,
+        page_bytes,
+        num_pages,
+    )
+
+
+def plan_memory(
+    dims: ModelDims, config: EngineConfig, weight_bytes: int, device: jax.Device, platform: str
+) -> MemoryPlan:
+    """Divide the memory of a device that holds all layers. Raises the errors of `divide_memory`.
+
+    In a dry run `platform` may differ from the platform of `device`.
+    """
+    return divide_memory(
+        dims,
+        device_budget(config, device),
+        weight_bytes,
+        fixed_bytes(dims, config, config.max_tp, weight_bytes, platform),
+        dims.config.num_layers,
+        config.kv_cache_tokens,
+        exchanges=config.max_tp > 1,
+        phase_pages=config.phase_pages,
+    )

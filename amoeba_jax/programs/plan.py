@@ -11,11 +11,28 @@ from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets, hidden_tokens
-from amoeba_jax.programs.memory import MOST_CPU_SEGMENT_LAYERS, MemoryPlan, plan_memory
+from amoeba_jax.programs.memory import (
+    MOST_CPU_SEGMENT_LAYERS,
+    FixedBytes,
+    MemoryPlan,
+    device_budget,
+    fixed_bytes,
+    plan_memory,
+)
 from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
+from amoeba_jax.programs.segments import SegmentCutter
+from amoeba_jax.programs.start_placement import (
+    auto_placement,
+    home_pages,
+    placement_capacity,
+    placement_width,
+    plan_devices,
+    read_placement,
+)
 from amoeba_jax.programs.step_program import HeadKey, LogitsOf, PageExchange, StepKey
 from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
+from sharding.placement import Placement
 
 
 class EnginePlan:
@@ -31,7 +48,9 @@ class EnginePlan:
         platform: platform that memory is divided for; by default the platform of `devices`.
 
     Attributes:
+        placement: start placement of the only instance; None if instances have a degree, and may merge and split.
         segments: runs of layers, each compiled as one program.
+        cutter: cuts runs of layers into segments.
         head: segment of the final norm and the output head.
         hidden_tokens: tokens that fit in a group's buffer of hidden states.
         num_slots: sequences whose last tokens an instance remembers.
@@ -58,38 +77,73 @@ class EnginePlan:
             )
         self.config, self.dims, self.weights = config, dims, weights
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
-        self.memory = memory or plan_memory(
-            dims, config, weights.num_bytes, devices[0], platform or devices[0].platform
-        )
+        self._platform = platform or devices[0].platform
+        self.placement = self._start_placement(devices[0])
+        self.memory = memory or self._plan_memory(devices[0])
         self.segments = plan_segments(
             dims, config.segment_layers or segment_layers(devices[0].platform, dims.config.num_layers)
         )
+        self.cutter = SegmentCutter(dims, self.segments)
         self.head = head_plan(dims)
         wanted = config.overlap_exchange
         self.overlaps_exchanges = devices[0].platform == "gpu" if wanted is None else wanted
         self.loops_exchanges = devices[0].platform == "cpu"
-        self.hidden_tokens = hidden_tokens(config)
-        self.num_slots = config.max_num_seqs * dims.max_tp
-        capacity = max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
-        self.max_model_len = min(config.max_model_len or dims.config.max_position, capacity)
+        self.hidden_tokens = hidden_tokens(config, self.width)
+        self._buckets: dict[int, Buckets] = {}
+        self.num_slots = config.max_num_seqs * self.width
+        self.max_model_len = min(config.max_model_len or dims.config.max_position, self._longest_context())
+
+    def _start_placement(self, device: jax.Device) -> Placement | None:
+        if self.config.placement == "auto":
+            budget, fixed = device_budget(self.config, device), self._fixed_bytes(self.config.max_tp)
+            return auto_placement(self.config, self.weights, budget, fixed)
+        return read_placement(self.config, self.dims)
+
+    def _plan_memory(self, device: jax.Device) -> MemoryPlan:
+        if self.placement is None:
+            return plan_memory(self.dims, self.config, self.weights.num_bytes, device, self._platform)
+        return self.device_plans[self.placement.head.start]
 
     @cached_property
-    def _buckets(self) -> dict[int, Buckets]:
-        table_width = self.dims.pages.pages_for(self.max_model_len)
-        config = self.config
-        return {
-            tp: Buckets(
-                config.max_num_seqs * tp,
+    def device_plans(self) -> dict[int, MemoryPlan]:
+        """Memory of each device of the start placement; of all devices without one."""
+        devices = self.sub_meshes.devices
+        if self.placement is None:
+            return dict.fromkeys(range(len(devices)), self.memory)
+        budget, fixed = device_budget(self.config, devices[0]), self._fixed_bytes(self.width)
+        return plan_devices(self.weights, self.placement, budget, fixed, self.config.kv_cache_tokens)
+
+    def _fixed_bytes(self, width: int) -> FixedBytes:
+        return fixed_bytes(self.dims, self.config, width, self.weights.num_bytes, self._platform)
+
+    def _longest_context(self) -> int:
+        if self.placement is None:
+            return max(self.capacity_tokens(tp, tp) for tp in self.sub_meshes.degrees())
+        pages = home_pages(self.placement, self.device_plans)
+        return placement_capacity(self.placement, pages, self.dims.page_size)
+
+    @property
+    def width(self) -> int:
+        """Devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance."""
+        width = 1 if self.placement is None else placement_width(self.placement)
+        return max(self.config.max_tp, width)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that instances can have. An instance with a start placement keeps the degree of its head."""
+        return self.sub_meshes.degrees() if self.placement is None else (self.placement.head.degree,)
+
+    def buckets(self, width: int) -> Buckets:
+        """Return the step shapes of an instance. Each of `width` devices, or microbatches, brings `max_num_seqs`."""
+        if width not in self._buckets:
+            config = self.config
+            self._buckets[width] = Buckets(
+                config.max_num_seqs * width,
                 config.max_num_batched_tokens,
-                table_width,
+                self.dims.pages.pages_for(self.max_model_len),
                 few_rows=Buckets(config.max_num_seqs, 1, 1).few_rows,
             )
-            for tp in self.sub_meshes.degrees()
-        }
-
-    def buckets(self, tp: int) -> Buckets:
-        """Return the step shapes of instances of degree `tp`, with `max_num_seqs` sequences for each device."""
-        return self._buckets[tp]
+        return self._buckets[width]
 
     def most_rows(self, tp: int) -> int:
         """Return the most sequences that an instance of degree `tp` decodes in a step."""
@@ -101,6 +155,8 @@ class EnginePlan:
 
     def capacity_tokens(self, tp: int, released: int) -> int:
         """Return the tokens that fit in an empty instance of degree `tp`, with weights released for `released`."""
+        if self.placement is not None:
+            return self._longest_context()
         return sum(self.extent_pages(released)) * tp * self.dims.page_size
 
     # Programs
@@ -116,7 +172,9 @@ class EnginePlan:
     ) -> ProgramSpec:
         """Return the spec for the layers of a segment, with an exchange of other layers' pages if one is given."""
         sizes = self.num_slots, self.hidden_tokens
-        key = StepKey(group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange)
+        key = StepKey(
+            group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
+        )
         return specs.step(key, segment, group)
 
     def head_spec(

@@ -215,6 +215,44 @@ class ProgramSpecs:
         donated = hidden_size * num_tokens * self._dtype.itemsize
         return ProgramSpec(ProgramKey(kind, group.device_indices, shape), compile, donated)
 
+    @_of_any_group
+    def take_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
+        """Return a program `(hidden, start) -> columns` on one device: a copy of `num_tokens` columns of a buffer of
+        hidden states `[D, hidden_tokens]`, from column `start` on."""
+
+        def take(hidden: jax.Array, start: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(hidden, start, num_tokens, axis=1)
+
+        return self._columns("take_columns", group, take, (num_tokens, hidden_tokens), ())
+
+    @_of_any_group
+    def put_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
+        """Return a program `(hidden, start, columns) -> hidden` on one device. It writes `num_tokens` columns into a
+        buffer of hidden states `[D, hidden_tokens]`, from column `start` on. Donates `hidden`."""
+
+        def put(hidden: jax.Array, start: jax.Array, columns: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(hidden, columns, start, axis=1)
+
+        return self._columns("put_columns", group, put, (num_tokens, hidden_tokens), (0,))
+
+    def _columns(
+        self, kind: str, group: SubMesh, function: Callable[..., Any], shape: tuple[int, int], donate: tuple[int, ...]
+    ) -> ProgramSpec:
+        hidden_size, (num_tokens, hidden_tokens) = self.dims.config.hidden_size, shape
+
+        def compile() -> jax.stages.Compiled:
+            here = SingleDeviceSharding(group.devices[0])
+            arguments = [
+                jax.ShapeDtypeStruct((hidden_size, hidden_tokens), self._dtype),
+                jax.ShapeDtypeStruct((), _I32),
+                *[jax.ShapeDtypeStruct((hidden_size, num_tokens), self._dtype) for _ in donate],
+            ]
+            jitted = jax.jit(function, in_shardings=here, out_shardings=here, donate_argnums=donate)
+            return jitted.lower(*arguments).compile()
+
+        donated = hidden_size * hidden_tokens * self._dtype.itemsize if donate else 0
+        return ProgramSpec(ProgramKey(kind, (group.start,), shape), compile, donated)
+
     # Sampling, on the first device of a group
 
     @_of_any_group

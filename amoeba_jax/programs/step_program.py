@@ -53,6 +53,8 @@ class StepKey:
         num_slots: sequences whose last tokens the device remembers.
         hidden_tokens: tokens that fit in the buffer of hidden states.
         exchange: exchange of pages of other layers in the same program, or None.
+        module: modules of each layer, or `embedding`.
+        embeds: whether the program takes the last tokens, and can begin a step.
     """
 
     devices: tuple[int, ...]
@@ -62,16 +64,20 @@ class StepKey:
     num_slots: int
     hidden_tokens: int
     exchange: PageExchange | None = None
+    module: str = "layer"
+    embeds: bool = True
 
     @property
     def family(self) -> Hashable:
         """Key without device indices."""
         sizes = self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
-        return len(self.devices), self.windows, *sizes, self.exchange
+        return len(self.devices), self.windows, *sizes, self.exchange, self.module, self.embeds
 
     def __str__(self) -> str:
         suffix = "" if self.exchange is None else f", with an exchange of pages of {self.exchange.num_layers} others"
-        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {len(self.windows)} layers{suffix}"
+        what = "embedding" if self.module == "embedding" else f"{len(self.windows)} layers"
+        what += f" ({self.module})" if self.module in ("attention", "ffn") else ""
+        return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {what}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class StepProgram:
         packed: inputs of the step, `[tp, size]`.
         last_tokens: token sampled last in each slot, `[num_slots]`.
         first: bool; whether the segment is the first of the step. If so, it starts from the embeddings of the tokens.
+            Segments that do not embed take no `last_tokens` and `first`, and FFNs no `packed` and an empty `kv`.
 
     With an exchange, the function also takes `(others, send, receive)` and returns `others`: the extents of the layers
     whose pages move (donated), and the ids of the phase, `[tp, 1, *pieces]`. The step and the exchange are independent,
@@ -137,11 +144,7 @@ class StepProgram:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     sharded_weights: tuple[bool, ...]
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is a head, which takes no KV cache."""
-        return len(self.arguments) == 4
+    is_head: bool = False
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
         """Compile the program for a group."""
@@ -150,9 +153,9 @@ class StepProgram:
         if self.is_head:
             inputs, outputs, donated = (weights, replicated, group.sharded, replicated), replicated, ()
         else:
-            inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)
+            inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)[: len(self.arguments)]
             outputs, donated = (group.sharded, replicated), (1, 2)
-            if len(self.arguments) > len(inputs):  # others, send, receive
+            if len(self.arguments) > 6:  # others, send, receive
                 inputs, outputs, donated = (*inputs, *[group.sharded] * 3), (*outputs, group.sharded), (*donated, 6)
         jitted = jax.jit(
             self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
@@ -173,24 +176,26 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
         weights: list[jax.Array],
         kv: list[list[jax.Array]],
         hidden: jax.Array,
-        packed: jax.Array,
-        last_tokens: jax.Array,
-        first: jax.Array,
+        packed: jax.Array | None = None,
+        last_tokens: jax.Array | None = None,
+        first: jax.Array | None = None,
     ):
         model = nnx.merge(graph, jax.tree.unflatten(treedef, _matrices(weights, variables)))
-        fields = unpack(packed[0], shape.fields)
-        x = _embedded(model, fields, last_tokens, hidden[:, : shape.num_tokens], first)
-        context = _context(dims, shape, tp, key.extent_pages, fields)
-        new_kv = []
-        for window, layer, extents in zip(plan.windows, model.layers, kv, strict=True):
+        x, context, new_kv = hidden[:, : shape.num_tokens], None, []
+        if packed is not None:
+            fields = unpack(packed[0], shape.fields)
+            if last_tokens is not None and first is not None:
+                x = _embedded(model, fields, last_tokens, x, first)
+            context = _context(dims, shape, tp, key.extent_pages, fields) if plan.layers else None
+        for window, layer, extents in zip(plan.windows, model.layers, kv or [[]] * len(plan.layers), strict=True):
             x, extents = calls[window](jax.tree.leaves(nnx.state(layer)), x, extents, context)
             new_kv.append(extents)
-        return new_kv, jax.lax.dynamic_update_slice(hidden, x, (0, 0))
+        return new_kv if kv else [], jax.lax.dynamic_update_slice(hidden, x, (0, 0))
 
     dtype = jnp.dtype(dims.dtype)
     kv = [
         [jax.ShapeDtypeStruct((tp * pages, dims.pages.page_elems), dtype) for pages in key.extent_pages]
-        for _ in plan.layers
+        for _ in (plan.layers if plan.module != "ffn" else ())
     ]
     sharded = tuple(is_sharded(variable) for variable in variables)
     arguments = (
@@ -202,6 +207,9 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
     specs = (_specs(sharded), P(TP_AXIS), P(), P(TP_AXIS), P(), P())
+    if not plan.embeds:
+        count = 3 if plan.module == "ffn" else 4
+        arguments, specs = arguments[:count], specs[:count]
     if (exchange := key.exchange) is None:
         return StepProgram(_mapped(step, tp, specs, (P(TP_AXIS), P())), arguments, sharded)
     count, distance = len(exchange.extent_pages), exchange.distance
@@ -245,7 +253,8 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
         jax.ShapeDtypeStruct((tp, 2 * key.num_rows), jnp.int32),
         jax.ShapeDtypeStruct((key.num_slots,), jnp.int32),
     )
-    return StepProgram(_mapped(head, tp, (_specs(sharded), P(), P(TP_AXIS), P()), P()), arguments, sharded)
+    mapped = _mapped(head, tp, (_specs(sharded), P(), P(TP_AXIS), P()), P())
+    return StepProgram(mapped, arguments, sharded, is_head=True)
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
@@ -297,7 +306,7 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
     """Return the bytes of extents and hidden states that a step updates in place, on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
-    num_pages = sum(key.extent_pages) * len(key.windows)
+    num_pages = 0 if key.module == "ffn" else sum(key.extent_pages) * len(key.windows)
     if key.exchange is not None:
         num_pages += sum(key.exchange.extent_pages) * key.exchange.num_layers
     return hidden + num_pages * dims.pages.page_elems * itemsize
@@ -308,7 +317,7 @@ def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)
 
-    def call(leaves: list[jax.Array], x: jax.Array, extents: list[jax.Array], context: StepContext):
+    def call(leaves: list[jax.Array], x: jax.Array, extents: list[jax.Array], context: StepContext | None):
         return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))(x, extents, context)
 
     return jax.jit(call)

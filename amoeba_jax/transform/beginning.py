@@ -54,15 +54,16 @@ class Beginning:
         scratch = Scratch.joined([cluster.factory.scratch_of(instance) for instance in old])
         new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
         high, pool = new.site, new.lane.pages
+        homes = tuple(site.group.home for site in members)
+        high_group = (group.home,) * len(homes)
         new.lanes, views, limit = [], [], self._lane_limit(parts, change.lower)
         for instance, part, table in zip(old, parts, tables, strict=True):
-            low = instance.group.home, instance.lane.pages, part.table
-            lane, pages = self._joined_lane(part, low, (group.home, pool, table), limit)
+            low = homes, instance.lane.pages, part.table
+            lane, pages = self._joined_lane(part, low, (high_group, pool, table), limit)
             new.lanes.append(lane)
             views += [(new, lane, sequence, own) for sequence, own in pages]
-        homes = [site.group.home for site in members]
         new.runner.sites.update(zip(homes, members, strict=True))
-        new.runner.place(Placement.of_layers(group.home, [tuple(homes)] * programs.num_layers))
+        new.runner.place(Placement(group.home, (homes,) * programs.num_layers, (homes,) * programs.num_layers))
         paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
         step_s = max(paces, default=None)
         transition = Transition(
@@ -105,12 +106,13 @@ class Beginning:
         num_layers, members, lanes = programs.num_layers, [], []
         if not any(part.num_pages for part in parts):
             limits = [0] * len(parts)  # all layers switch at once, with nothing to move
+        low_group = tuple(member.home for member in programs.members)
         for index, (part, table) in enumerate(zip(parts, tables, strict=True)):
             member = programs.members[index]
             members.append(cluster.factory.new_site(member, [[] for _ in range(num_layers)], after))
             pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
-            high = group.home, old_lane.pages, part.table
-            lane, pages = self._joined_lane(part, (member.home, pool, table), high, limits[index])
+            high = (group.home,) * len(parts), old_lane.pages, part.table
+            lane, pages = self._joined_lane(part, (low_group, pool, table), high, limits[index])
             for sequence, own in pages:
                 sequence.pages = own
                 lane.running.append(sequence)

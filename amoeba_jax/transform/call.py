@@ -190,6 +190,12 @@ def check_options(options: TransformOptions, cluster: Cluster, calls: Iterable[T
             "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
             "weights would have to come back while they do"
         )
+    placed = [instance for instance in cluster.instances if instance.is_placed]
+    if placed:
+        raise LayoutError(
+            f"instance {placed[0].id} has a placement of its own ({placed[0].runner.placement}): only instances whose "
+            "layers are all on the same devices merge and split"
+        )
     for call in calls:
         if not set(call.options.devices).isdisjoint(devices):
             raise RequestError(f"devices {list(call.options.devices)} are being transformed: wait until they are done")

@@ -26,9 +26,9 @@ class Ending:
 
     def settle_high(self, instance: Instance, pool: PagePool) -> None:
         """Have an instance of the higher degree be as in steady state, with the pages that its lanes have there."""
-        home = instance.group.home
+        home, group = instance.group.home, (instance.group.home,) * len(instance.lanes)
         lane = self._cluster.factory.new_lane(pool, instance.group)
-        for sequence, own in move_into(lane, instance.lanes, home):
+        for sequence, own in move_into(lane, instance.lanes, group):
             sequence.pages = own
             lane.running.append(sequence)
         instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
@@ -48,13 +48,13 @@ class Ending:
                 allocators = cluster.factory.allocators_of(site.group)
                 new.append(cluster.factory.new_instance(site.group, allocators, site.kv, released, scratch[index]))
             own = new[index].lane
-            views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], site.group.home)]
+            views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], transition.low_group)]
         hand_over([instance], views, self._requeue)  # may fail: nothing has changed until then
         if active.kept is not None:
             active.kept.settle()
         cluster.factory.settle_allocators(instance.group, active.allocators)
         for home, lane in zip(new, instance.lanes, strict=True):
-            adopt_prefixes(home.lane, [lane], home.group.home)
+            adopt_prefixes(home.lane, [lane], transition.low_group)
         if members := instance.drop_paused():
             give_hidden(members, [buffer for part in scratch for buffer in part.hidden])
         for member, site in zip(members, transition.members, strict=False):
@@ -76,7 +76,7 @@ class Ending:
         for index, (before, site, lane) in enumerate(zip(active.old, transition.members, instance.lanes, strict=True)):
             allocators = cluster.factory.allocators_of(site.group)
             old.append(cluster.factory.new_instance(site.group, allocators, site.kv, before.released, scratch[index]))
-            views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], site.group.home)]
+            views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], transition.low_group)]
         for lane in instance.lanes:
             lane.running = []
         for new, lane, sequence, pages in views:

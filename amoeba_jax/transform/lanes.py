@@ -18,7 +18,7 @@ from kvcache.assignment import assign_down
 from kvcache.pages import PagePool, SequencePages
 from kvcache.prefix_cache import CachedPage, PrefixCache
 from kvcache.relayout import staying_pieces
-from sharding.placement import Home
+from sharding.placement import Homes
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[Lan
 
 def joined_lane(
     part: LanePages,
-    low: tuple[Home, PagePool, Int32[np.ndarray, "a pages"]],
-    high: tuple[Home, PagePool, Int32[np.ndarray, "b pages"]],
+    low: tuple[Homes, PagePool, Int32[np.ndarray, "a pages"]],
+    high: tuple[Homes, PagePool, Int32[np.ndarray, "b pages"]],
     *,
     enabled: bool,
     max_running: int,
@@ -136,7 +136,7 @@ def joined_lane(
     """A lane of both layouts, still without sequences, and these with their pages.
 
     Args:
-        low, high: the home, its pages, and where it has each of the part's pages.
+        low, high: page group, its pool, and the place of each of the part's pages there.
         enabled: whether prefixes are cached.
     """
     pool = PagePool.joined([low[1], high[1]])
@@ -155,29 +155,29 @@ def joined_lane(
     return lane, pages
 
 
-def move_into(target: Lane, lanes: list[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+def move_into(target: Lane, lanes: list[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
     """Give a lane of one home what several have there, but for their sequences: these are returned with their pages.
 
     Takes over the references that the lanes have to pages at that home.
     """
-    adopt_prefixes(target, lanes, home)
-    return pages_at(target.pages, lanes, home)
+    adopt_prefixes(target, lanes, group)
+    return pages_at(target.pages, lanes, group)
 
 
-def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+def pages_at(pool: PagePool, lanes: Iterable[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
     """The sequences of lanes with the pages that they have at a home, whose pool is given. Changes nothing."""
     return [
-        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[home]]))
+        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[group]]))
         for lane in lanes
         for sequence in lane.running
         if sequence.pages is not None
     ]
 
 
-def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
+def adopt_prefixes(target: Lane, lanes: Iterable[Lane], group: Homes) -> None:
     """Have a lane take over what others have cached at a home, with their references."""
     for lane in lanes:
-        rows = lane.ranks[home]
+        rows = lane.ranks[group]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
 
 

@@ -40,7 +40,7 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     # No program takes last tokens donated: what the members have of their slots stays theirs.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
-    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False)]
+    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False).values()]
     instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
@@ -54,7 +54,7 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     members = instance.drop_paused()
     for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
-    give_hidden(members, instance.runner.hidden.release(check=False))
+    give_hidden(members, list(instance.runner.hidden.release(check=False).values()))
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
     return members
@@ -64,7 +64,7 @@ def give_hidden(members: Sequence[Instance], buffers: list[jax.Array]) -> None:
     """Give paused instances that go on the hidden states' buffers of the one in their place, in the order of ranks."""
     for member in members:
         own, buffers = buffers[: member.tp], buffers[member.tp :]
-        member.runner.hidden = HiddenStates(member.group, own)
+        member.runner.hidden = HiddenStates(dict(zip(member.group.device_indices, own, strict=True)))
 
 
 def forget(instance: Instance) -> None:

@@ -59,6 +59,8 @@ class Transition:
     ):
         self.instance, self.high, self.members, self.programs = instance, high, members, programs
         self.up = programs.up
+        self.low_group = tuple(site.group.home for site in members)
+        self.high_group = (high.group.home,) * len(members)
         self.num_switched = 0
         self.started = False
         self.restored: list[jax.Array] = []
@@ -172,8 +174,8 @@ class Transition:
         """Have steps run some segments, one after the other, where they are now."""
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
-            homes = tuple(self.high.group.home if self.up else member.group.home for member in self.members)
-            self.instance.runner.place(self.instance.runner.placement.with_homes(layers, homes))
+            homes = self.high_group if self.up else self.low_group
+            self.instance.runner.place(self.instance.runner.placement.with_modules(layers, "layer", homes))
 
     def _switch_layer(self, layer: int, plan_s: float) -> None:
         # The steps before this, so that they are not timed with it.
@@ -198,10 +200,11 @@ class Transition:
         """All extents of a layer over the group's ranks, those released now included."""
         if not self.up:
             return self.high.kv[layer]
-        group = self.high.group
-        self.high.kv[layer] = [assemble(group, extents) for extents in zip(*self._low_buffers(layer), strict=True)]
-        if self.programs.changes_weights:
-            self.high.kv[layer] += self._weights.release(group, layer, *self.programs.released, self._spent)
+        group, released = self.high.group, list[jax.Array]()
+        if self.programs.changes_weights:  # first: if it fails, the layer is still in the lower layout
+            released = self._weights.release(group, layer, *self.programs.released, self._spent)
+        base = [assemble(group, extents) for extents in zip(*self._low_buffers(layer), strict=True)]
+        self.high.kv[layer] = base + released
         return self.high.kv[layer]
 
     def _low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
@@ -259,10 +262,10 @@ class Transition:
         The plan is the same for every layer until a page comes or goes.
         """
         high, low = [], []
-        for lane, site in zip(self.instance.lanes, self.members, strict=True):
+        for lane in self.instance.lanes:
             pages = lane.live_pages()
-            high.append(pages[lane.ranks[self.high.group.home]])
-            low.append(pages[lane.ranks[site.group.home]])
+            high.append(pages[lane.ranks[self.high_group]])
+            low.append(pages[lane.ranks[self.low_group]])
         tables = [*high, *low]
         if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
             self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
+from sharding.owners import Owner
 from sharding.params import ParamSpec
+from sharding.placement import Home, Placement
 from sharding.release import ReleasedShard, released_shards
 
 
@@ -49,6 +51,30 @@ class WeightLayout:
     def num_bytes(self) -> int:
         """Bytes of all shards together."""
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
+
+    def shards_at(self, placement: Placement) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return the shards that each device of a placement computes with, by parameter.
+
+        A home of degree p has, on each rank, the rank's shards of its modules. The devices of `head` have the
+        embedding, the final norm and the head. A tied embedding is looked up in all shards of the head.
+        """
+        found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
+        for name, spec in self.specs.items():
+            for home, whole in self._homes(spec, placement):
+                for rank, device in enumerate(home.devices):
+                    indices = range(spec.num_shards) if whole else spec.shard_indices(home.degree, rank)
+                    found[device][name].update(indices)
+        return {
+            device: {name: tuple(sorted(indices)) for name, indices in parameters.items()}
+            for device, parameters in found.items()
+        }
+
+    def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
+        """Return the homes that compute with a parameter, and whether they need all of its shards."""
+        if spec.layer is None:
+            return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
+        modules = placement.attention if spec.kind.startswith("attention") else placement.ffn
+        return {(home, False) for home in modules[spec.layer]}
 
     def padding(self) -> dict[str, Padding]:
         """Return the cost of padding and copied heads, by kind of parameter (`attention.qkv`, `mlp.down` and so on)."""

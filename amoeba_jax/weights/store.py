@@ -19,6 +19,7 @@ from sharding.ledger import Ledger
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.owners import Owner
 from sharding.params import ParamSpec
+from sharding.placement import Placement
 from sharding.release import ReleasedShard
 
 
@@ -65,22 +66,40 @@ class WeightStore(WeightLayout):
             totals[(spec.layer, spec.owner)] += padding * present // spec.num_shards
         return totals
 
-    def load(self, reader: WeightReader, ledgers: list[Ledger], on_load: Callable[[str], None]) -> None:
-        """Put every parameter on every device, and call `on_load` with each one's name when it is there.
+    def load(
+        self,
+        reader: WeightReader,
+        ledgers: list[Ledger],
+        on_load: Callable[[str], None],
+        placement: Placement | None = None,
+    ) -> None:
+        """Put every parameter on its devices, and call `on_load` with each one's name when it is there.
 
-        Where reading fails, or `on_load` does, nothing stays on the devices.
+        Without a placement, every device gets all shards of every parameter. If reading or `on_load` fails, nothing
+        stays on the devices.
         """
         self._ledgers = ledgers
+        wanted = None if placement is None else self.shards_at(placement)
         try:
             with closing(self._read(reader)) as parameters:
                 for spec, shards in parameters:
                     name = spec.name
-                    for ledger in ledgers:
-                        ledger.add(spec.owner, sum(shard.nbytes for shard in shards), spec.layer)
-                    for index, copies in enumerate(put(shards, [self.devices] * len(shards))):
-                        for buffers, copy in zip(self._shards, copies, strict=True):
-                            buffers[(name, index)] = copy
-                    del shards  # where they are large, their memory is not there to be used again
+                    where = [
+                        [
+                            d
+                            for d in range(len(self.devices))
+                            if wanted is None or index in wanted.get(d, {}).get(name, ())
+                        ]
+                        for index in range(len(shards))
+                    ]
+                    for shard, indices in zip(shards, where, strict=True):
+                        for device in indices:
+                            ledgers[device].add(spec.owner, shard.nbytes, spec.layer)
+                    copies = put(shards, [[self.devices[device] for device in indices] for indices in where])
+                    for index, (indices, buffers) in enumerate(zip(where, copies, strict=True)):
+                        for device, buffer in zip(indices, buffers, strict=True):
+                            self._shards[device][(name, index)] = buffer
+                    del shards, copies  # where they are large, their memory is not there to be used again
                     on_load(name)
         except BaseException:
             self.release_all()

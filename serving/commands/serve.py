@@ -22,6 +22,7 @@ from serving.grpc_server.server import Server
 from serving.runtime.metrics_server import MetricsServer
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
+from sharding.degrees import degrees_up_to
 
 if TYPE_CHECKING:
     from amoeba_jax import LLM
@@ -131,7 +132,7 @@ async def _close(tracing: "Tracing | None") -> None:
 
 
 def _degrees(config: EngineConfig) -> list[int]:
-    return [degree for degree in (1, 2, 4) if degree <= config.max_tp]
+    return list(degrees_up_to(config.max_tp))
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:

@@ -76,7 +76,7 @@ class JaxExecutor:
                 cluster.buckets(tp).max_num_seqs,
                 kept_tokens=cluster.capacity_tokens(tp, min(tp, base)),
             )
-            for tp in cluster.sub_meshes.degrees()
+            for tp in cluster.plan.degrees
         )
 
     def snapshot(self) -> ClusterView:

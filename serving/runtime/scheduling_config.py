@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from amoeba_jax.errors import ConfigError
 from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
 from serving.scheduler.flying_config import PREEMPTIONS
+from sharding.degrees import is_degree
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SchedulingConfig:
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
     """Seconds of waiting after which another instance is merged for a long request. Default: never."""
     merge_to: int = AmoebaConfig.merge_to
-    """Lowest degree that instances merge to: 1, 2 or 4."""
+    """Lowest degree that instances merge to, a power of two."""
     lookahead: int = AmoebaConfig.lookahead
     """Most requests without a suitable instance that a decision skips."""
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
@@ -96,8 +97,8 @@ class SchedulingConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
-        if isinstance(self.merge_to, bool) or self.merge_to not in (1, 2, 4):
-            raise ConfigError(f"merge_to={self.merge_to!r} must be a degree: 1, 2 or 4")
+        if not is_degree(self.merge_to):
+            raise ConfigError(f"merge_to={self.merge_to!r} must be a degree, a power of two")
         try:
             self.make_policy()
         except UnknownPolicyError as error:

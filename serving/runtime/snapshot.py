@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import InstanceStatus, MemoryReport
+from sharding.degrees import degrees_up_to
 from sharding.owners import Owner
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Snapshot:
     def instances_by_degree(self) -> dict[int, int]:
         """Return the number of instances of each possible degree, including degrees without an instance."""
         num_devices = sum(len(view.devices) for view in self.instances)
-        degrees = dict.fromkeys((degree for degree in (1, 2, 4) if degree <= num_devices), 0)
+        degrees = dict.fromkeys(degrees_up_to(num_devices), 0)
         for view in self.instances:
             degrees[view.tensor_parallel_size] += 1
         return degrees

@@ -18,7 +18,8 @@ def pool() -> SubMeshPool:
 
 def numbered(group: SubMesh) -> HiddenStates:
     """Rank `r` has `r` everywhere."""
-    return HiddenStates(group, [jnp.full(SHAPE, r, jnp.float32, device=d) for r, d in enumerate(group.devices)])
+    devices = zip(group.device_indices, group.devices, strict=True)
+    return HiddenStates({index: jnp.full(SHAPE, index, jnp.float32, device=device) for index, device in devices})
 
 
 def ranks(hidden: HiddenStates, group: SubMesh) -> list[float]:
@@ -52,13 +53,6 @@ def test_whole_array_stays_whole_and_can_be_taken_apart(pool: SubMeshPool):
     assert ranks(hidden, group) == [7, 7]
 
 
-def test_spread_copies_to_the_ranks_that_do_not_have_them(pool: SubMeshPool):
-    group = pool.group(0, 4)
-    hidden = numbered(group)
-    hidden.spread(pool.group(2, 1), group)
-    assert ranks(hidden, group) == [2, 2, 2, 2]
-
-
 def test_lost_buffers_are_recreated_and_the_others_kept(pool: SubMeshPool):
     group = pool.group(0, 4)
     hidden = numbered(group)
@@ -73,4 +67,4 @@ def test_lost_buffers_are_recreated_and_the_others_kept(pool: SubMeshPool):
     hidden.put(group, whole)
     whole.delete()
     assert hidden.is_lost
-    assert [buffer.shape for buffer in hidden.release()] == [SHAPE] * 4
+    assert [buffer.shape for buffer in hidden.release().values()] == [SHAPE] * 4

@@ -1,104 +1,129 @@
-"""Placements of layers and paths between them, compared with a list of the homes of every layer."""
+"""Placements of modules, against plain lists of every module's homes, and as data."""
 
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from placement_cases import D0, D1, D2, D3, P0, Q, homes_of_a_module, placements
 
 from sharding.errors import LayoutError
-from sharding.placement import Home, Placement, Stage, joined, path
-
-D0, D1, D2, D3 = (Home(i, 1) for i in range(4))
-Q = Home(0, 4)
+from sharding.placement import Home, Homes, Placement
 
 
-@st.composite
-def lanes_of_homes(draw: st.DrawFn, num_lanes: int) -> tuple[Home, ...]:
-    """Draw homes that share no device, some with several lanes."""
-    homes = draw(
-        st.sampled_from([(Q,), (Home(0, 2), Home(2, 2)), (Home(0, 2), D2, D3), (D0, D1, Home(2, 2)), (D0, D1, D2, D3)])
-    )
-    return tuple(draw(st.lists(st.sampled_from(homes), min_size=num_lanes, max_size=num_lanes)))
-
-
-@st.composite
-def placements(draw: st.DrawFn, num_layers: int, num_lanes: int) -> Placement:
-    kinds = draw(st.lists(lanes_of_homes(num_lanes), min_size=1, max_size=3))
-    homes = draw(st.lists(st.sampled_from(kinds), min_size=num_layers, max_size=num_layers))
-    return Placement.of_layers(draw(st.sampled_from([Q, Home(0, 2), D0])), homes)
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Placement, Placement]:
-    size = draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    return draw(placements(*size)), draw(placements(*size))
-
-
-@given(pairs())
-def test_stages_say_what_every_layer_s_homes_are(pair: tuple[Placement, Placement]):
-    placement, _ = pair
-    homes = placement.homes()
-    assert [placement.stage_of(layer).homes for layer in range(placement.num_layers)] == homes
-    assert placement.parallelism() == [len(set(of_lanes)) for of_lanes in homes]
-    assert all(one.homes != other.homes for one, other in zip(placement.stages, placement.stages[1:], strict=False))
-    used = {d for of_lanes in [*homes, (placement.ends,)] for home in of_lanes for d in home.devices}
-    assert placement.devices == tuple(sorted(used))
-    for lane in range(placement.num_lanes):
-        assert set(placement.homes_of(lane)) == {of_lanes[lane] for of_lanes in homes}
-    for stage in placement.stages:
-        assert sorted(lane for home in stage.distinct_homes for lane in stage.lanes(home)) == list(
-            range(placement.num_lanes)
-        )
-
-
-@given(pairs(), st.integers(1, 5), st.booleans())
-def test_a_path_changes_every_layer_that_differs_once(pair: tuple[Placement, Placement], most: int, last_first: bool):
-    source, target = pair
-    before, after = source.homes(), target.homes()
-    changed: list[int] = []
-    present = source
-    for layers, placement in path(source, target, most, last_first=last_first):
-        homes = placement.homes()
-        now = {i for i in range(len(homes)) if homes[i] != present.homes()[i]}
-        assert now == set(layers)
-        assert len(layers) <= most
-        assert all(homes[i] == after[i] for i in layers)
-        changed += reversed(layers) if last_first else layers
-        if placement != target:
-            assert placement.ends.degree == max(source.ends.degree, target.ends.degree)
-        present = placement
-    assert present == target
-    differing = [i for i in range(len(before)) if before[i] != after[i]]
-    assert changed == (differing[::-1] if last_first else differing)
-
-
-def test_amoeba_s_merge():
-    ones = [Placement.uniform(home, 5) for home in (D0, D1, D2, D3)]
-    source, target = joined(ones, Q), Placement.uniform(Q, 5, 4)
-    assert [str(placement) for _, placement in path(source, target, 2)] == [
-        "0-3: TP1[0], TP1[1], TP1[2], TP1[3]  4: TP4[0-3], TP4[0-3], TP4[0-3], TP4[0-3]",
-        "0-1: TP1[0], TP1[1], TP1[2], TP1[3]  2-4: TP4[0-3], TP4[0-3], TP4[0-3], TP4[0-3]",
-        "0-4: TP4[0-3], TP4[0-3], TP4[0-3], TP4[0-3]",
+@given(placements())
+def test_runs_name_the_homes_of_every_module_once(placement: Placement):
+    found: list[tuple[int, str, Homes]] = []
+    for run in placement.runs:
+        for layer in run.layers:
+            names = ("attention", "ffn") if run.module == "layer" else (run.module,)
+            found += [(layer, name, run.homes) for name in names]
+    expected = [
+        (layer, name, homes)
+        for layer, both in enumerate(zip(placement.attention, placement.ffn, strict=True))
+        for name, homes in zip(("attention", "ffn"), both, strict=True)
     ]
-    split = list(path(target, source, 5, last_first=False))
-    assert split == [(range(5), source)]
+    assert found == expected
+    neighbours = zip(placement.runs, placement.runs[1:], strict=False)
+    assert not any(one.homes == other.homes and one.module == other.module == "layer" for one, other in neighbours)
 
 
-def test_replicated_and_migrated_layers():
-    replicated = Placement.uniform(D0, 20).with_lanes(2).with_homes(range(5, 15), (D0, D1))
+@given(placements())
+def test_devices_are_those_of_any_home(placement: Placement):
+    homes = {placement.head, *(home for module in (*placement.attention, *placement.ffn) for home in module)}
+    assert placement.devices == tuple(sorted({device for home in homes for device in home.devices}))
+    assert (placement.home is not None) == (len(homes) == 1 and placement.num_microbatches == 1)
+
+
+@given(placements())
+def test_layers_of_a_page_group_have_the_same_attention_homes(placement: Placement):
+    groups = placement.page_groups
+    assert sorted(layer for layers in groups.values() for layer in layers) == list(range(placement.num_layers))
+    assert all(placement.attention[layer] == homes for homes, layers in groups.items() for layer in layers)
+
+
+@given(placements())
+def test_a_placement_is_what_its_data_describes(placement: Placement):
+    assert Placement.from_data(placement.to_dict(), placement.num_layers, 4, 4) == placement
+
+
+@given(placements(), st.data())
+def test_a_change_of_modules_changes_these_alone(placement: Placement, data: st.DataObject):
+    first = data.draw(st.integers(0, placement.num_layers - 1))
+    layers = range(first, data.draw(st.integers(first + 1, placement.num_layers)))
+    module = data.draw(st.sampled_from(["layer", "attention", "ffn"]))
+    homes = data.draw(homes_of_a_module(placement.num_microbatches))
+    changed = placement.with_modules(layers, module, homes)
+    for name, before, after in (
+        ("attention", placement.attention, changed.attention),
+        ("ffn", placement.ffn, changed.ffn),
+    ):
+        expected = list(before)
+        if module in ("layer", name):
+            expected[layers.start : layers.stop] = [homes] * len(layers)
+        assert list(after) == expected
+
+
+def test_placements_of_the_three_papers():
+    four = (D0, D1, D2, D3)
+    merge = Placement.uniform(Q, 5, 4).with_modules(range(3), "layer", four)
+    assert str(merge) == "0-2: TP1[0], TP1[1], TP1[2], TP1[3]   3-4: TP4[0-3]"
+    assert merge.page_groups == {four: (0, 1, 2), (Q,) * 4: (3, 4)}
+    replicated = Placement.uniform(D0, 20, 2).with_modules(range(5, 15), "layer", (D0, D1))
     assert replicated.parallelism() == [1] * 5 + [2] * 10 + [1] * 5
-    assert [stage.layers for stage in replicated.stages] == [range(5), range(5, 15), range(15, 20)]
-    assert replicated.homes_of(0) == (D0,)
-    assert replicated.homes_of(1) == (D0, D1)
-    migrated = Placement.uniform(D0, 20).with_homes(range(5, 15), (D1,))
-    assert list(path(Placement.uniform(D0, 20), migrated, 100)) == [(range(5, 15), migrated)]
+    beside = Placement.uniform(P0, 2, 2).with_modules(range(2), "attention", (D0, D1))
+    assert str(beside) == (
+        "attention 0: TP1[0], TP1[1]   ffn 0: TP2[0-1]   attention 1: TP1[0], TP1[1]   ffn 1: TP2[0-1]"
+    )
 
 
-def test_ends_alone_change_in_a_step_without_layers():
-    source = Placement.uniform(Q, 3)
-    assert list(path(source, source, 1)) == []
-    assert list(path(source, source.with_ends(D0), 1)) == [(range(0), source.with_ends(D0))]
+def stages(*stages: dict[str, Any], head: Any = (0,)) -> Any:
+    return {"head": list(head), "stages": list(stages)}
+
+
+WHOLE = {"layers": [0, 4], "homes": [[0]]}
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ([], "must be an object"),
+        ({"head": [0]}, "lacks \\['stages'\\]"),
+        (stages(WHOLE) | {"heads": []}, "unknown keys \\['heads'\\]"),
+        (stages(), "1 to 4096 stages"),
+        (stages(WHOLE, head=[]), "head must be a list of device indices"),
+        (stages(WHOLE, head=[True]), "head must be a list of device indices"),
+        (stages(WHOLE, head=[4]), "names devices \\[4\\]: there are devices 0 to 3"),
+        (stages(WHOLE, head=[0, 2]), "not consecutive"),
+        (stages(WHOLE, head=[1, 2]), "not aligned"),
+        (stages(WHOLE, head=[0, 1, 2]), "must be a power of two"),
+        (stages({"layers": [0, 5], "homes": [[0]]}), "from 0 to 4"),
+        (stages({"layers": [2, 2], "homes": [[0]]}), "from 0 to 4"),
+        (stages({"layers": [0], "homes": [[0]]}), "two integers"),
+        (stages({"layers": [0, 4], "homes": []}), "1 to 64 lists"),
+        (stages({"layers": [0, 4], "homes": [[0]], "module": "mlp"}), "layer, attention or ffn"),
+        (stages({"layers": [0, 3], "homes": [[0]]}), "no stage places the attention of layer 3"),
+        (stages(WHOLE, {"layers": [3, 4], "homes": [[1]]}), "attention of layer 3 a second time"),
+        (stages({"layers": [0, 4], "homes": [[0]], "module": "attention"}), "no stage places the ffn of layer 0"),
+        (stages({"layers": [0, 4], "homes": [[0, 1], [1]]}), "share devices"),
+        (
+            stages(
+                {"layers": [0, 2], "homes": [[0], [1], [2]]},
+                {"layers": [2, 4], "homes": [[0], [1]]},
+            ),
+            "stage 1 has 2 homes, and another stage has 3",
+        ),
+    ],
+)
+def test_impossible_data_is_refused_by_name(data: Any, text: str):
+    with pytest.raises(LayoutError, match=text):
+        Placement.from_data(data, 4, 4, 4)
+
+
+def test_a_home_has_at_most_the_largest_degree():
+    with pytest.raises(LayoutError, match="has 4 devices: a home has at most 2"):
+        Placement.from_data(stages(WHOLE, head=[0, 1, 2, 3]), 4, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -107,24 +132,13 @@ def test_ends_alone_change_in_a_step_without_layers():
         (lambda: Home(0, 3), "3 devices is not supported"),
         (lambda: Home(1, 2), "cannot start at device 1"),
         (lambda: Home(-1, 1), "device -1"),
-        (lambda: Stage(range(3), ()), "0-2 have no home"),
-        (lambda: Stage(range(2, 2), (D0,)), "one or more consecutive layers"),
-        (lambda: Stage(range(0, 4, 2), (D0,)), "one or more consecutive layers"),
-        (lambda: Stage(range(3), (D1, Q)), r"homes TP4\[0-3\] and TP1\[1\], which share devices"),
-        (lambda: Placement(D0, ()), "needs at least one stage"),
-        (lambda: Placement(D0, (Stage(range(1, 3), (D0,)),)), "start at layer 0, not at 1"),
-        (lambda: Placement(D0, (Stage(range(2), (D0,)), Stage(range(1, 3), (D0,)))), "start at layer 2, not at 1"),
-        (lambda: Placement(D0, (Stage(range(2), (D0,)), Stage(range(2, 3), (D0, D1)))), "2 lanes, others 1"),
-        (lambda: Placement.uniform(D0, 3).stage_of(3), "no layer 3: the model has 3"),
-        (lambda: Placement.uniform(D0, 3).with_homes(range(2, 4), (D1,)), "2-3 are not among the model's 3"),
-        (lambda: Placement.uniform(D0, 3, 2).with_lanes(4), "2 lanes cannot have 4"),
-        (lambda: joined([Placement.uniform(D0, 3), Placement.uniform(D0, 3)], Q), r"share devices \[0\]"),
-        (lambda: joined([Placement.uniform(D0, 3), Placement.uniform(D1, 4)], Q), "different models"),
-        (lambda: list(path(Placement.uniform(D0, 3), Placement.uniform(D0, 4), 1)), "no path from 3 layers"),
-        (lambda: list(path(Placement.uniform(D0, 3), Placement.uniform(Q, 3), 0)), "layers_per_step=0"),
-        (lambda: list(path(Placement.uniform(D0, 3), Placement.uniform(D1, 3), 1)), "neither contains the other"),
+        (lambda: Placement(D0, (), ()), "every layer needs one of each"),
+        (lambda: Placement(D0, ((D0,),), ()), "every layer needs one of each"),
+        (lambda: Placement(D0, ((D0,), (D0, D1)), ((D0,), (D0,))), "2 microbatches, other modules for 1"),
+        (lambda: Placement(D0, ((D1, Q),), ((D0, D0),)), r"homes TP4\[0-3\] and TP1\[1\], which share devices"),
+        (lambda: Placement.uniform(D0, 3).with_modules(range(2, 4), "layer", (D1,)), "2-3 are not among the model's 3"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(make: Callable[[], object], text: str):
+def test_impossible_placements_are_refused_by_name(make: Callable[[], object], text: str):
     with pytest.raises(LayoutError, match=text):
         make()

@@ -16,7 +16,7 @@ from kvcache.prefix_cache import PageKeys, PrefixCache
 from sharding.placement import Home
 
 GEOMETRY = PageGeometry(kv_heads=4, page_size=4, head_dim=2)
-GROUP = Home(0, 4)
+GROUP = (Home(0, 4),)
 
 
 def greedy(pages: SequencePages) -> Sequence:

@@ -127,7 +127,7 @@ def test_policies_decide_by_the_objectives(model: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--merge-to", 3, "merge_to=3 must be a degree: 1, 2 or 4"),
+        ("--merge-to", 3, "merge_to=3 must be a degree, a power of two"),
         ("--linger-s", "nan", "linger_s=nan must be seconds, finite and at least 0"),
         ("--max-pause-s", -5, "max_pause_s=-5.0 must be seconds, finite and at least 0"),
         ("--reserved-growth", 5, "reserved_growth=5.0 must be from 0 to 1"),

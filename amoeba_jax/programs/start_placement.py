@@ -1,0 +1,138 @@
+"""The start placement of an engine, and the memory of its devices."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from amoeba_jax.config import EngineConfig
+from amoeba_jax.errors import ConfigError, MemoryBudgetError
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.programs.memory import DeviceTooSmallError, FixedBytes, MemoryPlan, divide_memory
+from amoeba_jax.weights.layout import WeightLayout
+from sharding.ledger import format_bytes
+from sharding.placement import Home, Placement
+
+_MAX_FILE_BYTES = 1 << 20
+
+
+def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
+    """Return the placement that `config.placement` describes; None if there is none, or it is `auto`.
+
+    Raises `ConfigError` for text that is no JSON, and `LayoutError` for a placement that is not possible.
+    """
+    text = config.placement
+    if text is None or text == "auto":
+        return None
+    if not text.lstrip().startswith("{"):
+        text = _read_file(text)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"placement is not valid JSON: {error}") from None
+    return Placement.from_data(data, dims.config.num_layers, config.num_devices, config.max_tp)
+
+
+def _read_file(name: str) -> str:
+    path = Path(name)
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"placement={name!r}: the file has more than {_MAX_FILE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"placement={name!r} is neither auto nor JSON, and the file cannot be read: {error}"
+        ) from None
+
+
+def plan_devices(
+    weights: WeightLayout, placement: Placement, budget_bytes: int, fixed: FixedBytes, kv_cache_tokens: int | None
+) -> dict[int, MemoryPlan]:
+    """Divide the memory of each device of a placement. All layers on a device get the same number of pages.
+
+    Raises `DeviceTooSmallError` for a device that does not hold its modules and one page of each of its layers.
+    """
+    dims = weights.dims
+    plans = {}
+    for device, shards in weights.shards_at(placement).items():
+        weight_bytes = sum(
+            weights.specs[name].num_elements // weights.specs[name].num_shards * len(indices) * weights.itemsize
+            for name, indices in shards.items()
+        )
+        # A layer whose microbatches share this device in several page groups has its extents once.
+        layers = sum(any(device in home.devices for home in homes) for homes in placement.attention)
+        here = fixed if device == placement.head.start else fixed._replace(sampling=0)
+        try:
+            plans[device] = divide_memory(dims, budget_bytes, weight_bytes, here, layers, kv_cache_tokens)
+        except DeviceTooSmallError as error:
+            message = f"device {device} of the placement: {error}"
+            raise DeviceTooSmallError(message, error.budget_bytes, error.needed_bytes) from None
+    return plans
+
+
+def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
+    """Return the pages of each layer's extent at each home: those of its device with the least memory."""
+    homes = {home for homes in placement.attention for home in homes}
+    return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
+
+
+def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
+    """Return the tokens of the longest sequence that an empty instance holds, in its microbatch with most room."""
+    groups = placement.page_groups
+    return max(
+        min(pages[homes[number]] * homes[number].degree for homes in groups) * page_size
+        for number in range(placement.num_microbatches)
+    )
+
+
+def placement_width(placement: Placement) -> int:
+    """Return the factor by which a placement multiplies `max_num_seqs`: microbatches times devices of their homes."""
+    degree = min(home.degree for homes in placement.attention for home in homes)
+    return placement.num_microbatches * degree
+
+
+def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: int, fixed: FixedBytes) -> Placement:
+    """Return the placement on the fewest devices, from the first on, that hold the model and a step of prompt tokens.
+
+    Each device computes consecutive layers. Layers are dealt so that the device with the least room for the KV cache
+    has as much as possible. The first device also has the embedding and the head.
+
+    Raises `MemoryBudgetError` if all devices together are too small.
+    """
+    dims = weights.dims
+    num_layers, wanted = dims.config.num_layers, min(config.max_num_batched_tokens, dims.config.max_position)
+    for num_devices in range(1, min(config.num_devices, num_layers) + 1):
+        placement = _spread(weights, num_devices, budget_bytes, fixed)
+        try:
+            plans = plan_devices(weights, placement, budget_bytes, fixed, None)
+        except DeviceTooSmallError:
+            continue
+        if placement_capacity(placement, home_pages(placement, plans), dims.page_size) >= wanted:
+            return placement
+    raise MemoryBudgetError(
+        f"{config.num_devices} devices with {format_bytes(budget_bytes)} each do not hold the model "
+        f"({format_bytes(weights.num_bytes)} of weights) and the KV cache of {wanted} tokens: "
+        "use more devices or a larger device_memory"
+    )
+
+
+def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: FixedBytes) -> Placement:
+    """Return the placement that spreads the layers over the first devices by memory."""
+    num_layers, size = weights.dims.config.num_layers, weights.itemsize
+    of_layer = [0] * num_layers
+    ends = 0
+    for spec in weights.specs.values():
+        if spec.layer is None:
+            ends += spec.num_elements * size
+        else:
+            of_layer[spec.layer] += spec.num_elements * size
+    # All layers have the same size: each goes to the device that has most room for its layers' pages with it.
+    layer_bytes = max(of_layer)
+    free = [budget_bytes - fixed.total - (ends if device == 0 else -fixed.sampling) for device in range(num_devices)]
+    counts = [0] * num_devices
+    for _ in range(num_layers):
+        room = [(free[d] - (counts[d] + 1) * layer_bytes) / (counts[d] + 1) for d in range(num_devices)]
+        # Every device gets a layer before any has room to spare.
+        best = max(range(num_devices), key=lambda d: (counts[d] == 0, room[d], -d))
+        counts[best] += 1
+    homes = tuple((Home(device, 1),) for device, count in enumerate(counts) for _ in range(count))
+    return Placement(Home(0, 1), homes, homes)
