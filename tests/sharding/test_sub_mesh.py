@@ -62,7 +62,7 @@ def test_device_count_must_be_a_power_of_two(num_devices, max_tp):
         SubMeshPool(tuple(jax.devices()[:num_devices]), max_tp)
 
 
-@pytest.mark.parametrize(("num_devices", "max_tp"), [(8, 3), (8, 8), (8, 0), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("num_devices", "max_tp"), [(8, 3), (8, 16), (8, 0), (2, 4), (1, 2)])
 def test_max_tp_must_be_a_degree_and_fit(num_devices, max_tp):
     with pytest.raises(LayoutError, match=f"max_tensor_parallel_size={max_tp}.*num_devices={num_devices}"):
         SubMeshPool(tuple(jax.devices()[:num_devices]), max_tp)
