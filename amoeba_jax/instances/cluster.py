@@ -235,19 +235,11 @@ class Cluster:
 
     def _make_again(self, group: SubMesh) -> str | None:
         """Make the instance of a group that is out of service. Where that fails, return why: the group stays so."""
-        if self.plan.placement is not None:
-            return self._make_placed_again(group, self.plan.placement)
-        released = self.lost[group]
-        layers = range(self.dims.config.num_layers)
         try:
-            # Memory that is given up first, and what takes longest last.
-            for layer in layers:
-                if (present := self._released_for(group, layer)) < released:
-                    self.weights.release(group, layer, present, released)
-            instance = self.factory.empty_instance(group, released)
-            if any(self._released_for(group, layer) > released for layer in layers):
-                with self.open_weights() as reader:
-                    self.weights.reload(reader, group, [released] * group.tp)
+            if self.plan.placement is not None:
+                instance = self.factory.placed_instance(self.plan.placement)
+            else:
+                instance = self._empty_instance(group, self.lost[group])
         except Exception as error:
             drop_frames(error)
             return f"{type(error).__name__}: {error}"
@@ -255,15 +247,18 @@ class Cluster:
         self.replace([], [instance])
         return None
 
-    def _make_placed_again(self, group: SubMesh, placement: Placement) -> str | None:
-        try:
-            instance = self.factory.placed_instance(placement)
-        except Exception as error:
-            drop_frames(error)
-            return f"{type(error).__name__}: {error}"
-        self.lost = {other: degree for other, degree in self.lost.items() if other != group}
-        self.replace([], [instance])
-        return None
+    def _empty_instance(self, group: SubMesh, released: int) -> Instance:
+        """Return an instance with an empty cache, with its weights released for a degree or read again."""
+        layers = range(self.dims.config.num_layers)
+        # Release memory first, and do the slowest part last.
+        for layer in layers:
+            if (present := self._released_for(group, layer)) < released:
+                self.weights.release(group, layer, present, released)
+        instance = self.factory.empty_instance(group, released)
+        if any(self._released_for(group, layer) > released for layer in layers):
+            with self.open_weights() as reader:
+                self.weights.reload(reader, group, [released] * group.tp)
+        return instance
 
     def _released_for(self, group: SubMesh, layer: int) -> int:
         """Degree for which weights of a layer are released on a group's devices, all of which have the same."""

@@ -58,7 +58,7 @@ def plan_devices(
             weights.specs[name].num_elements // weights.specs[name].num_shards * len(indices) * weights.itemsize
             for name, indices in shards.items()
         )
-        # A layer whose microbatches share this device in several page groups has its extents once.
+        # A layer counts once, also if several microbatches use the device.
         layers = sum(any(device in home.devices for home in homes) for homes in placement.attention)
         here = fixed if device == placement.head.start else fixed._replace(sampling=0)
         try:
