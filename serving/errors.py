@@ -20,7 +20,8 @@ def say(text: str) -> None:
 def flush_or_discard(stream: TextIO | None) -> None:
     """Flush a stream, or redirect it to the null device if that fails.
 
-    Otherwise Python flushes it again at exit, and a failure there changes the exit code to 120.
+    Without the redirection, Python would flush the stream again at exit; this would fail and change the exit code to
+    120.
     """
     if stream is None or stream.closed:
         return
@@ -37,8 +38,8 @@ def clean_exit() -> Iterator[None]:
     """Turn errors that users can cause into a message without a traceback.
 
     Exit codes: 2 for an invalid setting, model name or request; 1 for a damaged checkpoint or a closed stdout; 130 for
-    Ctrl-C. Other errors are bugs and keep their traceback. The imports of a command belong into the block, so that
-    Ctrl-C works during the seconds that they take.
+    Ctrl-C. Other errors are bugs and keep their traceback. Put the imports of a command into the `with` block, so that
+    Ctrl-C works during the imports too.
     """
     try:
         yield

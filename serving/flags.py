@@ -88,8 +88,8 @@ class Flags:
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Add the options of `groups` to a typer command.
 
-    The first parameter of the command receives a dict from field name to value. It has the options that were given and
-    the `defaults` of the groups. Two groups must not have fields of the same name.
+    The first parameter of the command receives a dict from field name to value. The dict has the options that were
+    given and the `defaults` of the groups. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}

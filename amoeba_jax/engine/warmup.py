@@ -148,6 +148,9 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
     The instance must have its weights released for degree `released`, by default its own degree.
     """
     for instance in engine.instances:
+        if spec.kind in ("take_columns", "put_columns") and spec.devices[0] in instance.group.device_indices:
+            run_once(engine, instance, spec)
+            return True
         if instance.id == spec.devices[0] and instance.released == (released or instance.tp):
             if spec.kind not in ON_FIRST and len(spec.devices) != instance.tp:
                 return False
@@ -176,6 +179,8 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
         hidden = instance.runner.hidden
         results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
         hidden.put(instance.group, results, replicated=False)
+    elif spec.kind in ("take_columns", "put_columns"):
+        results = _run_columns(engine, instance, spec, program)
     elif spec.kind == "page_copy":
         instance.launcher.copy_page(instance.lanes, instance.lane, *np.zeros((2, instance.tp), np.int32))
         results = site.kv
@@ -202,6 +207,18 @@ def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compi
     states = site.run([spec.plan], [program], hidden.take(instance.group), packed, tokens, exchanges)
     hidden.put(instance.group, states)
     return [site.kv[layer] for layer in spec.plan.layers]
+
+
+def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
+    """Copy columns from a buffer of hidden states, or zeros into it."""
+    hidden, device = instance.runner.hidden, engine.cluster.sub_meshes.group(spec.devices[0], 1)
+    states = hidden.take(device)
+    if spec.kind == "take_columns":
+        results = program(states, np.int32(0))
+    else:
+        results = states = program(states, np.int32(0), _filled(program, 2))
+    hidden.put(device, states)
+    return results
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):

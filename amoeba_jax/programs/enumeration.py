@@ -171,3 +171,4 @@ def _transition(
             yield from programs.step_specs()
             yield from programs.exchange_specs()
             yield from programs.restore_specs()
+            yield from programs.prompt_copies()

@@ -85,7 +85,8 @@ class TransitionPrograms:
     def step_specs(self) -> list[ProgramSpec]:
         """Return the programs of decode steps, however many layers have changed so far.
 
-        These are the steps of the instances of both degrees, and `split` and `join` between them.
+        These are the steps of the instances of both degrees, `split` and `join` between them, and copies of columns for
+        steps of one instance of the lower degree.
         """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
@@ -93,7 +94,14 @@ class TransitionPrograms:
             needed += plan.step_specs(specs, member, self.low_shape, self.low_extents)
         if plan.overlaps_exchanges:
             needed += self._steps_with_exchange()
-        return [*needed, self._split_spec, self._join_spec]
+        return [*needed, self._split_spec, self._join_spec, *self._column_copies(self.low_shape)]
+
+    def _column_copies(self, shape: BatchShape) -> list[ProgramSpec]:
+        """Return the programs that bring the hidden states of a step of one lower instance to the whole group."""
+        specs, pool = self._executables.specs, self.plan.sub_meshes
+        devices = [pool.group(device, 1) for device in self.group.device_indices]
+        size = shape.num_tokens, self.plan.hidden_tokens
+        return [make(device, *size) for device in devices for make in (specs.take_columns, specs.put_columns)]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
         """Return all programs of `step_with_exchange`: for each segment shape, number of other layers and distance."""
@@ -135,7 +143,13 @@ class TransitionPrograms:
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
         for member in self.members:
             needed += plan.step_specs(specs, member, shape, self.low_extents)
-        return needed
+        return needed + self._column_copies(shape)
+
+    def prompt_copies(self) -> list[ProgramSpec]:
+        """Return the programs that bring hidden states of prompts of any chunk size to the whole group."""
+        buckets = self.plan.buckets(self.lower)
+        shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
+        return [spec for shape in shapes for spec in self._column_copies(shape)]
 
     def restore_specs(self) -> list[ProgramSpec]:
         """Return the program that restores weights, if any. All layers share it."""

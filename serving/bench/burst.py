@@ -35,9 +35,9 @@ def draw_phases(
     most: int | None,
     duration_s: float | None,
 ) -> Iterator[tuple[float, str]]:
-    """Yield ascending arrival times in seconds, each with the kind of its phase.
+    """Yield ascending arrival times in seconds, each with the kind of its phase (`LOW` or `HIGH`).
 
-    Phases alternate, beginning with a low one. The rate of a phase is drawn uniformly from its range.
+    Phases alternate, beginning with a low phase. The rate of a phase is drawn uniformly from its range.
 
     Args:
         low: lowest and highest rate of low phases, in requests per second.

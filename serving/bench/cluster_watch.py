@@ -38,11 +38,11 @@ class ClusterWatch:
     """Reason why there are no further samples: status and text of the server."""
 
     def end_s(self, duration_s: float) -> float:
-        """Return the end of the watched time: the end of the run, or the last sample before a problem."""
+        """Return the end of the watched time in seconds: the end of the run or, if watching failed, the last sample."""
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until cancelled, or until the server refuses.
+        """Add samples until the task is cancelled or the server refuses.
 
         Args:
             interval_s: seconds between samples; 0: no samples.
@@ -77,8 +77,8 @@ def changes_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return the numbers of merges and splits between consecutive samples. A change that is undone before the next
-    sample does not count."""
+    """Return the numbers of merges and splits between consecutive samples. A change that is undone between two samples
+    does not count."""
     merges = splits = 0
     for before, after in pairwise(samples):
         merges += _joined(before.devices, after.devices)
@@ -93,7 +93,8 @@ def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]])
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return the device seconds by degree until `end_s`. A sample counts until the next one, the first one from 0."""
+    """Return the device seconds by degree until `end_s`. Each sample lasts until the next sample; the first sample
+    begins at 0."""
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):
         start_s = 0.0 if place == 0 else sample.time_s

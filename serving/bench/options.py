@@ -46,7 +46,8 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """Return a client without retries, which would hide errors of the server. Raises `ConfigError`."""
+        """Return a client that does not retry calls, because retries would hide errors of the server. Raises
+        `ConfigError`."""
         from amoeba_jax.client import AsyncClient, Retries
 
         target = (self.admin_target if admin else None) or self.target

@@ -52,8 +52,11 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Return the start and end in seconds of each time in which instances changed: from the last sample before the
-    change until `settle_s` after the first sample that shows it. Overlapping times are joined."""
+    """Return the start and end in seconds of each window in which instances changed.
+
+    A window begins at the last sample before a change, and ends `settle_s` after the first sample that shows the
+    change. Overlapping windows are joined.
+    """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
         if before.devices == after.devices:
@@ -75,7 +78,7 @@ def transitions(
 ) -> dict[str, Any]:
     """Return TTFT and ITL of completed requests during and outside of changes of instances.
 
-    An interval counts as during a change if it overlaps with one.
+    An interval between tokens counts as during a change if the two overlap.
 
     Args:
         changes: number of merges and splits, reported per hour of `watched_s`.

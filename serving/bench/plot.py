@@ -83,7 +83,8 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Return times in seconds, and for each degree the number of its devices from each time on.
+    """Return the times of changes in seconds, and for each degree the number of its devices from each of these times
+    on.
 
     The first sample counts from 0, the last one until `end_s`.
     """

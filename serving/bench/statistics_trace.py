@@ -21,8 +21,8 @@ def draw_specs(
 ) -> dict[str, np.ndarray]:
     """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    In each window, arrivals are a gamma process with the rate of the window times `rate_scale` and its coefficient of
-    variation (`cv_rate_weighted`; 1 if missing). Lengths of prompts and outputs are independent.
+    In each window, arrivals are a gamma process. Its rate is `rate_scale` times the rate of the window. Its coefficient
+    of variation is `cv_rate_weighted` of the window (1 if missing). Lengths of prompts and outputs are independent.
 
     Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.
 

@@ -23,16 +23,16 @@ _BLOCKS = "hash_ids"
 
 
 def is_text_trace(path: Path) -> bool:
-    """Return whether a file name ends like CSV or JSON lines, compressed or not."""
+    """Return whether a file name has a suffix of CSV or JSON lines, compressed or not."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
     """Read the columns `input_tokens`, `output_tokens` and, if present, `arrival_s` (seconds) of a file.
 
-    Also returns the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or None. Times are
-    seconds in a column `arrival_s`, `arrival` or `time_s`, or ISO dates (Azure) or milliseconds (Mooncake) in a column
-    `timestamp`. Raises `ConfigError` with the column or the line.
+    Also returns the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or None. A column
+    `arrival_s`, `arrival` or `time_s` has seconds. A column `timestamp` has ISO dates (Azure) or milliseconds
+    (Mooncake). Raises `ConfigError` with the column or the line.
     """
     rows = list(_rows(path))
     if not rows:
@@ -89,7 +89,7 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """Return a list of ids, which is JSON text in CSV; () without ids."""
+    """Return the ids in a list, or in the JSON text of a list (from CSV); () without ids."""
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):

@@ -116,8 +116,9 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace:
     """Return a trace with `scale` times as many requests in the same time.
 
-    Each request is repeated; the fractional part of `scale` repeats or removes a random share. Copies arrive within
-    30 s of the original. Their prompts belong to other users: the n-th copies share prefixes only with each other.
+    With a scale of 2.3, each request occurs twice, and a random 30% of the requests a third time. With a scale of 0.3,
+    a random 30% remain. Copies arrive within 30 s of the original. Copies stand for other users: the n-th copies of all
+    requests share prefixes only with each other.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -145,7 +146,8 @@ def _of_copies(
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Shorten lengths to a context of `max_model_len` tokens.
 
-    If prompt and output are too long together, each keeps half of the context, or more if the other one is shorter.
+    If prompt and output are too long together, each may take half of the context, or more if the other one is shorter
+    than half.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -149,7 +149,7 @@ class WorkloadConfig:
 
     @property
     def rate(self) -> float:
-        """Requests per second; infinity: all at once. It has no meaning for a trace with times."""
+        """Requests per second; infinity: all at once. Unused for a trace with times."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
         if self.dataset_name == "burst":
@@ -254,7 +254,7 @@ def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
-    """Return an SLO for normal and for urgent requests."""
+    """Return the SLO `name` of normal requests, and of urgent requests."""
     others, own = getattr(config, name), getattr(config, f"urgent_{name}")
     return others, others if own is None else own
 
@@ -341,7 +341,7 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _is_drawn(path: Path) -> bool:
-    """Return whether a file has statistics, whose rate is scaled when requests are drawn."""
+    """Return whether a trace is a file of statistics. Its rate is scaled when requests are drawn."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as file:
@@ -351,8 +351,8 @@ def _is_drawn(path: Path) -> bool:
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
     """Draw arrival times.
 
-    As in vLLM, a fixed number of requests is stretched to the time that it takes at the mean rate, so that runs with
-    different seeds offer the same load.
+    If the number of requests is fixed, all times are scaled so that the last request arrives at number / rate, as in
+    vLLM. So runs with different seeds offer the same load.
     """
     random = _stream(config, _ARRIVALS)
     arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)

@@ -147,7 +147,7 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Return the seconds that each page in use adds to the time in which one layer changes its degree.
+    """Return the seconds that each page in use adds to the switch of one layer.
 
     Compares switches with a nearly half full cache to switches with an empty cache.
     """
@@ -195,7 +195,7 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Return the mean seconds of a layer's switch in the slowest group of a transformation that waits for each."""
+    """Return the mean seconds to switch a layer, in the slowest group of an `in_place` transformation."""
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
         for group in report.groups
@@ -238,21 +238,22 @@ class _Timer:
         return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Return the seconds of a decode step by number of rows, for all sizes that fit the cache."""
+        """Return the seconds of a decode step by number of rows, for all `sizes` whose requests fit the cache."""
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
             self._run(size, _SHORT, 4)  # compiles
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return the most tokens that each of `count` requests on one instance can have."""
+        """Return the maximum tokens of each request if `count` equal requests run on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the seconds of a step with one chunk, and the TTFT of a prompt of one chunk, by tokens of the chunk.
+        """Return two dicts by chunk size in tokens: the seconds of a step with one chunk, and the TTFT of a prompt of
+        one chunk.
 
-        The seconds of a step are the difference in TTFT between a prompt of one chunk and a longer prompt.
+        The seconds of a step come from the difference in TTFT between a longer prompt and a prompt of one chunk.
         """
         steps_s, alone_s = {}, {}
         for chunk in chunks:
@@ -307,7 +308,7 @@ class _Timer:
         return found
 
     async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
-        """Return the TTFT of a prompt on an idle instance while `decoding` others decode one request each."""
+        """Return the TTFT of a prompt on an idle instance while `decoding` other instances decode one request each."""
         llm, random = self._llm, self._random
         llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
         try:

@@ -29,7 +29,7 @@ def open_client(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> Client:
-    """Connect to a server, with the token of a file or else the given token.
+    """Connect to a server with the token in `token_file` or, without a file, `token`.
 
     Raises `ConfigError` if a file cannot be read, or if only one of certificate and key is given.
     """

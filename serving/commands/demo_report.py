@@ -89,7 +89,7 @@ def print_answers(console: Console, tokenizer: Tokenizer, texts: Sequence[str], 
 
 
 def _visible_text(tokenizer: Tokenizer, answer: Answer) -> str:
-    """Return an answer up to its end of text, as one line."""
+    """Return the text of an answer up to its end-of-text token, as one line."""
     tokens = answer.token_ids
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids), None)
     text = answer.text if end is None else tokenizer.decode(tokens[:end])

@@ -99,7 +99,7 @@ class Stream:
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens at the end."""
+        """Number of tokens that the request will generate."""
         return self.params.max_tokens or 1
 
     def _follow(self) -> None:
@@ -178,7 +178,7 @@ class Work:
         short: token ids of the short prompts.
         long: token ids of the long prompt; empty on one device.
         short_tokens: tokens to generate for each short prompt.
-        kv_cache_tokens: tokens that the KV cache of each device must hold: its short requests.
+        kv_cache_tokens: minimum KV cache of each device in tokens, enough for the short requests that run there.
     """
 
     short: list[list[int]]
@@ -193,7 +193,8 @@ class Work:
 
     @property
     def short_params(self) -> SamplingParams:
-        """Parameters of the short requests, which run on after the end of an answer, until the split is over."""
+        """Parameters of the short requests. They ignore the end-of-text token, so that they run until the split is
+        over."""
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
     @property
@@ -295,7 +296,7 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return the report whose KV cache is nearest to the middle of the first and last size, with a name.
+    """Return the report in which the KV cache has about the mean of its first and last size, with the name "half way".
 
     Return an empty list if there are no reports.
     """

@@ -32,12 +32,12 @@ class Progress(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that it has generated."""
+        """Number of generated tokens so far."""
         ...
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens that it will generate."""
+        """Number of tokens that the request will generate."""
         ...
 
 
@@ -140,7 +140,7 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar of a device's memory for layers, to scale."""
+    """Return a bar, to scale, of the parts of a device's memory for layers."""
     sizes = layer_bytes(memory, device)
     total = max(sum(sizes.values()), 1)
     # A short request uses about 1% of a device, and is visible too.
@@ -172,7 +172,7 @@ def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
 
 @contextmanager
 def sampled(llm: LLM, interval_s: float = 0.02) -> Iterator[list[MemoryReport]]:
-    """Collect memory reports of an engine until the block ends."""
+    """Collect memory reports of an engine until the `with` block ends."""
     reports: list[MemoryReport] = []
     stop = threading.Event()
 

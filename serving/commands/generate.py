@@ -18,7 +18,7 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
     Args:
         prompt: text to answer, or "-" for the text on stdin.
-        chat: whether to wrap the prompt in the chat template; None: if the model has one.
+        chat: whether to wrap the prompt in the chat template; None: wrap it if the model has a template.
     """
     accept_any_bytes()
     text = check_unicode(sys.stdin.read() if prompt == "-" else prompt, "the prompt")
@@ -52,7 +52,8 @@ def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
-    """Return the timings as one line. The median of `gaps_s`, the times between tokens, ignores the compiling step."""
+    """Return the timings as one line. `gaps_s`: seconds between tokens. Their median is not affected by the step that
+    compiles."""
     completion = output.outputs[0]
     parts = [
         f"{len(output.prompt_token_ids)} prompt tokens",

@@ -22,10 +22,10 @@ def local_server(
     config: ServerConfig | None = None,
     on_report: OnReport = lambda report: None,
 ) -> Iterator[tuple[str, Scheduling]]:
-    """Serve an LLM over gRPC until the block ends; yield the address and the scheduler.
+    """Serve an LLM over gRPC until the `with` block ends; yield the address and the scheduler.
 
     The default `config` binds a free port of the loopback interface, without metrics. `on_report` is called with the
-    report of each transformation. The LLM stays open after the block, and its own scheduler places requests again.
+    report of each transformation. After the block, the LLM stays open and places requests with its own scheduler again.
     Raises `ConfigError` for a port that cannot be bound.
     """
     loop = _LoopThread()

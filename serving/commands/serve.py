@@ -39,8 +39,8 @@ def run_server(
 ) -> int:
     """Serve until a signal arrives, and return the exit code: 0, or 70 if the engine fails.
 
-    If the engine is stuck, this ends the process. Raises the errors of loading a model, and `ConfigError` for a port
-    that cannot be bound.
+    If the engine is stuck, the function ends the process and does not return. Raises the errors of loading a model, and
+    `ConfigError` for a port that cannot be bound.
 
     Args:
         warm_up: programs that must be compiled before the server is ready: "start" for the programs of the first layout

@@ -62,7 +62,8 @@ def serve_settings(
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values. Raises `ConfigError` if YAML has a text for a number, or a number for a text."""
+    """Return `values` unchanged. Raises `ConfigError` if a value from YAML has the wrong type, such as text for a
+    number."""
     for name, value in values.items():
         texts = ("host", "otlp_traces_endpoint")
         wanted = str if name in texts else (int, float) if name.endswith("_s") else int

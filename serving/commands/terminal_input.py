@@ -5,9 +5,9 @@ import sys
 
 
 def accept_any_bytes() -> None:
-    """Read bytes of stdin that are not UTF-8 as unpaired surrogates, as Python does with arguments.
+    """Let stdin accept bytes that are not UTF-8. They become unpaired surrogates, as in arguments of Python.
 
-    `check_unicode` then refuses them with their position. Without this, reading would fail with a traceback.
+    Later, `check_unicode` refuses the text and names their position. Otherwise, reading would fail with a traceback.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -73,9 +73,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
         """Return a handler that parses messages, calls the given handler, and turns its errors into statuses.
 
-        The returned handler streams in both directions, also for calls with one request or one answer. For a call with
-        one request, gRPC would keep the message in memory until the call ends, which can be long after its refusal. For
-        a call with one answer, gRPC would not tell when the client has read it: here, a handler may write its answer
+        The returned handler always streams in both directions. In a call with a single request, gRPC would keep the
+        request in memory until the call ends, which can be long after the refusal. In a call with a single answer, the
+        server would not learn when the client has read the answer. So the given handler may also write its answer
         itself and return None.
         """
         parse = handler.request_deserializer

@@ -40,7 +40,7 @@ def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> S
 def read_prompt(
     message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, limits: Limits, max_tokens: int
 ) -> Prompt:
-    """Return the prompt in the field `oneof`. Raise `RequestError` if there is none or it is over a limit."""
+    """Return the prompt in the field `oneof`. Raise `RequestError` if the prompt is missing or over a limit."""
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
     if kind == "text":
         check_length("the prompt", len(message.text), "max_prompt_chars", limits, "characters")
@@ -90,7 +90,8 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 
 
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
-    """Return the message for new tokens `start` to `stop`. The last message has the text and the finish reason."""
+    """Return the message for new tokens `start` to `stop`. Only the last message (`ended`) has the text and the finish
+    reason."""
     message = pb.Completion(
         index=delta.index,
         token_ids=delta.token_ids[start:stop],

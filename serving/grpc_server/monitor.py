@@ -23,10 +23,11 @@ _TRIM_INTERVAL_S = 60.0
 async def watch_engine(
     backend: "LLM", metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
-    """Poll the state of the engine into `metrics` until the engine fails. Return its error within two intervals.
+    """Poll the state of the engine into `metrics` until the engine fails. Return the error within two intervals of the
+    failure.
 
-    An engine that compiles answers late, but it is alive. An engine that has not answered for `timeout_s` is stuck, for
-    example in a device call that never returns.
+    While an engine compiles, it answers late; this is no failure. An engine that has not answered for `timeout_s` is
+    stuck, for example in a device call that never returns.
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")

@@ -238,10 +238,10 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         context: Context,
         write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """Serve one request of a stream. Its errors become messages, so that other requests continue.
+        """Serve one request of a stream. Send its errors as messages, so that other requests continue.
 
         Raises:
-            SlowReaderError: the client does not read such a message.
+            SlowReaderError: the client does not read the message with an error.
         """
 
         async def write(response: pb.ModelInferResponse) -> None:

@@ -74,7 +74,7 @@ class OpenRequests:
         unique: bool = False,
         params: SamplingParams = _NO_PARAMS,
     ) -> Iterator[Ticket]:
-        """Admit a request until the context ends.
+        """Admit a request. It counts against the limits until the `with` block ends.
 
         Args:
             caller: client that sent the request.
@@ -114,16 +114,16 @@ class OpenRequests:
                 del self._requests_of[client], self._samples_of[client]
 
     def count_bytes(self, client: str, num_bytes: int) -> None:
-        """Add bytes that the server holds for a client, or subtract them if `num_bytes` is negative."""
+        """Count bytes that the server keeps in memory for a client; subtract them if `num_bytes` is negative."""
         self._bytes_of[client] += num_bytes
         if not self._bytes_of[client]:
             del self._bytes_of[client]
 
     def find(self, caller: Caller, name: str) -> list[str]:
-        """Return the ids of the requests with a name.
+        """Return the ids of the requests that a caller means by a name.
 
-        This is the caller's own request. If it has none, and may abort requests of others, these are all requests with
-        the name.
+        This is the caller's own request with the name. If the caller has none, but may abort requests of others, these
+        are all requests with the name.
         """
         own = self._named.get((caller.scope, name))
         if own is not None:
@@ -133,7 +133,8 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Count the tokens of a prompt as queued. Raise `LimitError` if they exceed the limit of a non-empty queue."""
+        """Count the tokens of a prompt as queued. Raise `LimitError` if the queue is not empty and would exceed its
+        limit."""
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
             raise LimitError(

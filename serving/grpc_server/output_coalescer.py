@@ -1,4 +1,4 @@
-"""The output of a request that was not sent yet, merged while the client is slow, and bounded."""
+"""The unsent output of a request. It is merged while the client is slow, up to a limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,7 +43,7 @@ class _Grown:
 
 
 class DeltaSum:
-    """The sum of several deltas of one request. Adding a delta takes time for the new output only."""
+    """The sum of several deltas of one request. The time to add a delta does not grow with the sum."""
 
     def __init__(self) -> None:
         self._latest: RequestDelta | None = None
@@ -164,7 +164,7 @@ class OutputCoalescer:
             self._write = None
 
     def close(self) -> None:
-        """Send no more messages. A message that is being written is still sent."""
+        """Stop sending. A write that has started still completes."""
         self._closed = True
         self._news.set()
 
@@ -184,7 +184,8 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """Split a delta into parts with at most `num_positions` positions of the prompt. The last has everything else."""
+    """Split a delta into parts with at most `num_positions` positions of the prompt. The last part also has everything
+    else."""
     positions = delta.prompt_logprobs
     last = max(0, (len(positions) - 1) // num_positions * num_positions)
     for start in range(0, last, num_positions):

@@ -123,7 +123,8 @@ class RequestHandler:
         return self.backend.tokenizer
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Serve a request and send its output in deltas. Its pages are free when this returns or raises.
+        """Serve a request and send its output in deltas. The pages of the request are free when this method returns or
+        raises.
 
         Cancelling the task aborts the request. `statuses` lists the exceptions.
         """

@@ -135,7 +135,8 @@ class Server:
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop being ready, wait for running requests up to a timeout, then abort the rest. Return their number."""
+        """Refuse new requests, wait `timeout_s` for running requests, abort the rest, and return the number of aborted
+        requests."""
         return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:

@@ -118,7 +118,7 @@ def reason_of(error: BaseException) -> str:
 def public_text(text: str) -> str:
     """Return a text without file paths and memory addresses, cut to fit a header.
 
-    The text is cut before the search, so that long texts take no time.
+    The text is cut before paths and addresses are removed, so that long texts are not slow.
     """
     cut = text[: 2 * MAX_MESSAGE_CHARS]
     cut = _ADDRESS.sub("(address)", _WORD.sub(_without_path, cut))

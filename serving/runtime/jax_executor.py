@@ -56,7 +56,7 @@ class JaxExecutor:
     Args:
         engine: engine that carries out the actions.
         layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: function for each started transformation, called at its end.
+        on_transformed: callback at the end of each started transformation.
     """
 
     def __init__(self, engine: Engine, layers_per_step: LayersPerStep, on_transformed: OnTransformed):
@@ -225,8 +225,8 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start waiting samples next to their first sample, and run the scheduler if the state has changed or a second
-        has passed."""
+        """Start waiting samples on the instance of the first sample of their request. Then run the scheduler, if the
+        state has changed or a second has passed."""
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
@@ -258,9 +258,9 @@ class EngineScheduler:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return `InstanceView.joinable_tokens`: the tokens available to a new request during a transformation, else 0.
+    """Return the tokens available to a new request during a transformation (`InstanceView.joinable_tokens`), else 0.
 
-    This is the largest free space of a lane with a free slot, less one page for each sequence of the lane.
+    These are the free tokens of the emptiest lane with a free slot, less one page for each sequence of that lane.
     """
     if instance.transition is None:
         return 0

@@ -32,7 +32,7 @@ class Snapshot:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting sequences in the queue of all instances."""
+        """Number of waiting sequences, in one queue for all instances."""
         return max((view.waiting for view in self.instances), default=0)
 
     @property

@@ -30,7 +30,7 @@ class Timings:
 
     def take(self, instances: Sequence[Instance]) -> Timing:
         """Record the times of present instances. Return all recorded times: for each degree the median over its
-        instances, and for each transformation the median of the last ones."""
+        instances, and for each kind of transformation the median of its latest durations."""
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}

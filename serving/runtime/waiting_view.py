@@ -22,7 +22,8 @@ class WaitingView:
         """Maximum lengths of the hidden sequences."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the requests that can start now, and update `hidden_tokens`: `max_total_tokens` of the hidden ones."""
+        """Return the requests that can start now, and update `hidden_tokens`: `max_total_tokens` of the hidden
+        sequences."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
         for name, sequence in by_name(self._engine.waiting).items():

@@ -95,7 +95,7 @@ def test_random_load_with_transformations_compiles_nothing(llm: LLM):
             wait_until_decoding(llm, 1)
             report = llm.transform(degree)
             outputs = load.result()
-            assert all(output.error is None for output in outputs)
+            assert [output.error for output in outputs if output.error is not None] == []
             assert all(
                 len(completion.token_ids) == setting.max_tokens
                 for output, setting in zip(outputs, params, strict=True)

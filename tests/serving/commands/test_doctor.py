@@ -198,7 +198,7 @@ def test_doctor_tells_how_nccl_splitting_is_set(
         finding = host_checks._nccl_splitting()
         assert (finding.status, advice in finding.advice) == (status, True), flags
     allow_platforms("cpu")
-    assert host_checks._nccl_splitting() == doctor.Finding("NCCL splitting", "ok", "JAX starts no NVIDIA GPUs here")
+    assert host_checks._nccl_splitting() == doctor.Finding("NCCL splitting", "ok", "JAX uses no NVIDIA GPUs here")
 
 
 def test_missing_default_model_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

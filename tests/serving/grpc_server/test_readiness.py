@@ -87,6 +87,6 @@ def test_a_warmup_beside_that_fails_is_an_error_in_the_log(caplog: pytest.LogCap
     asyncio.run(_warm_up_beside(cast(LLM, Failing()), [1, 2]))
     (record,) = [record for record in caplog.records if record.name == "serving.commands.serve"]
     assert record.levelname == "ERROR"
-    assert "programs of TP2 are not" in record.getMessage()
+    assert "cannot compile the programs of TP2" in record.getMessage()
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], MemoryError)

@@ -69,10 +69,9 @@ def executor(*degrees: int) -> JaxExecutor:
     for tp in degrees:
         instances.append(SimpleNamespace(id=device, tp=tp, running=[]))
         device += tp
-    sub_meshes = SimpleNamespace(degrees=lambda: [1, 2, 4])
     engine = SimpleNamespace(
         cluster=SimpleNamespace(
-            sub_meshes=sub_meshes,
+            plan=SimpleNamespace(degrees=[1, 2, 4]),
             buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
             capacity_tokens=lambda tp, released: 100 * tp,
         ),
