@@ -182,7 +182,10 @@ class BackgroundCompiler:
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
-        """Set the priority of the threads. A process that may not raise priorities keeps the low one."""
+        """Lower the priority of the threads while requests run, and raise it again afterwards.
+
+        The priority stays low if the process may not raise it. Only on Linux.
+        """
         if self._niceness is None:  # only Linux has priorities for threads
             return
         for thread in self._threads:

@@ -287,7 +287,8 @@ def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, 
 def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
     """Return the first token with the largest value of each row, and the value. With NaN the token is arbitrary.
 
-    Blocks take 0.7 ms, in place of 4 ms with `jnp.argmax`, which XLA on CPU does not vectorize.
+    Find the block of tokens with the largest value first, then the token in it. On CPU this takes 0.7 ms.
+    `jnp.argmax` takes 4 ms, because XLA does not vectorize it there.
     """
     last = x.shape[0] - 1
     size, maxima = _block_maxima(x, _ARGMAX_BLOCK)
