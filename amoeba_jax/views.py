@@ -55,13 +55,36 @@ class InstanceStatus:
 
 
 class TransformState(StrEnum):
-    """State of a transformation that has not ended."""
+    """State of a transformation. `TRANSITIONS` lists the states that may follow each state."""
 
+    REQUESTED = "requested"
     AWAITING_REQUESTS = "awaiting requests"
+    """With `running="wait"`, the running requests must end first."""
     AWAITING_PROGRAMS = "awaiting programs"
+    """Missing programs are compiled while requests run."""
     DRAINING = "draining"
     """The steps in flight must end before the first layer switches."""
     SWITCHING = "switching"
+    """Layers switch between steps."""
+    SETTLING = "settling"
+    """All layers have switched. The last step with the old layout, or the restored weights, are still in flight."""
+    DONE = "done"
+    ABORTED = "aborted"
+    """Nothing has changed: it was refused, or it failed before the first layer switched."""
+    RECOVERED = "recovered"
+    """It failed after the first switch. The group has the higher degree, and its requests are computed again."""
+
+
+_WAITING = {TransformState.AWAITING_REQUESTS, TransformState.AWAITING_PROGRAMS, TransformState.DRAINING}
+_ENDS = {TransformState.DONE, TransformState.ABORTED, TransformState.RECOVERED}
+# A transformation of many devices switches some groups first and waits again before it switches others.
+TRANSITIONS: dict[TransformState, set[TransformState]] = {
+    TransformState.REQUESTED: {*_WAITING, TransformState.SWITCHING, *_ENDS},
+    **{state: {*_WAITING, TransformState.SWITCHING, *_ENDS} for state in _WAITING},
+    TransformState.SWITCHING: {TransformState.SETTLING, *_WAITING, *_ENDS},
+    TransformState.SETTLING: {TransformState.SWITCHING, *_WAITING, *_ENDS},
+    **{state: set() for state in _ENDS},
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +97,8 @@ class TransformStatus:
         state: one of `TransformState`.
         programs_left: number of missing programs that it waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
+        layers_switched: layers that have switched, in all groups that are changing now.
+        num_layers: number of all layers of these groups.
     """
 
     tensor_parallel_size: int
@@ -81,11 +106,14 @@ class TransformStatus:
     state: str
     programs_left: int
     estimated_s: float | None
+    layers_switched: int = 0
+    num_layers: int = 0
 
     def __str__(self) -> str:
         left = f": {self.programs_left} left" if self.programs_left else ""
         about = "" if self.estimated_s is None else f", about {self.estimated_s:.0f} s"
-        return f"TP{self.tensor_parallel_size}, {self.state}{left}{about}"
+        switched = f": {self.layers_switched} of {self.num_layers} layers" if self.num_layers else ""
+        return f"TP{self.tensor_parallel_size}, {self.state}{left}{about}{switched}"
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
 
 def transition_of(llm: LLM, runner: Runner) -> Transition | None:
     """The transition whose steps a runner runs, if there is one."""
-    active = llm._engine.transformations.active._active
-    return next((a.transition for instance, a in active.items() if instance.runner is runner), None)
+    present = [instance for instance in llm._engine.instances if instance.transition is not None]
+    return next((instance.transition for instance in present if instance.runner is runner), None)
 
 
 def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:

@@ -13,7 +13,7 @@ from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformations
+from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
 
 

@@ -26,7 +26,7 @@ from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
-from amoeba_jax.transform.transformation import Transformations
+from amoeba_jax.transform.transformations import Transformations
 from amoeba_jax.weights.loading import OpenWeights
 
 

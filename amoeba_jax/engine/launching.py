@@ -14,7 +14,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.sampling.rows import SamplerKind
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform.transformation import Transformations
+from amoeba_jax.transform.transformations import Transformations
 
 # The step that computes, and one behind it so that the device need not wait for the host.
 MAX_PENDING_STEPS = 2
@@ -45,9 +45,9 @@ class Launching:
         if instance.transition is None:
             return self._launch_step(instance) is not None
         step = self._plan(instance) if instance.transition.overlaps else None
-        if self._transformations.active.switch_layers(instance, num_preempted, step):
+        if self._transformations.switch_layers(instance, num_preempted, step):
             plan = self._launch_step(instance)
-            self._transformations.active.step_launched(instance, plan)
+            self._transformations.step_launched(instance, plan)
         return True
 
     def _launch_step(self, instance: Instance) -> StepPlan | None:
@@ -56,7 +56,7 @@ class Launching:
             try:
                 instance.launch_plan(plan)
             except StepNotLaunchedError as error:
-                if instance.transition is not None and not self._transformations.active.switch_deferred(instance):
+                if instance.transition is not None and not self._transformations.switch_alone(instance):
                     return None
                 self.refuse(instance, plan, error)
                 self._reserve_next_tokens(instance)
@@ -145,7 +145,7 @@ class Launching:
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None:
-            self._transformations.active.lost(instance, error, sampled)
+            self._transformations.lost(instance, error, sampled)
         else:
             self._recovery.recover(instance, error, rows, sampled)
 

@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Any
 
-from amoeba_jax.instances.changing import Changing, PageCounts
+from amoeba_jax.instances.changing import PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
@@ -62,7 +63,7 @@ class Instance:
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self.last_was_prompt = False
-        self.transition: Changing | None = None
+        self.transition: Any = None
         self.pace = Pace()
         self.turns = PromptTurns()
         self._free_slots = list(range(sampler.num_slots))[::-1]

@@ -1,7 +1,7 @@
-"""The lanes of a group that merges or splits: the sequences and cached prefixes of each, with pages in both layouts.
+"""Lanes of a group that merges or splits: sequences and cached prefixes, with pages in both layouts.
 
-Cached prefixes go where sequences use them, or else where there is room; where there is none, those that were not used
-for longest are dropped.
+In a split, cached prefixes go to an instance whose sequences use them, or to the instance with the most free pages. If
+no pages are free, the least recently used prefixes are dropped.
 """
 
 from collections import defaultdict
@@ -23,13 +23,13 @@ from sharding.placement import Homes
 
 @dataclass(frozen=True)
 class LanePages:
-    """What a lane is to have, with its pages in the old layout.
+    """Future content of a lane, with its pages in the old layout.
 
     Attributes:
-        sequences: that have pages.
-        cached: prefixes, the first to be evicted first.
-        table: `[tp, pages]` local ids of all pages, each once, in the order of those on rank 0.
-        references: of each page, by sequences and the cache.
+        sequences: sequences with pages.
+        cached: cached pages, in the order of their eviction.
+        table: `[tp, pages]` local ids of all pages, each page once, ordered by the id on rank 0.
+        references: number of references to each page, by sequences and the cache.
     """
 
     sequences: list[Sequence]
@@ -39,13 +39,13 @@ class LanePages:
 
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
-        """With the pages of these sequences and prefixes."""
+        """Return the content with the pages of these sequences and cached pages."""
         if not sequences and not cached:
             return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
         tables.append(np.array([page.column for page in cached], np.int32).reshape(len(cached), tp).T)
         table = np.concatenate(tables, axis=1)
-        # By their ids on rank 0, which tell pages apart.
+        # Pages differ in their ids on rank 0.
         _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
         return cls(sequences, cached, table[:, first], counts)
 
@@ -54,14 +54,16 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Where pages are in `table`, by their ids on rank 0."""
+        """Return the columns of pages in `table`, given their ids on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
 def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
-    """What each of the instances to come gets of a lane, by their room in pages, and at most that many sequences.
+    """Divide the content of a lane among new instances. Raises `OutOfPagesError`.
 
-    Raises `OutOfPagesError`.
+    Args:
+        room: number of free pages of each instance.
+        limits: maximum number of sequences of each instance.
     """
     parts: list[list[Sequence]] = [[] for _ in room]
     if lane.running:
@@ -75,15 +77,18 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 
 
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
-    """The cached pages of each part: those that its sequences use, and, of the others, whole prefixes where there is
-    most room, or that begin with pages that it has."""
+    """Return the cached pages of each part.
+
+    A part gets the pages that its sequences use. Every other prefix goes to a part that already has its first pages, or
+    to the part with the most free pages.
+    """
     used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
     left = [free - len(own) for free, own in zip(room, used, strict=True)]
     found: list[set[bytes]] = [{p.key for p in pages if p.column[0] in own} for own in used]
     roots = _roots(pages)
     chosen: dict[bytes, int] = {}
     latest = {roots[page.key][0]: index for index, page in enumerate(pages)}
-    # The prefixes to be evicted last first; of each from its beginning, without which its other pages are of no use.
+    # Most recently used prefixes first. Each from its first page, because later pages are useless without it.
     in_order = sorted(enumerate(pages), key=lambda it: (-latest[roots[it[1].key][0]], roots[it[1].key][1], -it[0]))
     for _, page in in_order:
         if any(page.key in own for own in found):
@@ -98,7 +103,7 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return, for each page, the key of the first cached page of its prefix, and how many lie between."""
+    """Return, for each page, the key of the first cached page of its prefix, and the distance from that page."""
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
     for page in pages:
@@ -113,8 +118,13 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 
 
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
-    """A cache's references to its pages become those of the parts' caches: none for what no part has, and one more for
-    each part beyond the first that has a page."""
+    """Turn the references of one cache into references of the caches of parts.
+
+    Pages that no part caches lose their reference. Pages that n parts cache get n - 1 more references.
+
+    Args:
+        before: pages of the one cache.
+    """
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
         for page in part.cached:
@@ -133,11 +143,13 @@ def joined_lane(
     enabled: bool,
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """A lane of both layouts, still without sequences, and these with their pages.
+    """Return a lane with pages in both layouts, without sequences, and the sequences with their pages.
 
     Args:
-        low, high: page group, its pool, and the place of each of the part's pages there.
+        low: page group of the lower layout, its pool, and the place of each page of `part` there.
+        high: the same for the higher layout.
         enabled: whether prefixes are cached.
+        max_running: maximum number of sequences of the lane.
     """
     pool = PagePool.joined([low[1], high[1]])
     table = np.concatenate([low[2], high[2]])
@@ -156,16 +168,16 @@ def joined_lane(
 
 
 def move_into(target: Lane, lanes: list[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
-    """Give a lane of one home what several have there, but for their sequences: these are returned with their pages.
+    """Give the cached pages of lanes in one page group and their references to a lane of that group alone.
 
-    Takes over the references that the lanes have to pages at that home.
+    Return the sequences with their pages in that group.
     """
     adopt_prefixes(target, lanes, group)
     return pages_at(target.pages, lanes, group)
 
 
 def pages_at(pool: PagePool, lanes: Iterable[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
-    """The sequences of lanes with the pages that they have at a home, whose pool is given. Changes nothing."""
+    """Return the sequences of lanes with their pages in one page group, whose pool is given. Changes nothing."""
     return [
         (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[group]]))
         for lane in lanes
@@ -175,7 +187,7 @@ def pages_at(pool: PagePool, lanes: Iterable[Lane], group: Homes) -> list[tuple[
 
 
 def adopt_prefixes(target: Lane, lanes: Iterable[Lane], group: Homes) -> None:
-    """Have a lane take over what others have cached at a home, with their references."""
+    """Add the cached pages of lanes in one page group, and their references, to a lane of that group."""
     for lane in lanes:
         rows = lane.ranks[group]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())

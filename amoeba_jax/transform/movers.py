@@ -1,4 +1,4 @@
-"""Moves of a layer's pages and weights to their places in the new layout."""
+"""Moves the pages of a layer to their places in the new layout, and restores weights."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,7 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """An `Exchange` whose ids are on the devices, over the ranks."""
+    """An `Exchange` with its ids on the devices, sharded over the ranks."""
 
     kind: ExchangeKind
     send: jax.Array
@@ -28,11 +28,11 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What there is to move, the same for every layer.
+    """Size of the moves of each layer.
 
     Attributes:
-        num_pieces: pieces that change their place.
-        num_phases: phases that move them.
+        num_pieces: number of pieces of pages that move.
+        num_phases: number of exchanges between ranks that move them.
     """
 
     num_pieces: int
@@ -42,10 +42,10 @@ class Plan:
 class InPlaceMover:
     """Moves pages within the present extents, in phases of bounded size, and restores weights in place.
 
-    Changes one layer after the other. Everything is launched, and nothing waited for.
+    It launches programs and never waits for them.
 
     Attributes:
-        exchanges: all of the plan, in order.
+        exchanges: exchanges of the present plan, in order.
     """
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
@@ -55,15 +55,16 @@ class InPlaceMover:
         self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile the missing programs for up to that many pieces from one rank to another; 0: no pages are moved.
+        """Compile missing programs. Return the maximum temporary bytes on a device.
 
-        Returns the most bytes that any device will need in addition.
+        Args:
+            max_pieces: maximum number of pieces that one rank sends to another. 0: no pages move.
         """
-        exchanges = self._programs.exchanges if max_pieces else {}  # before anything changes: one may fail
+        exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> Plan:
-        """Plan the moves between the pages' places in both views, given as `kvcache.relayout.moves` takes them."""
+        """Plan the moves from old to new places. The tables are arguments of `kvcache.relayout.moves`."""
         programs = self._programs
         source, target = moves(old, new)
         self._phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
@@ -72,8 +73,8 @@ class InPlaceMover:
         return Plan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
-        """The plan in two parts: last, up to `most` exchanges of one phase each, in all of which ranks trade with
-        others; and what comes before them."""
+        """Return the plan in two parts. The second part has up to `most` exchanges of one phase each, between
+        different ranks. The first part has everything before them."""
         if most not in self._divided:
             count = 0
             while count < min(most, len(self._phases)) and self._phases[-1 - count].distance != 0:
@@ -90,23 +91,21 @@ class InPlaceMover:
         return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        """Bring a layer's pages to their new places.
+        """Move the pages of a layer to their new places. Return the new extents.
 
         Args:
-            extents: all extents of the layer in either view, over the group's ranks. They are donated.
-
-        Returns as many extents; the pages of the new view are valid.
+            extents: all extents of the layer in both layouts, `[tp * pages, page_elems]` each. Donated.
         """
         return self.run(self.exchanges, extents)
 
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
-        """`move` by some exchanges of the plan."""
+        """Move the pages of a layer by some exchanges of the plan. Donates `extents`."""
         for kind, send, receive in exchanges:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
     def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
-        """Restore the weights of a layer's released shards in the extents in their place, which are donated."""
+        """Write the weights of released shards into the extents that replaced them. Donates `extents`."""
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
 
@@ -116,6 +115,6 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """The shards that the ranks send each other when `released` are restored."""
+    """Return the shards that the ranks send each other to restore `released`."""
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

@@ -1,5 +1,9 @@
-"""Which programs a transformation needs, so that no request waits for one of them while it is under way."""
+"""Programs and memory that a transformation needs.
 
+All programs are compiled before it begins, so that no request waits for a compiler during it.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from amoeba_jax.instances.cluster import Cluster
@@ -12,19 +16,28 @@ from amoeba_jax.transform.options import TransformOptions
 from sharding.mesh import SubMesh
 
 
-def samplers(instances: list[Instance]) -> set[SamplerKind]:
-    """Kinds of samplers of the sequences that run."""
+def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
+    """Return the kinds of samplers that the running sequences need."""
     return {sequence.sampling.kind for instance in instances for sequence in instance.running}
+
+
+def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
+    """Reserve temporary bytes of a transition on each device. With 0, reserve the staging bytes of the memory plan.
+
+    Raises `MemoryBudgetError`.
+    """
+    for device in devices:
+        cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))
 
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A group of devices that goes from one degree to another.
+    """Change of a group of devices from one degree to another.
 
     Attributes:
-        group: the devices, at the higher degree.
-        lower: the other degree.
-        up: whether the higher degree comes after the lower.
+        group: devices, at the higher degree.
+        lower: lower degree.
+        up: whether the change is a merge.
         released: the degrees for which weights are released before and after.
     """
 
@@ -35,7 +48,7 @@ class GroupChange:
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "GroupChange":
-        """The change of some instances into one, or of one into several."""
+        """Return the change of several instances into one, or of one instance into several."""
         tp, up = options.tensor_parallel_size, len(old) > 1
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
@@ -45,32 +58,32 @@ class GroupChange:
 
     @property
     def target(self) -> int:
-        """The degree that comes after."""
+        """Degree after the change."""
         return self.group.tp if self.up else self.lower
 
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Whether nothing moves: requests pause, or paused ones go on in the place of an idle instance."""
+        """Return whether no page moves: requests pause, or paused requests resume and no others run."""
         pauses = self.up and options.running == "pause"
         resumes = not self.up and bool(old[0].paused) and not old[0].running
         return pauses or resumes
 
 
 def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramSpec]:
-    """Programs for the change of some instances into one, or of one into several: of steps meanwhile, of what moves
-    pages and weights, and the least that the new instances need.
+    """Return the programs for the change of several instances into one, or of one instance into several.
 
-    If no sequence runs, programs of steps are left out.
+    These are the programs of steps during the change (if any sequence runs), the moves of pages and weights, and the
+    fewest programs with which the new instances can serve.
     """
-    kinds = samplers(old)
+    kinds = sampler_kinds(old)
     change = GroupChange.of(cluster, options, old)
     group, buckets = change.group, cluster.buckets(change.lower)
     most = max(len(instance.running) for instance in old)
-    rows = min(most, buckets.max_num_seqs)  # however they are dealt
+    rows = min(most, buckets.max_num_seqs)  # a new instance of a split runs no more than this
     needed: list[ProgramSpec] = []
     moves = not change.is_view_only(options, old)
     programs = _compiled_for_steps(cluster, change, rows, kinds) if moves else None
     if moves and programs is None:
-        # The longest steps do for any number of sequences, also when more have come until they are there.
+        # Compile the largest steps. They serve any number of sequences, also if more start before the change.
         programs = _programs(cluster, change, buckets.max_num_seqs)
         needed += _step_specs(cluster, programs, kinds)
     if programs is not None:
@@ -92,8 +105,10 @@ def request_programs(cluster: Cluster, options: TransformOptions, groups: list[l
 def transition_programs(
     cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms:
-    """The programs of a transition in which each of the lower instances decodes up to `rows` sequences: the least that
-    are there, or else the least."""
+    """Return the programs of a transition in which each lower instance decodes up to `rows` sequences.
+
+    Take the smallest step whose programs are compiled, or else the smallest step.
+    """
     found = _compiled_for_steps(cluster, change, rows, kinds)
     return found or _programs(cluster, change, cluster.buckets(change.lower).step(rows).num_rows)
 
@@ -101,7 +116,7 @@ def transition_programs(
 def _compiled_for_steps(
     cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms | None:
-    """The programs of the fewest rows whose steps need no compilation."""
+    """Return the programs with the fewest rows whose steps are all compiled, or None."""
     for bucket in cluster.buckets(change.lower).decode_sizes:
         if bucket >= rows:
             programs = _programs(cluster, change, bucket)
@@ -128,7 +143,7 @@ def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[Sampl
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.buckets(programs.lower).few_rows):
         if kinds - {"greedy"}:
-            # Those of the rarest kind may end before the others.
+            # Sequences that need the full sampler may end before the others.
             needed.append(specs.sample(programs.group, count, slots, packed_size(count)))
         if "full" in kinds:
             needed.append(specs.sample_full(programs.group, count, slots, packed_size(count, full=True)))

@@ -1,4 +1,4 @@
-"""What a transformation is asked to do."""
+"""Options of a transformation."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -6,15 +6,15 @@ from typing import Literal, TypeAlias
 from amoeba_jax.transform.report import TransformVariant
 
 LayersPerStep: TypeAlias = int | Literal["auto"]
-"""Layers that switch between two steps, rounded up to whole segments; `"auto"`: one segment."""
+"""Layers that switch between two steps, rounded up to whole segments. `"auto"`: one segment."""
 
 RunningRequests = Literal["migrate", "pause", "wait"]
-"""What becomes of running requests: see `LLM.transform`."""
+"""Treatment of running requests. See `LLM.transform`."""
 
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """See `LLM.transform`."""
+    """Arguments of `LLM.transform`, with devices."""
 
     tensor_parallel_size: int
     devices: tuple[int, ...]

@@ -1,9 +1,8 @@
-"""Instances whose requests pause while one over all of their devices serves, and that go on afterwards.
+"""Instances whose requests pause while one instance over all of their devices serves, and which resume afterwards.
 
-Nothing is moved, restored or computed again: a page's bytes are those of its sub-pages at the higher degree, so the
-extents are viewed as the larger instance's, and back. Paused sequences keep their pages, slots and what sampling
-remembers of them; the larger instance has the pages and slots that are free. Steps that were launched before go on, and
-their results are taken in.
+Nothing is moved, restored or computed again: the bytes of a page are the bytes of its sub-pages at the higher degree,
+so the larger instance views the same extents. Paused sequences keep their pages, slots and sampling state. The larger
+instance uses the pages and slots that are free. Steps in flight end as usual.
 """
 
 from collections import Counter
@@ -19,15 +18,15 @@ from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.scratch import Scratch
+from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.views import divided, joined
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
-from sharding.mesh import disassemble
+from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
-    """Raise `RequestError` if instances have paused requests of another degree: they go on only at their own."""
+    """Raise `RequestError` if paused requests ran at another degree than the requested one. They resume only there."""
     for instance in [instance for instance in instances if instance.paused_sequences]:
         count, degree = len(instance.paused_sequences), instance.paused[0].tp
         what = f"{count} requests are paused on devices {list(instance.group.device_indices)}"
@@ -36,23 +35,25 @@ def check_paused(instances: Iterable[Instance], options: TransformOptions) -> No
 
 
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:
-    """Put an instance over the devices of several, which have released the same weights, in their place."""
+    """Replace instances, which have released the same weights, by one instance over their devices."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
-    # No program takes last tokens donated: what the members have of their slots stays theirs.
+    # No program donates the last tokens, so the members keep the tokens of their slots.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
     hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False).values()]
-    instance = joined(cluster, group, members, Scratch(last_tokens, hidden))
+    instance = _joined(cluster, group, members, Scratch(last_tokens, hidden))
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
 
 
 def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
-    """Put paused instances back in the place of the one over their devices, which has nothing launched, and no
-    sequence. Its cached prefixes are dropped."""
+    """Replace an instance, which has no sequences and no steps in flight, by its paused instances.
+
+    Drops its cached prefixes.
+    """
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    for member, kv in zip(members, divided(instance.site, [member.group for member in members]), strict=True):
+    for member, kv in zip(members, _divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
     give_hidden(members, list(instance.runner.hidden.release(check=False).values()))
     instance.site.kv.clear()
@@ -61,14 +62,14 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
 
 
 def give_hidden(members: Sequence[Instance], buffers: list[jax.Array]) -> None:
-    """Give paused instances that go on the hidden states' buffers of the one in their place, in the order of ranks."""
+    """Give buffers of hidden states, in the order of ranks, to paused instances that resume."""
     for member in members:
         own, buffers = buffers[: member.tp], buffers[member.tp :]
         member.runner.hidden = HiddenStates(dict(zip(member.group.device_indices, own, strict=True)))
 
 
 def forget(instance: Instance) -> None:
-    """Drop paused instances that have no sequences, with their cached prefixes."""
+    """Drop the paused instances of an instance. They have no sequences. Their cached prefixes are dropped too."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
         forget_tokens(row for step in member.pending for row in step.sampled)
@@ -77,7 +78,7 @@ def forget(instance: Instance) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Drop the cached prefixes of paused instances that no sequence uses. Returns whether there were any."""
+    """Drop the cached prefixes of paused instances that no sequence uses. Return whether there were any."""
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
         return False
@@ -86,12 +87,45 @@ def drop_prefixes(members: Iterable[Instance]) -> bool:
     return True
 
 
+def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: Scratch) -> Instance:
+    """Return an instance over a group. It takes the extents of the members, `[tp * pages, page_elems]` each, uncopied.
+
+    If it cannot be made, the members still have their extents.
+    """
+    sites, factory = [member.site for member in members], cluster.factory
+    groups = [site.group for site in sites]
+
+    def whole(extents: tuple[jax.Array, ...]) -> jax.Array:
+        return assemble(group, [buffer for part in map(disassemble, groups, extents) for buffer in part])
+
+    layers = zip(*(site.kv for site in sites), strict=True)
+    kv: KvBuffers = [[whole(extents) for extents in zip(*layer, strict=True)] for layer in layers]
+    instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, scratch)
+    for site in sites:
+        site.kv[:] = [[] for _ in kv]
+    return instance
+
+
+def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
+    """Return the extents of a site, `[tp * pages, page_elems]` each, as extents of groups of equal degree, uncopied."""
+    tp, whole = groups[0].tp, site.group
+
+    def parts(extent: jax.Array) -> list[jax.Array]:
+        buffers = disassemble(whole, extent)
+        if tp == 1:
+            return buffers
+        return [assemble(group, buffers[index * tp : (index + 1) * tp]) for index, group in enumerate(groups)]
+
+    layers = [[parts(extent) for extent in layer] for layer in site.kv]
+    return [[[extent[index] for extent in layer] for layer in layers] for index in range(len(groups))]
+
+
 class KeptPages:
-    """Pages of paused instances in allocators on which a change of their devices is planned: no one else gets them.
+    """Pages of paused instances, claimed in the allocators of the new layout, so that no other sequence gets them.
 
     Args:
-        instance: over the paused ones.
-        allocators: empty, of the extents to come, one a device of the instance.
+        instance: instance that serves in place of the paused instances.
+        allocators: empty allocators of the new layout, one for each device of the instance.
     """
 
     def __init__(self, instance: Instance, allocators: list[BuddyAllocator]):
@@ -110,13 +144,13 @@ class KeptPages:
             self._pools.append(PagePool(geometry, ranks, tp))
 
     def settle(self) -> None:
-        """Give up there what has been given up since: a paused sequence may have ended."""
+        """Free the pages that paused sequences have freed since, for example because they were cancelled."""
         for lane, pool, claimed in zip(self._lanes, self._pools, self._claimed, strict=True):
             gone = list((claimed - _references(lane)).elements())
             pool.free(np.array(gone, np.int32).reshape(len(gone), pool.tp).T)
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """How many references a lane's sequences and cache have to each page, by its column of a table."""
+    """Return the number of references of a lane's sequences and cache to each page, by its column of a table."""
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())

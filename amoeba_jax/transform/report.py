@@ -1,4 +1,4 @@
-"""What a transformation is asked to do, and what it did."""
+"""Report of a transformation."""
 
 import time
 from dataclasses import dataclass
@@ -14,21 +14,23 @@ class TransformVariant(StrEnum):
     """How instances change their tensor-parallel degree."""
 
     IN_PLACE_OVERLAPPED = "in_place_overlapped"
-    """Layer by layer between steps, in the memory there is; steps are launched behind it without waiting."""
+    """Layers switch between steps, in the memory they have. The host launches steps without waiting for a switch."""
     IN_PLACE = "in_place"
-    """The same, but each layer's switch is waited for, so that its parts can be timed."""
+    """The same, but the host waits for each switch, so that it can measure the parts of a switch."""
 
 
 @dataclass(frozen=True)
 class LayerSwitch:
-    """One layer's passage to the new layout. Seconds are the host's: of launching, or of running if waited for.
+    """Switch of one layer to the new layout.
+
+    Seconds are seconds of the host: to launch the work, or to run it with the variant `in_place`.
 
     Attributes:
-        plan_s: planning which pages go where; nothing where the plan of the layer before still holds.
-        kv_s: moving pages.
-        weights_s: handing extents over to the KV cache, or making them weights again.
-        phases: exchanges that moved the pages.
-        moved_bytes: of pages that changed their place, on all ranks together.
+        plan_s: seconds to plan the moves of pages; 0 if the plan of the layer before is still valid.
+        kv_s: seconds to move pages.
+        weights_s: seconds to make weights KV extents, or to make extents weights again.
+        phases: number of exchanges that moved the pages.
+        moved_bytes: bytes of pages that moved, on all ranks together.
     """
 
     layer: int
@@ -41,22 +43,22 @@ class LayerSwitch:
 
 @dataclass(frozen=True)
 class GroupTransform:
-    """A group of devices that went from one degree to another.
+    """Change of one group of devices from one degree to another.
 
     Attributes:
-        seconds: from its start until its last layer's switch has run, steps in between included.
-        layers: in the order in which they switched.
-        steps: that ran while it was under way.
-        tokens: that these steps computed, one of each sequence that was running when the step was launched.
-        staging_bytes: the most that a device needed besides what it had. In place: temporaries of the exchange.
-        restored_bytes: of weights that came back from peers, on all ranks together.
-        recomputed: how often a sequence lost its pages, to be computed again, as pages ran out.
-        paused: sequences that pause since.
-        resumed: sequences that had paused, and go on.
-        prefix_pages_kept: cached pages that can still be found.
-        prefix_pages_dropped: cached pages for which there was no room.
-        step_s: duration of a decode step before it, of the slowest instance: the median of the latest 16. None if
-            nothing had been decoded.
+        seconds: time from the start until the switch of the last layer has run, including the steps between.
+        layers: switches in their order.
+        steps: number of steps that ran during the change.
+        tokens: number of tokens that these steps generated.
+        staging_bytes: maximum temporary bytes on a device: temporaries of the page exchange.
+        restored_bytes: bytes of weights that came back from other ranks, on all ranks together.
+        recomputed: number of times that a sequence lost its pages because no page was free.
+        paused: number of sequences that this change paused.
+        resumed: number of paused sequences that this change resumed.
+        prefix_pages_kept: cached pages that are still cached.
+        prefix_pages_dropped: cached pages that were dropped because no page was free for them.
+        step_s: seconds of a decode step before the change: the median of the latest 16 steps of the slowest instance.
+            None if no step had run.
     """
 
     devices: tuple[int, ...]
@@ -79,14 +81,20 @@ class GroupTransform:
     def without_moves(
         cls, devices: tuple[int, ...], degrees: tuple[int, int], start: float, **counts: int
     ) -> "GroupTransform":
-        """Report on a group that changed its degree at once, beginning at `start` by `time.perf_counter()`."""
+        """Return the report of a group whose pages did not move.
+
+        Args:
+            start: value of `time.perf_counter()` at the start of the change.
+        """
         counts = {"steps": 0, "tokens": 0, "staging_bytes": 0, "restored_bytes": 0} | counts
         return cls(devices, *degrees, time.perf_counter() - start, layers=(), **counts)
 
     @property
     def step_overhead(self) -> float | None:
-        """Share of its time that it took from its steps, from 0 to 1: what is left of `seconds` without `steps` as
-        long as before it. None if no step ran while it was under way, or none before it."""
+        """Share of `seconds` that the change added to its steps, from 0 to 1.
+
+        The steps would have taken `steps * step_s` without the change. None if no step ran before or during the change.
+        """
         if not self.steps or self.step_s is None:
             return None
         return max(1 - self.steps * self.step_s / self.seconds, 0.0)
@@ -94,15 +102,15 @@ class GroupTransform:
 
 @dataclass(frozen=True)
 class TransformReport:
-    """What `LLM.transform` did. Prints as a table.
+    """Result of `LLM.transform`. Prints as a table.
 
     Attributes:
-        tensor_parallel_size: degree that was asked for.
-        seconds: from the call to the end, compilation of missing programs included.
-        prepare_s: of these, compiling.
-        groups: what happened, in the order of completion; empty where all instances had the degree already.
-        awaited_programs: number of programs that were missing when it was requested, or became necessary later.
-        waited_s: seconds of waiting for these programs, while requests ran as before. Part of `seconds`.
+        tensor_parallel_size: requested degree.
+        seconds: time from the call to the end, including compilation of missing programs.
+        prepare_s: part of `seconds` in which the engine compiled programs itself.
+        groups: changes of groups, in the order of completion. Empty if all instances had the degree already.
+        awaited_programs: number of programs that were missing at the call or became necessary later.
+        waited_s: part of `seconds` in which the call waited for these programs while requests ran as before.
     """
 
     variant: TransformVariant
@@ -115,22 +123,22 @@ class TransformReport:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of pages that changed their place."""
+        """Bytes of pages that moved, on all ranks together."""
         return sum(layer.moved_bytes for group in self.groups for layer in group.layers)
 
     @property
     def extra_bytes(self) -> int:
-        """Most bytes that any device needed besides what it had."""
+        """Maximum temporary bytes on a device."""
         return max((group.staging_bytes for group in self.groups), default=0)
 
     @property
     def steps(self) -> int:
-        """Steps that ran meanwhile on the devices that changed."""
+        """Number of steps that ran on the changing devices during the change."""
         return sum(group.steps for group in self.groups)
 
     @property
     def tokens(self) -> int:
-        """Tokens that these steps generated."""
+        """Number of tokens that these steps generated."""
         return sum(group.tokens for group in self.groups)
 
     def __str__(self) -> str:

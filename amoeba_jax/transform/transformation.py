@@ -1,271 +1,215 @@
-"""Transformations: which groups of devices change their degree, from the request to the report."""
+"""One call of `LLM.transform`: its state, the groups that change, and its report."""
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.errors import LayoutError, RequestError, TransformError
+from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.active import ActiveTransitions
-from amoeba_jax.transform.beginning import Beginning
-from amoeba_jax.transform.call import TransformCall, check_options, next_groups
-from amoeba_jax.transform.needs import GroupChange, request_programs
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.pausing import check_paused, forget, pause, resume
-from amoeba_jax.transform.report import GroupTransform, TransformReport
-from amoeba_jax.transform.staging import reserve_staging
-from amoeba_jax.views import TransformStatus
-from kvcache.allocator import OutOfPagesError
+from amoeba_jax.transform.report import GroupTransform, TransformReport, TransformVariant
+from amoeba_jax.transform.transition import Transition
+from amoeba_jax.views import TRANSITIONS, TransformState, TransformStatus
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
 
 
-class Transformations:
-    """Starts, advances and ends transitions of a cluster's instances. Used by the dispatcher thread only.
-
-    Args:
-        drain: waits for what an instance has launched, and takes in the results.
-        requeue: takes a sequence off its instance, to be computed again.
+@dataclass(eq=False)
+class Transformation:
+    """A call of `LLM.transform`. Its groups of devices change at the same time, or one after the other if they depend
+    on each other. Used by the dispatcher thread only.
 
     Attributes:
-        active: the transitions under way.
+        state: present state. `enter` changes it.
+        transitions: groups that are changing now.
+        groups: reports of the groups that have changed.
+        draining: instances whose steps in flight must end first. They launch no other steps.
+        programs_left: number of missing programs.
+        estimated_s: expected seconds to compile the missing programs. None: unknown.
+        waited_s: seconds of waiting for programs so far.
+        error: first error of a group.
+        outcomes: how the failed groups ended, for the message of the error.
+        recovered: whether a group has failed after its first switch.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        drain: Callable[[Instance], None],
-        requeue: Callable[[Instance, Sequence], None],
-    ):
-        self._cluster, self._drain = cluster, drain
-        self.active = ActiveTransitions(cluster, requeue, self._proceed)
-        self._beginning = Beginning(cluster, requeue)
-        self._calls: list[TransformCall] = []
+    options: TransformOptions
+    future: "Future[TransformReport]" = field(default_factory=Future)
+    state: TransformState = TransformState.REQUESTED
+    transitions: list[Transition] = field(default_factory=list)
+    groups: list[GroupTransform] = field(default_factory=list)
+    draining: list[Instance] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)
+    prepare_s: float = 0.0
+    programs_left: int = 0
+    estimated_s: float | None = None
+    awaited_programs: int = 0
+    waited_s: float = 0.0
+    error: BaseException | None = None
+    outcomes: list[str] = field(default_factory=list)
+    recovered: bool = False
+    _checked_at: float = 0.0
+    _logged_at: float = 0.0
+    _logged_left: int = 0
+
+    def enter(self, state: TransformState) -> None:
+        """Change the state. Raises `AssertionError` if the new state cannot follow the present one."""
+        if state is self.state:
+            return
+        assert state in TRANSITIONS[self.state], f"{self.name}: {state} cannot follow {self.state}"
+        logger.debug("%s: %s, then %s", self.name, self.state, state)
+        self.state = state
 
     @property
-    def busy(self) -> bool:
-        """A transformation has not ended yet."""
-        return bool(self._calls)
+    def name(self) -> str:
+        return f"the transformation to TP{self.options.tensor_parallel_size}"
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the host launches steps without waiting for a switch."""
+        return self.options.variant is TransformVariant.IN_PLACE_OVERLAPPED
 
     @property
     def awaits_programs(self) -> bool:
-        """A transformation cannot begin, or go on, before programs have come."""
-        return any(call.awaits_programs for call in self._calls)
+        return self.state is TransformState.AWAITING_PROGRAMS
 
     @property
-    def statuses(self) -> tuple[TransformStatus, ...]:
-        """Progress of the calls that have not ended."""
-        return tuple(call.status for call in self._calls)
+    def can_resume(self) -> bool:
+        """Whether it waits for requests, which may have ended, or for steps, all of which have run."""
+        if self.state is TransformState.DRAINING:
+            return not any(instance.pending for instance in self.draining)
+        return self.state is TransformState.AWAITING_REQUESTS
 
-    def targets(self) -> dict[int, int]:
-        """Return the degree to come of every device that is being transformed, or is about to be.
-
-        Groups of a call that have ended, or that will not begin as another has failed, are not among them.
-        """
-        targets: dict[int, int] = {}
-        for call in (call for call in self._calls if not call.awaits_programs):
-            devices = {device for active in self.active if active.call is call for device in active.devices}
-            if call.error is None:
-                to_come = [i for i in self._cluster.instances if i.tp != call.options.tensor_parallel_size]
-                devices |= {device for i in to_come for device in i.group.device_indices}
-            targets |= dict.fromkeys(devices & set(call.options.devices), call.options.tensor_parallel_size)
-        return targets
-
-    def request_programs(self, options: TransformOptions) -> bool:
-        """Whether a transformation could begin at once. If not, its programs are compiled meanwhile."""
-        return not request_programs(self._cluster, options, next_groups(options, self._cluster))
-
-    def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Tokens that an instance of an instance's devices holds when all transformations are through, and its degree.
-
-        `further` is one that has not been requested yet. May be called by any thread, for an instance that has been
-        retired meanwhile too.
-        """
-        call = next((call for call in list(self._calls) if instance.id in call.options.devices), None)
-        options = call.options if call is not None else further
-        if options is None or instance.id not in options.devices or instance.tp == options.tensor_parallel_size:
-            return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
-        tp, released = options.tensor_parallel_size, instance.released
-        if tp < instance.tp:
-            released = min(released, tp)
-        elif options.release_weights:
-            released = max(released, tp)
-        return self._cluster.capacity_tokens(tp, released), tp
-
-    def request(self, options: TransformOptions) -> "Future[TransformReport]":
-        """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it cannot be."""
-        check_options(options, self._cluster, self._calls)
-        self._cluster.check_in_service(options.devices)
-        check_paused([i for i in self._cluster.instances if i.id in options.devices], options)
-        call = TransformCall(options)
-        self._calls.append(call)
-        self._proceed(call)
-        return call.future
-
-    # The course of a call
-
-    def _proceed(self, call: TransformCall) -> None:
-        """Start whatever transitions of a call can start now; report if there are none left."""
-        if call.error is None:
-            try:
-                while not call.active and call.error is None and (groups := next_groups(call.options, self._cluster)):
-                    call.awaited = []
-                    if self._await_requests(call, groups):
-                        return  # until `collect` finds that they have ended
-                    missing = request_programs(self._cluster, call.options, groups)
-                    call.await_programs(missing, self._cluster.executables.estimate_compile_s(missing))
-                    if missing:
-                        return  # until `retry`
-                    if self._await_steps(call, groups):
-                        return  # until `collect` finds that they have run
-                    for old in groups:
-                        self._begin(call, old)
-            except Exception as error:
-                self.active.take_back(call)
-                if not call.groups and not call.active:
-                    self._calls.remove(call)
-                    if isinstance(error, OutOfPagesError | RequestError):
-                        kind = type(error) if isinstance(error, RequestError) else RequestError
-                        raise kind(f"the transformation is refused: {error}") from error
-                    drop_frames(error)
-                    degree = call.options.tensor_parallel_size
-                    raise TransformError(
-                        f"the transformation to TP{degree} failed: {error} (it had not begun; all is as it was)"
-                    ) from error
-                call.error = error
-                call.outcomes.append("what had not begun is as it was")
-        if not call.active:
-            self._end(call)
-
-    def _end(self, call: TransformCall) -> None:
-        """Give the caller the report. Instances that did not change, as a part of their group is lost, go on."""
-        self._calls.remove(call)
-        left = [i for i in self._cluster.instances if i.id in call.options.devices]
-        for lane in [lane for instance in left for lane in instance.lanes]:
-            lane.closed = False
-        lost = set(call.options.devices).difference(*(instance.group.device_indices for instance in left))
-        if lost and call.error is None:
-            error = RuntimeError("devices went out of service while steps or requests were waited for")
-            call.fail(
-                error, sorted(lost), "their requests are computed again elsewhere; the others of their groups go on"
-            )
-        call.end()
-
-    def is_about_to_change(self, instance: Instance) -> bool:
-        """Whether an instance changes when steps that were launched have run."""
-        return any(instance in call.awaited for call in self._calls)
-
-    def holds(self, instance: Instance) -> bool:
-        """Whether an instance must launch no steps until those in flight have run: it is about to change, or all of its
-        layers have switched."""
-        if instance.transition is not None:
-            return bool(instance.pending) and self.active.has_switched_all(instance)
-        return self.is_about_to_change(instance)
-
-    def retry(self) -> None:
-        """Programs have come: go on with calls that wait for some."""
-        self._proceed_with([call for call in self._calls if call.awaits_programs])
-
-    def _proceed_with(self, calls: list[TransformCall]) -> None:
-        for call in calls:
-            try:
-                self._proceed(call)
-            except Exception as error:  # it cannot begin, and all is as it was
-                call.future.set_exception(error)
-
-    def _begin(self, call: TransformCall, old: list[Instance]) -> None:
-        degree = call.options.tensor_parallel_size
-        for instance in old:
-            if instance.paused and instance.paused[0].tp != degree:
-                forget(instance)  # they have no requests: see `check_paused`
-        if _keeps_steps(call, old):
-            self._pause(call, old)
-            return
-        if old[0].paused and not old[0].running:
-            self._resume(call, old[0])
-            return
-        try:
-            active = self._beginning.merge(call, old) if len(old) > 1 else self._beginning.split(call, old[0])
-        except BaseException:
-            for instance in old:
-                reserve_staging(self._cluster, instance.group.device_indices, 0)
-            raise
-        self.active.add(active)
-
-    def _pause(self, call: TransformCall, old: list[Instance]) -> None:
-        """Pause the requests of instances, and let one instance over their devices serve."""
-        start = time.perf_counter()
-        change, cluster = GroupChange.of(self._cluster, call.options, old), self._cluster
-        cluster.check_compiled(change.group, change.group.tp, change.released[1])
-        for instance in old:
-            if instance.released < change.released[0]:
-                self._drain(instance)
-                if instance not in cluster.instances:
-                    raise RequestError(f"a step of instance {instance.id} has failed")
-                cluster.release_more(instance, change.released[0])
-        count = len(pause(cluster, old).paused_sequences)
-        degrees = old[0].tp, change.group.tp
-        call.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
-
-    def _resume(self, call: TransformCall, instance: Instance) -> None:
-        """Resume paused requests in the place of an instance without requests."""
-        start = time.perf_counter()
-        dropped = instance.lane.cache.num_cached_pages
-        members = resume(self._cluster, instance)
-        call.groups.append(
-            GroupTransform.without_moves(
-                instance.group.device_indices,
-                (instance.tp, members[0].tp),
-                start,
-                resumed=sum(len(member.running) for member in members),
-                prefix_pages_dropped=dropped,
-            )
+    @property
+    def status(self) -> TransformStatus:
+        """Progress."""
+        layers = sum(transition.num_switched for transition in self.transitions)
+        total = sum(transition.programs.num_layers for transition in self.transitions)
+        options = self.options
+        return TransformStatus(
+            options.tensor_parallel_size,
+            options.devices,
+            self.state,
+            self.programs_left,
+            self.estimated_s,
+            layers,
+            total,
         )
 
-    def _await_requests(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether requests run that are waited for. No others start beside them."""
-        instances = [instance for old in groups for instance in old]
-        count = sum(len(instance.running) for instance in instances)
-        call.await_requests(count if call.options.running == "wait" else 0)
-        for lane in [lane for instance in instances for lane in instance.lanes]:
-            lane.closed = call.awaits_requests
-        return call.awaits_requests
+    def await_requests(self, count: int) -> None:
+        """Wait for running requests, and log that once."""
+        if self.state is not TransformState.AWAITING_REQUESTS:
+            logger.warning("%s waits for %s", self.name, _counted(count, "request"))
+        self.enter(TransformState.AWAITING_REQUESTS)
 
-    def _await_steps(self, call: TransformCall, groups: list[list[Instance]]) -> bool:
-        """Whether steps that were launched are waited for. Meanwhile the instances launch no others, not even those
-        that have none now, or their group would wait for these in turn. No requests start beside them."""
-        changing = [i for old in groups if not _keeps_steps(call, old) for i in old]
-        call.awaited = changing if any(i.pending for i in changing) else []
-        for lane in [lane for old in groups if call.awaited for instance in old for lane in instance.lanes]:
-            lane.closed = True
-        return bool(call.awaited)
+    def update_programs(self, count: int, estimated_s: float | None) -> None:
+        """Record the number of missing programs and the expected seconds to compile them, and log the progress."""
+        now, before = time.perf_counter(), self.programs_left
+        if before:
+            self.waited_s += now - self._checked_at
+        is_due = count < self._logged_left and now >= self._logged_at + _LOG_INTERVAL_S
+        if count and (not before or is_due):
+            estimate = "" if estimated_s is None else f", about {estimated_s:.0f} s"
+            logger.warning("%s waits for %s%s", self.name, _counted(count, "program"), estimate)
+            self._logged_at, self._logged_left = now, count
+        elif before and not count:
+            logger.warning("%s goes on after %.1f s: its programs are ready", self.name, self.waited_s)
+        self.awaited_programs += max(0, count - before)
+        self.programs_left, self.estimated_s, self._checked_at = count, estimated_s, now
+        if count:
+            self.enter(TransformState.AWAITING_PROGRAMS)
 
-    def wait(self) -> None:
-        """Wait for transitions that have switched all layers, and end them."""
-        self.active.wait()
-        self.collect()
+    def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
+        """Record the error of a group, and how the group ended."""
+        self.error = self.error or error
+        self.outcomes.append(f"devices {list(devices)}: {how}")
 
-    def collect(self) -> None:
-        """End the transitions whose last step has run, and begin those whose instances' requests, or steps, have
-        ended."""
-        self.active.collect()
-        self._proceed_with([call for call in self._calls if call.awaits_requests or _steps_have_run(call)])
-
-    def fail(self, error: BaseException) -> None:
-        """The engine fails: so do the transformations under way."""
-        for call in self._calls:
-            failure = TransformError(f"the engine failed: {error}")
-            failure.__cause__ = error
-            call.future.set_exception(failure)
-        self._calls.clear()
-        self.active.clear()
-
-
-def _keeps_steps(call: TransformCall, old: list[Instance]) -> bool:
-    """Whether a change leaves the steps that its instances have launched to themselves: their requests pause."""
-    return call.options.running == "pause" and len(old) > 1
+    def end(self) -> None:
+        """Give the caller the report or a `TransformError`."""
+        degree = self.options.tensor_parallel_size
+        if self.error is not None:
+            self.enter(TransformState.RECOVERED if self.recovered else TransformState.ABORTED)
+            ended = "; ".join(self.outcomes)
+            failure = TransformError(f"{self.name} failed: {self.error} ({ended})")
+            failure.__cause__ = self.error
+            self.future.set_exception(failure)
+            return
+        self.enter(TransformState.DONE)
+        seconds = time.perf_counter() - self.start
+        counts = self.awaited_programs, self.waited_s
+        report = TransformReport(self.options.variant, degree, seconds, self.prepare_s, tuple(self.groups), *counts)
+        self.future.set_result(report)
 
 
-def _steps_have_run(call: TransformCall) -> bool:
-    """Whether a call can begin that has waited for steps."""
-    return bool(call.awaited) and not any(instance.pending for instance in call.awaited)
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def check_options(options: TransformOptions, cluster: Cluster, present: Iterable[Transformation]) -> None:
+    """Check the arguments of `LLM.transform`.
+
+    Raises `LayoutError` if the devices make up no instances of the degree. Raises `RequestError` if options exclude
+    each other, or if another transformation in `present` changes the same devices.
+    """
+    tp, devices = options.tensor_parallel_size, options.devices
+    meshes = cluster.sub_meshes
+    meshes.check_degree(tp)
+    if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
+        raise LayoutError(
+            f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
+        )
+    if options.running == "pause" and options.release_weights and tp > 1:
+        raise RequestError(
+            "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
+            "weights would have to come back while they do"
+        )
+    placed = [instance for instance in cluster.instances if instance.is_placed]
+    if placed:
+        raise LayoutError(
+            f"instance {placed[0].id} has a placement of its own ({placed[0].runner.placement}): only instances whose "
+            "layers are all on the same devices merge and split"
+        )
+    for other in present:
+        if not set(other.options.devices).isdisjoint(devices):
+            raise RequestError(f"devices {list(other.options.devices)} are being transformed: wait until they are done")
+    for instance in cluster.instances:
+        group = set(instance.group.device_indices)
+        if not group.isdisjoint(devices) and not group <= set(devices):
+            raise LayoutError(
+                f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
+            )
+    for group in meshes.groups(tp) if options.running == "pause" else ():
+        found = {i.tp for i in cluster.instances if i.id in group.device_indices and i.id in devices}
+        if len(found) > 1:
+            raise RequestError(
+                f"devices {list(group.device_indices)} have instances of degrees {sorted(found)}: those of one degree "
+                "can pause together; transform them to one first"
+            )
+    for start in range(0, len(meshes.devices), tp):
+        named = set(range(start, start + tp)) & set(devices)
+        if named and len(named) < tp:
+            raise LayoutError(
+                f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
+                "belong together"
+            )
+
+
+def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
+    """Return the groups that change next: one instance that splits, or several of one degree that merge."""
+    tp, devices = options.tensor_parallel_size, set(options.devices)
+    mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
+    groups = [[instance] for instance in mine if instance.tp > tp]
+    size = tp
+    while size > 1:
+        for start in range(0, len(cluster.sub_meshes.devices), size):
+            inside = [i for i in mine if start <= i.id < start + size and i.tp < size]
+            if sum(i.tp for i in inside) != size or len({i.tp for i in inside}) != 1:
+                continue
+            if not any(i in group for group in groups for i in inside):
+                groups.append(inside)
+        size //= 2
+    return groups

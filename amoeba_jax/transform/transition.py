@@ -1,15 +1,17 @@
-"""A group of devices between two degrees: some layers are in the lower layout, the others in the higher one already.
+"""A group of devices between two degrees. Some layers have the lower layout, and some have the higher layout.
 
-Layers change their home one segment after the other, from the last to the first, between two steps: the group's
-instance has a lane for each instance of the lower degree, and its placement says for every layer where it is. Steps run
-by it (`instances/runner.py`).
+Layers switch one segment after another, from the last to the first, between two steps. During the transition, the
+instance of the higher degree serves. It has a lane for each instance of the lower degree, and its placement tells the
+home of every layer. `instances/runner.py` runs the steps.
 
-Every page has a place in both layouts (`Lane`). Each layer holds it where the layer is. New pages get a place in both.
+Every page has a place in both layouts (see `Lane`). A layer holds the page at the place of its own layout. New pages
+get a place in both layouts.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,30 +21,51 @@ from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform.deferred_switch import DeferredSwitch, deferred_switch
 from amoeba_jax.transform.movers import InPlaceMover, PlacedExchange, Plan
-from amoeba_jax.transform.options import LayersPerStep
-from amoeba_jax.transform.report import LayerSwitch
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.pausing import KeptPages
+from amoeba_jax.transform.report import GroupTransform, LayerSwitch, TransformVariant
+from amoeba_jax.transform.switch_in_step import SwitchInStep, switch_in_step
 from amoeba_jax.weights.store import WeightStore
+from kvcache.allocator import BuddyAllocator
 from sharding.mesh import assemble, disassemble, replaced_if_lost
 
 
-class Transition:
-    """Switches the layers of a group.
-
-    Args:
-        instance: at the higher degree, with a lane for each of `members`.
-        high: its site. It has the layers that are in the higher layout.
-        members: sites of the lower degree, in the order of their devices. They have the other layers.
-        programs: that were prepared for them.
-        mover: that was prepared for them.
-        layers_per_step: layers that switch between two steps, rounded up to whole segments; `"auto"`: one segment.
-        overlapped: whether steps are launched behind a layer's switch without waiting for it.
+class Prepared(NamedTuple):
+    """Programs and memory of a transition.
 
     Attributes:
-        num_switched: layers that are in the new layout.
-        started: the first switch has begun: there is no way back.
-        restored: weights of the layer that switched last. When they are there, so are all others.
+        staging_bytes: maximum temporary bytes on a device.
+        seconds: time to compile the programs.
+    """
+
+    programs: TransitionPrograms
+    mover: InPlaceMover
+    staging_bytes: int
+    seconds: float
+
+
+class Transition:
+    """Switches the layers of a group. Used by the dispatcher thread only.
+
+    Args:
+        instance: instance at the higher degree, with a lane for each of `members`.
+        high: its site, with the layers in the higher layout.
+        members: sites of the lower degree, by their first device, with the other layers.
+        allocators: page allocators of the new layout, one for each device.
+        old: instances before the transition.
+        step_s: seconds of a decode step before the transition. None if no step had run.
+        cached: number of cached pages before the transition, and how many of them stay cached.
+        kept: pages of paused requests in the new layout. None in a merge.
+
+    Attributes:
+        num_switched: number of layers in the new layout.
+        started: whether the first switch has begun. Afterwards the transition cannot be aborted.
+        restored: restored weights of the layer that switched last. They are ready last.
+        last_result: result after which the transition has ended. None while layers switch.
+        steps: number of steps launched during the transition.
+        tokens: number of tokens of these steps.
+        recomputed: number of times that a sequence lost its pages during the transition.
     """
 
     def __init__(
@@ -50,97 +73,120 @@ class Transition:
         instance: Instance,
         high: Site,
         members: list[Site],
-        programs: TransitionPrograms,
-        mover: InPlaceMover,
+        prepared: Prepared,
         weights: WeightStore,
-        layers_per_step: LayersPerStep,
+        options: TransformOptions,
+        allocators: list[BuddyAllocator],
+        old: list[Instance],
         *,
-        overlapped: bool,
+        step_s: float | None,
+        cached: tuple[int, int],
+        kept: KeptPages | None = None,
     ):
-        self.instance, self.high, self.members, self.programs = instance, high, members, programs
+        self.instance, self.high, self.members = instance, high, members
+        self.prepared, self.allocators, self.old, self.kept = prepared, allocators, old, kept
+        self.programs = programs = prepared.programs
         self.up = programs.up
         self.low_group = tuple(site.group.home for site in members)
         self.high_group = (high.group.home,) * len(members)
-        self.num_switched = 0
+        self.num_switched = self.steps = self.tokens = self.recomputed = 0
         self.started = False
         self.restored: list[jax.Array] = []
-        self.switches: list[LayerSwitch] = []
-        self._layers_per_step = 1 if layers_per_step == "auto" else layers_per_step
-        self._mover, self._weights, self._overlapped = mover, weights, overlapped
+        self.last_result: Future[Any] | None = None
+        self._switches: list[LayerSwitch] = []
+        self._layers_per_step = 1 if options.layers_per_step == "auto" else options.layers_per_step
+        self._overlapped = options.variant is TransformVariant.IN_PLACE_OVERLAPPED
+        self._mover, self._weights = prepared.mover, weights
+        self._step_s, self._cached = step_s, cached
         self._left: list[SegmentPlan] = list(programs.plan.segments)
         self._spent: list[Any] = []
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
-        self._deferred: DeferredSwitch | None = None
+        self._in_step: SwitchInStep | None = None
+        self._start = time.perf_counter()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.programs.group.device_indices
 
     @property
     def boundary(self) -> int:
-        """The first layer that has switched: those before it are in the old layout."""
+        """First layer in the new layout. Earlier layers have the old layout."""
         return self.programs.num_layers - self.num_switched
 
     @property
     def done(self) -> bool:
+        """Whether all layers have switched."""
         return not self._left
 
     @property
     def overlaps(self) -> bool:
-        """Whether layers may switch within a step."""
+        """Whether a switch may run inside the programs of a step."""
         return self._overlapped and self.programs.plan.overlaps_exchanges
 
-    # Layers
+    def report(self) -> GroupTransform:
+        """Return the report of the ended transition."""
+        degrees = self.programs.lower, self.programs.group.tp
+        before, kept = self._cached
+        return GroupTransform(
+            self.devices,
+            *(degrees if self.up else degrees[::-1]),
+            time.perf_counter() - self._start,
+            tuple(self._switches),
+            self.steps,
+            self.tokens,
+            self.prepared.staging_bytes,
+            len(self._switches) * self.programs.restored_bytes,
+            self.recomputed,
+            self._step_s,
+            prefix_pages_kept=kept,
+            prefix_pages_dropped=before - kept,
+        )
+
+    # Switches
 
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Launch the switch of the next layers, all that are left where nothing runs. The last of them may be left for
-        the next step to launch, if that is known (`DeferredSwitch`)."""
-        self.switch_deferred()
+        """Launch the switch of the next layers, or of all layers if no sequence runs.
+
+        Args:
+            step: next step, if it is known. Its programs may run the last of these switches (see `SwitchInStep`).
+        """
+        self.switch_alone()
         start = time.perf_counter()
         self._plan_moves()
         plan_s = time.perf_counter() - start
         wanted = self._layers_per_step if self.instance.running else self.boundary
-        before, first, deferred = self.num_switched, len(self._left), False
+        before, first, in_step = self.num_switched, len(self._left), False
         try:
             while self._left and self.num_switched - before < wanted:
                 segment = self._left[-1]
-                if self.num_switched - before + len(segment.layers) >= wanted and self._defer(segment, step):
-                    deferred = True
+                is_last = self.num_switched - before + len(segment.layers) >= wanted
+                if is_last and step is not None and self._leave_to(step, segment):
+                    in_step = True
                     break
                 self._switch(segment, plan_s)
                 plan_s = 0.0
         finally:
-            # Layers that split in the next step compute it where they are to be then.
-            last = len(self._left) - (1 if deferred and not self.up else 0)
+            # In a split, the next step computes the segment at its new home.
+            last = len(self._left) - (1 if in_step and not self.up else 0)
             self._place(self.programs.plan.segments[last:first])
 
-    def _defer(self, segment: SegmentPlan, step: StepPlan | None) -> bool:
-        """Leave the switch of a segment to the next step, where that has programs for it."""
-        if step is None or not self.overlaps:
+    def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
+        """Leave the switch of a segment to the next step. Return False if no programs exist for that."""
+        if not self.overlaps:
             return False
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]
-        of_switch = segment, beside, step, self._begin_switch, self._end_switch
-        self.instance.runner.switch = self._deferred = deferred_switch(self.programs, self._mover, *of_switch)
-        self.started |= self._deferred is not None
-        return self._deferred is not None
+        self._in_step = switch_in_step(self, self._mover, segment, beside, step)
+        self.instance.runner.switch = self._in_step
+        self.started |= self._in_step is not None
+        return self._in_step is not None
 
-    def switch_deferred(self) -> None:
-        """Launch now what was left to a step, if no step has."""
-        if self._deferred is not None:
+    def switch_alone(self) -> None:
+        """Launch the switch that was left to a step, if no step has launched it."""
+        if self._in_step is not None:
             self.instance.runner.switch = None
-            self._deferred.run_alone()
-
-    def drop_spent(self) -> None:
-        """Drop the arrays whose buffers others have by now, hundreds in a switch of all layers.
-
-        To be called when the step behind the switch has been launched: it need not wait for that.
-        """
-        self._spent.clear()
-
-    def let_go(self) -> None:
-        """Let go of all device buffers. To be called before they are made again from nothing."""
-        for site in (self.high, *self.members):
-            site.kv.clear()
-        self.restored, self._deferred = [], None
-        self.drop_spent()
+            self._in_step.run_alone()
 
     def _switch(self, segment: SegmentPlan, plan_s: float) -> None:
         self.started = True
@@ -149,66 +195,79 @@ class Transition:
             plan_s = 0.0
         self._left.pop()
 
-    def _begin_switch(self, segment: SegmentPlan, exchanges: list[PlacedExchange]) -> None:
-        """Take the extents of a segment that was deferred, and launch some exchanges of pages."""
-        self._deferred = None
+    def begin_in_step(self, segment: SegmentPlan, exchanges: list[PlacedExchange]) -> None:
+        """Begin the switch of a segment inside a step: take its extents and launch these exchanges of pages."""
+        self._in_step = None
         for layer in reversed(segment.layers):
             self.high.kv[layer] = self._mover.run(exchanges, self.take_extents(layer))
 
-    def _end_switch(self, segment: SegmentPlan, move_s: float) -> None:
-        """Have a segment be in the new layout: all of its exchanges are launched. `move_s` is what some of it took."""
+    def end_in_step(self, segment: SegmentPlan, move_s: float) -> None:
+        """End the switch of a segment inside a step. All exchanges are launched. `move_s`: seconds of the launches."""
         for layer in reversed(segment.layers):
             start = time.perf_counter()
             self.hand_over(layer, self.high.kv[layer])
-            self._switched(layer, 0.0, move_s / len(segment.layers), time.perf_counter() - start)
+            self._record(layer, 0.0, move_s / len(segment.layers), time.perf_counter() - start)
         self._left.pop()
         if self.up:
             self._place([segment])
 
-    def _switched(self, layer: int, plan_s: float, move_s: float, weights_s: float) -> None:
-        moved_bytes = self._plan.num_pieces * self.programs.piece_bytes
-        self.num_switched += 1
-        self.switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._plan.num_phases, moved_bytes))
-
-    def _place(self, switched: Sequence[SegmentPlan]) -> None:
-        """Have steps run some segments, one after the other, where they are now."""
-        if switched:
-            layers = range(switched[0].layers.start, switched[-1].layers.stop)
-            homes = self.high_group if self.up else self.low_group
-            self.instance.runner.place(self.instance.runner.placement.with_modules(layers, "layer", homes))
-
     def _switch_layer(self, layer: int, plan_s: float) -> None:
-        # The steps before this, so that they are not timed with it.
+        # Wait for the steps before, so that they do not count as time of the switch.
         self._wait([site.kv[layer] for site in self.members] if self.up else self.high.kv[layer])
         start = time.perf_counter()
         kv = self.take_extents(layer)
-        gathered = time.perf_counter()
+        taken = time.perf_counter()
         kv = self._mover.move(kv)
         self._wait(kv)
         moved = time.perf_counter()
         self._wait(self.hand_over(layer, kv))
         if not self._overlapped:
-            self.drop_spent()  # where extents were not written in place, these are all that holds the old ones
-        weights_s = gathered - start + time.perf_counter() - moved
-        self._switched(layer, plan_s, moved - gathered, weights_s)
+            self.drop_spent()  # if extents were not written in place, only these arrays hold the old extents
+        self._record(layer, plan_s, moved - taken, taken - start + time.perf_counter() - moved)
+
+    def _record(self, layer: int, plan_s: float, move_s: float, weights_s: float) -> None:
+        moved_bytes = self._plan.num_pieces * self.programs.piece_bytes
+        self.num_switched += 1
+        self._switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._plan.num_phases, moved_bytes))
+
+    def _place(self, switched: Sequence[SegmentPlan]) -> None:
+        """Let later steps compute consecutive segments at their new homes."""
+        if switched:
+            layers = range(switched[0].layers.start, switched[-1].layers.stop)
+            runner, homes = self.instance.runner, self.high_group if self.up else self.low_group
+            runner.place(runner.placement.with_modules(layers, "layer", homes))
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
             jax.block_until_ready(arrays)
 
+    def _plan_moves(self) -> None:
+        """Plan the moves of all live pages. The plan is valid for every layer until a page is allocated or freed."""
+        high, low = [], []
+        for lane in self.instance.lanes:
+            pages = lane.live_pages()
+            high.append(pages[lane.ranks[self.high_group]])
+            low.append(pages[lane.ranks[self.low_group]])
+        tables = [*high, *low]
+        if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
+            self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
+            self._plan_of = tables
+
+    # Extents
+
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """All extents of a layer over the group's ranks, those released now included."""
+        """Return all extents of a layer over the ranks of the group. In a merge, they include the released weights."""
         if not self.up:
             return self.high.kv[layer]
         group, released = self.high.group, list[jax.Array]()
-        if self.programs.changes_weights:  # first: if it fails, the layer is still in the lower layout
+        if self.programs.changes_weights:  # first: if it fails, the layer still has the lower layout
             released = self._weights.release(group, layer, *self.programs.released, self._spent)
-        base = [assemble(group, extents) for extents in zip(*self._low_buffers(layer), strict=True)]
+        base = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
         self.high.kv[layer] = base + released
         return self.high.kv[layer]
 
-    def _low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
-        """Takes a layer's extents from the lower layout: the single-device buffers of each rank of the group."""
+    def _take_low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
+        """Remove the extents of a layer from the lower layout. Return the buffers of each rank of the group."""
         buffers: list[tuple[jax.Array, ...]] = []
         for site in self.members:
             buffers += zip(*(disassemble(site.group, extent) for extent in site.kv[layer]), strict=True)
@@ -217,7 +276,10 @@ class Transition:
         return buffers
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
-        """Give a layer's extents, with its pages where they are to be, to the new layout. Returns them."""
+        """Give the extents of a layer, whose pages have moved, to the new layout. Return them.
+
+        In a split, the last extents become weights again.
+        """
         self.high.kv[layer] = kv
         if self.up:
             return kv
@@ -236,11 +298,29 @@ class Transition:
             site.kv[layer] = [assemble(site.group, extent[ranks]) for extent in buffers]
         return kept + given_back
 
+    def drop_spent(self) -> None:
+        """Drop arrays whose buffers now belong to other arrays.
+
+        A switch of all layers leaves hundreds. Call this after the next step was launched, so that the step
+        does not wait for it.
+        """
+        self._spent.clear()
+
+    def drop_buffers(self) -> None:
+        """Drop all device buffers, before new ones are allocated."""
+        for site in (self.high, *self.members):
+            site.kv.clear()
+        self.restored, self._in_step = [], None
+        self.drop_spent()
+
     def undo(self) -> list[list[jax.Array]]:
-        """All extents in the higher layout, their pages lost. Buffers that a failed program has lost are recreated."""
+        """Return all extents in the higher layout after a failure.
+
+        Their pages are invalid. Lost buffers are replaced by zeros.
+        """
         group, programs = self.high.group, self.programs
         before, after = programs.released
-        self.instance.runner.switch = self._deferred = None
+        self.instance.runner.switch = self._in_step = None
         for site in self.members:
             site.replace_lost()
         for layer in range(programs.num_layers):
@@ -249,24 +329,9 @@ class Transition:
             if self.up:
                 self.take_extents(layer)
                 continue
-            buffers = self._low_buffers(layer)
+            buffers = self._take_low_buffers(layer)
             kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
             self.high.kv[layer] = kv + self._weights.release(group, layer, after, before)
         for extents in self.high.kv:
             extents[:] = replaced_if_lost(extents, group)
         return self.high.kv
-
-    def _plan_moves(self) -> None:
-        """Have the mover plan how all live pages get to their places in the new layout.
-
-        The plan is the same for every layer until a page comes or goes.
-        """
-        high, low = [], []
-        for lane in self.instance.lanes:
-            pages = lane.live_pages()
-            high.append(pages[lane.ranks[self.high_group]])
-            low.append(pages[lane.ranks[self.low_group]])
-        tables = [*high, *low]
-        if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
-            self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
-            self._plan_of = tables

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform import beginning
+from amoeba_jax.transform import merge_split
 from amoeba_jax.transform.movers import InPlaceMover, Plan, Restored, Tables, _put_ids, _sources
 from amoeba_jax.transform.transition import Transition
 from amoeba_jax.weights.loading import _ALIGNMENT, _misaligned, put
@@ -38,11 +38,11 @@ def baseline(variant: str) -> Iterator[None]:
         assert isinstance(mover, CopyMover | HostMover)
         return hand_over(transition, layer, kv) + mover.renew(layer)
 
-    beginning.InPlaceMover, Transition.hand_over = MOVERS[variant], with_weights
+    merge_split.InPlaceMover, Transition.hand_over = MOVERS[variant], with_weights
     try:
         yield
     finally:
-        beginning.InPlaceMover, Transition.hand_over = InPlaceMover, hand_over
+        merge_split.InPlaceMover, Transition.hand_over = InPlaceMover, hand_over
 
 
 class CopyMover(InPlaceMover):

@@ -150,8 +150,9 @@ class Load:
             for instance in engine.cluster.all_instances:
                 for step in instance.pending:
                     step.result.exception()
-            for _, result in engine.transformations.active._finishing:
-                result.exception()
+            for transition in engine.transformations.transitions:
+                if transition.last_result is not None:
+                    transition.last_result.exception()
             engine.collect()
         raise AssertionError("the requests never end")
 

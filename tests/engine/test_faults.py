@@ -30,8 +30,8 @@ from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.request import Request
 from amoeba_jax.transform import transition
-from amoeba_jax.transform.active import ActiveTransitions
-from amoeba_jax.transform.call import GroupTransition
+from amoeba_jax.transform.transformations import Transformations
+from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -219,13 +219,12 @@ def test_a_group_gives_up_what_it_has_before_it_is_made_again(
 ):
     """The weights that a split has restored cannot be read."""
     before, failed, held = ledgers(llm), [], []
-    fail, make = ActiveTransitions._fail_finishing, InstanceFactory.empty_instance
+    fail, make = Transformations._fail_settled, InstanceFactory.empty_instance
 
-    def watched(self: ActiveTransitions, active: GroupTransition, error: BaseException) -> None:
-        transition = active.transition
+    def watched(self: Transformations, transition: Transition, error: BaseException) -> None:
         assert transition.restored
         failed.append((transition, [*(i.site for i in self._cluster.instances), transition.high, *transition.members]))
-        fail(self, active, error)
+        fail(self, transition, error)
 
     def watched_make(*arguments: Any) -> Any:
         ((transition, sites),) = failed
@@ -240,7 +239,7 @@ def test_a_group_gives_up_what_it_has_before_it_is_made_again(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(ActiveTransitions, "_fail_finishing", watched)
+        patch.setattr(Transformations, "_fail_settled", watched)
         patch.setattr(InstanceFactory, "empty_instance", watched_make)
         patch.setattr(ResultReader, "when_ready", unread)
         outcome = Load(llm).run()

@@ -23,7 +23,7 @@ from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.instances.step_plan import StepNotLaunchedError
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform.deferred_switch import DeferredSwitch
+from amoeba_jax.transform.switch_in_step import SwitchInStep
 from kvcache.exchange import ExchangeKind
 from kvcache.migration import PADDING, phase_shape
 
@@ -64,14 +64,14 @@ def top(llm: LLM) -> int:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """First layer of each segment whose switch a step has launched, or was to, and in how many programs of it."""
     found: list[tuple[int, int]] = []
-    begin = DeferredSwitch.begin
+    begin = SwitchInStep.begin
 
-    def wrapped(self: DeferredSwitch, shape: BatchShape | None) -> Mapping[Any, Any]:
+    def wrapped(self: SwitchInStep, shape: BatchShape | None) -> Mapping[Any, Any]:
         parts = begin(self, shape)
         found.append((self.segment.layers.start, len(parts)))
         return parts
 
-    monkeypatch.setattr(DeferredSwitch, "begin", wrapped)
+    monkeypatch.setattr(SwitchInStep, "begin", wrapped)
     return found
 
 
@@ -220,8 +220,8 @@ def test_failures(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, where: s
 
             patch.setattr(TransitionPrograms, "step_with_exchange", failing)
         else:
-            method = getattr(DeferredSwitch, where)
-            patch.setattr(DeferredSwitch, where, lambda *arguments: fails() if failures else method(*arguments))
+            method = getattr(SwitchInStep, where)
+            patch.setattr(SwitchInStep, where, lambda *arguments: fails() if failures else method(*arguments))
         with pytest.raises(TransformError, match="injected"):
             idle.transform(top(idle) if up else 1, layers_per_step=1)
     assert {view.tensor_parallel_size for view in idle.instances} == {top(idle)}

@@ -88,8 +88,8 @@ def test_prompt_does_not_wait_for_the_last_layer(idle: LLM, up: bool):
     (sequence,) = new.sequences
 
     def switched(engine: Engine) -> int:
-        active = list(engine.transformations.active._active.values())
-        return active[0].transition.num_switched if active else NUM_LAYERS
+        present = [i.transition for i in engine.instances if i.transition is not None]
+        return present[0].num_switched if present else NUM_LAYERS
 
     def drive() -> int:
         engine = idle._engine

@@ -174,7 +174,7 @@ def test_change_that_is_refused_once_steps_have_run_leaves_all_as_it_was(idle: L
         before = engine.instances
         future = engine.transform(TransformOptions(2, HALF))
         with monkeypatch.context() as patched:
-            patched.setattr("amoeba_jax.transform.beginning.place_up", _no_room)
+            patched.setattr("amoeba_jax.transform.merge_split.place_up", _no_room)
             engine.drain()
         with pytest.raises(RequestError, match="the transformation is refused: no room"):
             future.result(0)

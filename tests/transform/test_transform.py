@@ -25,8 +25,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.transform.call import TransformCall, check_options
 from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.transformation import Transformation, check_options
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -261,7 +261,7 @@ def test_instances_are_not_cut_in_two(idle: LLM):
 
 def test_devices_of_another_call_are_refused(idle: LLM):
     """Also between its transitions, and before it is said that they cut an instance in two."""
-    cluster, other = idle._engine.cluster, TransformCall(TransformOptions(4, (0, 1, 2, 3)))
+    cluster, other = idle._engine.cluster, Transformation(TransformOptions(4, (0, 1, 2, 3)))
     for devices in ((0, 1), (0, 1, 2, 3)):
         check_options(TransformOptions(2, devices), cluster, [])
         with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] are being transformed"):

@@ -123,12 +123,11 @@ class Machine(RuleBasedStateMachine):
     def pages_are_accounted_for(self) -> None:
         """Blocks that are live are those of running sequences, with a reference for each, and of cached prefixes."""
         engine = self.engine
-        active = {a.transition.instance: a for a in engine.transformations.active._active.values()}
         for instance in engine.instances:
             present = [engine.cluster.factory.allocators[device] for device in instance.group.device_indices]
             views = {instance.group.home: present}
             if instance.transition is not None:
-                transition, to_come = active[instance].transition, active[instance].allocators
+                transition, to_come = instance.transition, instance.transition.allocators
                 low, high = (present, to_come) if transition.up else (to_come, present)
                 tp = transition.programs.lower
                 views = {instance.group.home: high} | {

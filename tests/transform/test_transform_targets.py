@@ -1,11 +1,11 @@
-"""Which devices count as being transformed. Cluster and transitions are stand-ins."""
+"""Devices that count as being transformed. Cluster and transitions are stand-ins."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
-from amoeba_jax.transform.call import TransformCall
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformations
+from amoeba_jax.transform.transformation import Transformation
+from amoeba_jax.transform.transformations import Transformations
 
 
 def instance(first: int, tp: int) -> Any:
@@ -17,39 +17,36 @@ def transformations(*instances: Any) -> Transformations:
     return Transformations(cast(Any, cluster), *[cast(Any, None)] * 2)
 
 
-def active(call: TransformCall, *devices: int) -> Any:
-    return SimpleNamespace(call=call, devices=devices)
+def begin(made: Transformations, degree: int, devices: tuple[int, ...], *changing: tuple[int, ...]) -> Transformation:
+    """A transformation of some devices, of which some groups are changing."""
+    one = Transformation(TransformOptions(degree, devices))
+    one.transitions = [cast(Any, SimpleNamespace(devices=group)) for group in changing]
+    made._present.append(one)
+    return one
 
 
 def test_a_group_that_has_ended_is_not_busy_until_the_last_group_ends():
     made = transformations(instance(0, 2), instance(2, 2), instance(4, 1), instance(5, 1))
-    call = TransformCall(TransformOptions(2, (0, 1, 2, 3, 4, 5)))
-    made._calls.append(call)
-    made.active._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
+    begin(made, 2, (0, 1, 2, 3, 4, 5), (2, 3))
     assert made.targets() == {2: 2, 3: 2, 4: 2, 5: 2}
 
 
 def test_a_group_whose_last_step_still_runs_is_busy():
     made = transformations(instance(0, 2), instance(2, 2))
-    call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
-    made._calls.append(call)
-    made.active._finishing = [(active(call, 0, 1), cast(Any, None))]
+    begin(made, 2, (0, 1, 2, 3), (0, 1))
     assert made.targets() == {0: 2, 1: 2}
 
 
 def test_groups_that_will_not_begin_are_not_busy():
-    """Another group of the same call has failed."""
+    """Another group of the same transformation has failed."""
     made = transformations(instance(0, 1), instance(1, 1), instance(2, 1), instance(3, 1))
-    call = TransformCall(TransformOptions(2, (0, 1, 2, 3)))
-    call.fail(RuntimeError("injected"), (0, 1), "as it was")
-    made._calls.append(call)
-    made.active._active = {cast(Any, "devices 2-3"): active(call, 2, 3)}
+    one = begin(made, 2, (0, 1, 2, 3), (2, 3))
+    one.fail(RuntimeError("injected"), (0, 1), "as it was")
     assert made.targets() == {2: 2, 3: 2}
 
 
-def test_a_job_that_awaits_programs_makes_nothing_busy():
+def test_a_transformation_that_awaits_programs_makes_nothing_busy():
     made = transformations(instance(0, 1), instance(1, 1))
-    call = TransformCall(TransformOptions(2, (0, 1)))
-    call.programs_left = 1
-    made._calls.append(call)
+    one = begin(made, 2, (0, 1))
+    one.update_programs(1, None)
     assert made.targets() == {}

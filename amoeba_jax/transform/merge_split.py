@@ -1,0 +1,225 @@
+"""Begin of a merge or split: programs, memory, and a place for each page in the new layout."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from amoeba_jax.errors import MemoryBudgetError, RequestError
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.scratch import Scratch
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
+from amoeba_jax.transform.movers import InPlaceMover
+from amoeba_jax.transform.needs import GroupChange, reserve_staging, sampler_kinds, transition_programs
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.pausing import KeptPages, drop_prefixes
+from amoeba_jax.transform.transition import Prepared, Transition
+from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from kvcache.pages import PagePool, SequencePages
+from kvcache.relayout import place_down, place_up
+from sharding.placement import Placement
+
+Requeue = Callable[[Instance, Sequence], None]
+"""Takes a sequence off its instance. It is computed again from its tokens."""
+
+
+def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requeue: Requeue) -> Transition:
+    """Replace instances without steps in flight by one instance over their devices, whose layers then switch.
+
+    Raises `RequestError`, `OutOfPagesError` or the error of a program, with nothing changed.
+    """
+    geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, old)
+    group, (before, after) = change.group, change.released
+    parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
+    most = max(len(instance.running) for instance in old)
+    prepared = _prepare(cluster, options, change, most, old, parts)
+    programs = prepared.programs
+    if programs.changes_weights:
+        cluster.weights.prepare_release(group, before, after)
+    allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
+    tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
+    for instance in old:
+        if instance.released < before:
+            cluster.release_more(instance, before)
+    members = [instance.site for instance in old]
+    scratch = Scratch.joined([cluster.factory.scratch_of(instance) for instance in old])
+    new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
+    pool, homes = new.lane.pages, tuple(site.group.home for site in members)
+    # Without pages, all layers switch at once, and no sequence may start before that.
+    limit = cluster.buckets(change.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
+    lanes: list[Lane] = []
+    views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
+    for instance, part, table in zip(old, parts, tables, strict=True):
+        low, high = (homes, instance.lane.pages, part.table), ((group.home,) * len(old), pool, table)
+        lane, pages = joined_lane(part, low, high, enabled=cluster.config.prefix_caching, max_running=limit)
+        lanes.append(lane)
+        views += [(new, lane, sequence, own) for sequence, own in pages]
+    new.lanes, new.lane_buckets = lanes, cluster.buckets(change.lower)
+    new.runner.sites.update(zip(homes, members, strict=True))
+    new.runner.place(Placement(group.home, (homes,) * programs.num_layers, (homes,) * programs.num_layers))
+    cached = sum(len(part.cached) for part in parts)
+    paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
+    transition = Transition(
+        new, new.site, members, prepared, cluster.weights, options, allocators, old,
+        step_s=max(paces, default=None), cached=(cached, cached),
+    )  # fmt: skip
+    hand_over(old, views, requeue)
+    cluster.replace(old, [new])
+    return transition
+
+
+def split(cluster: Cluster, options: TransformOptions, instance: Instance) -> Transition:
+    """Prepare an instance without steps in flight for its split. It serves until its layers have switched.
+
+    Raises `RequestError`, `OutOfPagesError` or the error of a program, with nothing changed.
+    """
+    geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, [instance])
+    group, tp, after, lane = instance.group, change.target, change.released[1], instance.lane
+    check_growth(cluster, instance, tp, after)
+    kept, allocators, limits, parts = _deal_pages(cluster, instance, tp, after)
+    most = max(len(part.sequences) for part in parts)
+    prepared = _prepare(cluster, options, change, most, [instance], parts)
+    programs = prepared.programs
+    tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
+    settle_references(lane.pages, lane.cache.pages(), parts)
+    if not any(part.num_pages for part in parts):
+        limits = [0] * len(parts)  # all layers switch at once, and no sequence may start before that
+    homes, num_layers = tuple(member.home for member in programs.members), programs.num_layers
+    members = [cluster.factory.new_site(member, [[] for _ in range(num_layers)], after) for member in programs.members]
+    lanes: list[Lane] = []
+    for index, (part, table, limit) in enumerate(zip(parts, tables, limits, strict=True)):
+        low = homes, PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp), table
+        high = (group.home,) * len(parts), lane.pages, part.table
+        new, pages = joined_lane(part, low, high, enabled=cluster.config.prefix_caching, max_running=limit)
+        for sequence, own in pages:
+            sequence.pages = own
+            new.running.append(sequence)
+        lanes.append(new)
+    cached = lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
+    instance.lanes, instance.lane_buckets = lanes, cluster.buckets(tp)
+    instance.runner.sites.update((site.group.home, site) for site in members)
+    instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
+    return Transition(
+        instance, instance.site, members, prepared, cluster.weights, options, allocators, [instance],
+        step_s=instance.pace.step_s, cached=cached, kept=kept,
+    )  # fmt: skip
+
+
+class _Dealt(NamedTuple):
+    """Sequences and cached pages of an instance, divided among the new instances.
+
+    Attributes:
+        kept: pages of paused requests.
+        allocators: new allocators, one for each device.
+        limits: for each new instance, the number of sequences that it may run.
+        parts: for each new instance, its sequences and cached pages.
+    """
+
+    kept: KeptPages
+    allocators: list[BuddyAllocator]
+    limits: list[int]
+    parts: list[LanePages]
+
+
+def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) -> _Dealt:
+    """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
+
+    If pages of paused requests leave too little room, prefixes that only the paused instances cache are dropped. Raises
+    `OutOfPagesError` or `RequestError`.
+    """
+    count, geometry = instance.tp // tp, cluster.dims.pages
+    busy = [len(member.running) for member in instance.paused] or [0] * count
+    limits = [cluster.buckets(tp).max_num_seqs - slots for slots in busy]
+    while True:
+        allocators = [cluster.factory.new_allocator(released) for _ in instance.group.devices]
+        kept = KeptPages(instance, allocators)
+        room = [allocator.num_free(geometry.order(tp)) for allocator in allocators[::tp]]
+        try:
+            return _Dealt(kept, allocators, limits, deal(instance.lane, room, limits))
+        except OutOfPagesError as error:
+            if not instance.paused:
+                raise
+            if not drop_prefixes(instance.paused):
+                message = f"{error}, beside those that are paused: running='wait' has them end first"
+                raise RequestError(message) from error
+
+
+def _prepare(
+    cluster: Cluster,
+    options: TransformOptions,
+    change: GroupChange,
+    most: int,
+    old: list[Instance],
+    parts: list[LanePages],
+) -> Prepared:
+    """Compile the programs of a transition and reserve its memory.
+
+    Raises `RequestError` if the memory exceeds the budget, and `NotCompiledError` if a program is missing.
+
+    Args:
+        most: maximum number of sequences of an instance of the lower degree.
+        parts: pages of these instances.
+    """
+    start = time.perf_counter()
+    cluster.check_compiled(change.group, change.target, change.released[1])
+    programs = transition_programs(cluster, change, most, sampler_kinds(old))
+    if most:
+        programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in parts for s in part.sequences))
+    max_pieces = 0
+    if any(part.num_pages for part in parts):
+        num_layers = cluster.dims.config.num_layers
+        steps = num_layers if options.layers_per_step == "auto" else -(-num_layers // options.layers_per_step)
+        new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
+        max_pieces = max(part.num_pages for part in parts) + new_pages
+    mover = InPlaceMover(programs, cluster.weights)
+    staging_bytes = mover.prepare(max_pieces)
+    try:
+        reserve_staging(cluster, change.group.device_indices, staging_bytes)
+    except MemoryBudgetError as error:
+        raise RequestError(f"{error}, or kv_cache_tokens") from error
+    return Prepared(programs, mover, staging_bytes, time.perf_counter() - start)
+
+
+def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
+    """Raise `RequestError` if a running request may grow beyond the capacity of an instance of degree `tp`.
+
+    Args:
+        released: degree for which the weights of that instance are released.
+    """
+    limit = cluster.capacity_tokens(tp, released)
+    for sequence in instance.running:
+        if sequence.max_total_tokens > limit:
+            raise RequestError(
+                f"request {sequence.request_id!r} may grow to {sequence.max_total_tokens} tokens, and a TP{tp} "
+                f"instance holds {limit}"
+            )
+
+
+def hand_over(
+    old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]], requeue: Requeue
+) -> None:
+    """Move the sequences of old instances to new instances, lanes and pages.
+
+    If that fails, the old instances keep them. Sequences whose sampling state on the device was overwritten are then
+    computed again.
+    """
+    before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
+    try:
+        for instance, lane, sequence, pages in views:
+            sequence.pages = pages
+            instance.add(sequence, lane)
+    except BaseException:
+        for instance, lane, sequence, _ in views:
+            if sequence in lane.running:
+                instance.leave(sequence, lane)
+        for sequence, pages, slot in before:
+            sequence.pages, sequence.slot = pages, slot
+        for instance in old:
+            for sequence in [s for s in instance.running if s.sampling.uses_state]:
+                requeue(instance, sequence)
+        raise
+    for instance in old:
+        for lane in instance.lanes:
+            lane.running = []

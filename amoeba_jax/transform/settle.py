@@ -1,0 +1,101 @@
+"""End of a transition: with the new layout, with the old one, or at the higher degree with an empty cache.
+
+A transition can be aborted until its first layer switches: then the old instances serve again. If it fails later, the
+group gets the higher degree, because the weights of that degree never left. All other extents become an empty cache,
+and the group's requests are computed again from their tokens.
+"""
+
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.giving_up import give_up
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
+from amoeba_jax.transform.merge_split import Requeue, hand_over
+from amoeba_jax.transform.pausing import give_hidden
+from amoeba_jax.transform.transition import Transition
+from kvcache.pages import PagePool, SequencePages
+from sharding.placement import Placement
+
+
+def settle_high(cluster: Cluster, transition: Transition) -> None:
+    """End a merge: the instance of the higher degree takes over the pages that its lanes have in the new layout."""
+    instance = transition.instance
+    allocators = cluster.factory.settle_allocators(instance.group, transition.allocators)
+    _serve_high(cluster, instance, PagePool(cluster.dims.pages, allocators, instance.tp))
+
+
+def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
+    home, group = instance.group.home, (instance.group.home,) * len(instance.lanes)
+    lane = cluster.factory.new_lane(pool, instance.group)
+    for sequence, own in move_into(lane, instance.lanes, group):
+        sequence.pages = own
+        lane.running.append(sequence)
+    instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
+    instance.runner.sites = {home: instance.site}
+    instance.runner.place(Placement.uniform(home, cluster.dims.config.num_layers))
+    if instance.paused:
+        instance.take_the_place_of(instance.paused)
+
+
+def settle_low(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
+    """End a split: instances of the lower degree take over the pages.
+
+    Paused instances resume. If there are none, new instances are made.
+    """
+    instance, programs, factory = transition.instance, transition.programs, cluster.factory
+    scratch = factory.scratch_of(instance).split(programs.lower)
+    new, views = list(instance.paused), list[tuple[Instance, Lane, Sequence, SequencePages]]()
+    for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
+        if not instance.paused:
+            allocators = factory.allocators_of(site.group)
+            new.append(factory.new_instance(site.group, allocators, site.kv, programs.released[1], scratch[index]))
+        own = new[index].lane
+        views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], transition.low_group)]
+    hand_over([instance], views, requeue)  # may fail: nothing has changed before
+    if transition.kept is not None:
+        transition.kept.settle()
+    factory.settle_allocators(instance.group, transition.allocators)
+    for home, lane in zip(new, instance.lanes, strict=True):
+        adopt_prefixes(home.lane, [lane], transition.low_group)
+    if members := instance.drop_paused():
+        give_hidden(members, [buffer for part in scratch for buffer in part.hidden])
+    for member, site in zip(members, transition.members, strict=False):
+        member.site.kv[:] = site.kv
+    cluster.replace([instance], new)
+
+
+def abort(cluster: Cluster, transition: Transition) -> None:
+    """Restore the old instances before the first layer has switched. No page has moved, and no step has run."""
+    instance, factory = transition.instance, cluster.factory
+    if not transition.up:
+        _serve_high(cluster, instance, PagePool(cluster.dims.pages, factory.allocators_of(instance.group), instance.tp))
+        return
+    instance.transition = None
+    instance.sampler.state.replace_lost()  # the old instances write the rows of their sequences again
+    scratch = factory.scratch_of(instance).split(transition.programs.lower)
+    old, views = list[Instance](), list[tuple[Instance, Lane, Sequence, SequencePages]]()
+    parts = zip(transition.old, transition.members, instance.lanes, scratch, strict=True)
+    for before, site, lane, buffers in parts:
+        allocators = factory.allocators_of(site.group)
+        old.append(factory.new_instance(site.group, allocators, site.kv, before.released, buffers))
+        views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], transition.low_group)]
+    for lane in instance.lanes:
+        lane.running = []
+    for new, lane, sequence, pages in views:
+        sequence.pages = pages
+        new.add(sequence, lane)
+    cluster.replace([instance], old)
+
+
+def recover(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
+    """Let the group serve at the higher degree with an empty cache, after the first layer has switched."""
+    instance, factory = transition.instance, cluster.factory
+    give_up(instance, requeue)
+    instance.sampler.state.replace_lost()
+    kv = transition.undo()
+    released = max(transition.programs.released)
+    empty = [factory.new_allocator(released) for _ in instance.group.devices]
+    allocators = factory.settle_allocators(instance.group, empty)
+    scratch = factory.scratch_of(instance)
+    cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, scratch)])
