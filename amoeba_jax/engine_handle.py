@@ -31,7 +31,7 @@ from amoeba_jax.request_registry import RequestRegistry
 from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer, model_eos_ids
-from amoeba_jax.transform.options import RunningRequests, TransformOptions
+from amoeba_jax.transform.options import ChangeOrder, RunningRequests, TransformOptions
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
 from amoeba_jax.weights.saving import save
@@ -144,6 +144,7 @@ class EngineHandle:
         layers_per_step: int | Literal["auto"] = "auto",
         wait_for_programs: bool = True,
         running: RunningRequests = "migrate",
+        order: ChangeOrder = "layer",
     ) -> TransformReport:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
@@ -171,6 +172,11 @@ class EngineHandle:
             running: treatment of running requests. `"migrate"`: they continue on the new instances. `"pause"`: they
                 pause until the instances split again, see above; requires `release_weights=False`. `"wait"`: the
                 transformation starts when they are finished, and no other requests start on these devices.
+            order: `"layer"`: each layer changes as a whole. `"memory_first"`: in a merge, the FFN weights of all layers
+                become KV cache before the first page moves, so requests have more room at once. In a split, the FFN
+                weights return after the last page has moved. Steps between take longer, because every layer exchanges
+                hidden states twice. It has no effect if no weights are released or restored. A warm-up does not compile
+                its programs.
 
         Raises:
             LayoutError: the devices cannot form instances of this degree.
@@ -189,10 +195,13 @@ class EngineHandle:
         if running not in get_args(RunningRequests):
             known = ", ".join(get_args(RunningRequests))
             raise RequestError(f"running={shorten(running)} is not known: it must be one of {known}")
+        if order not in get_args(ChangeOrder):
+            known = ", ".join(get_args(ChangeOrder))
+            raise RequestError(f"order={shorten(order)} is not known: it must be one of {known}")
         if layers_per_step != "auto" and not is_count:
             raise RequestError(f"layers_per_step={shorten(layers_per_step)} must be a positive integer, or 'auto'")
         chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
-        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step, running)
+        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step, running, order)
         return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:

@@ -12,6 +12,7 @@ from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import PageExchange
+from amoeba_jax.programs.work import copied_columns
 from kvcache.exchange import ExchangeKind, exchange_kinds
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedShard
@@ -30,6 +31,8 @@ class TransitionPrograms:
         up: whether the group changes from the lower to the higher degree.
         released: degrees whose unneeded weights are released to the KV cache, before and after the transition.
         rows: rows of a decode step of each instance of the lower degree.
+        memory_first: whether the FFNs of all layers have the higher degree while the pages of any layer move. All
+            extents of the higher degree are then KV cache during the moves.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class TransitionPrograms:
         up: bool,
         released: tuple[int, int],
         rows: int,
+        memory_first: bool = False,
     ):
         self.plan, self.dims, self.group, self.up, self.lower = plan, plan.dims, group, up, lower
         starts = range(group.start, group.start + group.tp, lower)
@@ -49,8 +53,11 @@ class TransitionPrograms:
         self.released, self.rows, self.phase_pieces = released, rows, plan.memory.phase_pages
         self._weights, self._executables = plan.weights, executables
         self.old_extents, self.new_extents = (plan.extent_pages(degree) for degree in released)
+        self.memory_first = memory_first
         before, after = self.old_extents, self.new_extents
         self.low_extents, self.high_extents = (before, after) if up else (after, before)
+        """Extents at the lower degree, before a merge or after a split, and at the higher degree."""
+        self._read, self._written = (self.high_extents,) * 2 if memory_first else (before, after)
         table_width = plan.buckets(lower).table_width
         self.low_shape = BatchShape(((rows, 1),), table_width)
         self.shape = BatchShape(((rows * len(self.members), 1),), table_width)
@@ -92,15 +99,31 @@ class TransitionPrograms:
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
         for member in self.members:
             needed += plan.step_specs(specs, member, self.low_shape, self.low_extents)
-        if plan.overlaps_exchanges:
+        if self.memory_first:
+            needed += self._module_specs(self.shape, self.low_shape)
+        elif plan.overlaps_exchanges:
             needed += self._steps_with_exchange()
         return [*needed, self._split_spec, self._join_spec, *self._column_copies(self.low_shape)]
+
+    def _module_specs(self, shape: BatchShape, low_shape: BatchShape) -> list[ProgramSpec]:
+        """Return the programs of layers with their attention at the lower and their FFN at the higher degree."""
+        specs, plan, layers = self._executables.specs, self.plan, range(self.num_layers)
+        attention, ffn = plan.cutter.cut(layers, "attention", embeds=True), plan.cutter.cut(layers, "ffn", embeds=True)
+        needed = [
+            plan.layers_spec(specs, self.group, segment, at, self.high_extents)
+            for at in (shape, low_shape)
+            for segment in ffn
+        ]
+        for member in self.members:
+            needed += [plan.layers_spec(specs, member, segment, low_shape, self.high_extents) for segment in attention]
+        return list({spec.key: spec for spec in needed}.values())
 
     def _column_copies(self, shape: BatchShape) -> list[ProgramSpec]:
         """Return the programs that bring the hidden states of a step of one lower instance to the whole group."""
         specs, pool = self._executables.specs, self.plan.sub_meshes
         devices = [pool.group(device, 1) for device in self.group.device_indices]
-        size = shape.num_tokens, self.plan.hidden_tokens
+        width = self.plan.hidden_tokens
+        size = copied_columns(shape.num_tokens, width), width
         return [make(device, *size) for device in devices for make in (specs.take_columns, specs.put_columns)]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
@@ -143,6 +166,8 @@ class TransitionPrograms:
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
         for member in self.members:
             needed += plan.step_specs(specs, member, shape, self.low_extents)
+        if self.memory_first:
+            needed += self._module_specs(shape, shape)
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
@@ -166,7 +191,7 @@ class TransitionPrograms:
         return exchange_kinds(self.group.tp, loop=self.plan.loops_exchanges)
 
     def _exchange_spec(self, kind: ExchangeKind) -> ProgramSpec:
-        specs, old, new = self._executables.specs, self.old_extents, self.new_extents
+        specs, old, new = self._executables.specs, self._read, self._written
         if not kind.distance:
             # One program serves both directions and all lower degrees. It reads and writes the extents of both layouts.
             # Few phases are of this kind, and a loop is not slower for it.

@@ -23,6 +23,9 @@ from amoeba_jax.programs.program_specs import ProgramSpec, ProgramSpecs
 from amoeba_jax.programs.segments import SegmentCutter
 from sharding.placement import Home, Homes, Placement
 
+# Ratio of the numbers of columns for which programs copy hidden states.
+_COPY_RATIO = 8
+
 Blocks = tuple[int, ...]
 """Microbatches whose blocks of a step lie side by side."""
 
@@ -195,10 +198,21 @@ def work_specs(
         return [make(group, work.lower, plan.most_rows(work.lower), width)]
     found = []
     for copy in work.copies:
-        blocks = step.num_tokens if copy.blocks is None else copy.blocks * (step.num_rows // num_microbatches)
-        found.append(specs.take_columns(pool.group(copy.source, 1), blocks, width))
-        found.append(specs.put_columns(pool.group(copy.target, 1), blocks, width))
+        if copy.blocks is None:
+            columns = copied_columns(step.num_tokens, width)
+        else:
+            columns = copy.blocks * (step.num_rows // num_microbatches)
+        found.append(specs.take_columns(pool.group(copy.source, 1), columns, width))
+        found.append(specs.put_columns(pool.group(copy.target, 1), columns, width))
     return found
+
+
+def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
+    """Return the number of columns to copy for a step of one microbatch: few different numbers need few programs."""
+    columns = 1
+    while columns < num_tokens:
+        columns *= _COPY_RATIO
+    return min(columns, hidden_tokens)
 
 
 def _collective(before: dict[Home, Blocks], after: dict[Home, Blocks]) -> Transfer | None:

@@ -39,12 +39,14 @@ class GroupChange:
         lower: lower degree.
         up: whether the change is a merge.
         released: the degrees for which weights are released before and after.
+        memory_first: whether FFNs change before the pages of any layer in a merge, and after them in a split.
     """
 
     group: SubMesh
     lower: int
     up: bool
     released: tuple[int, int]
+    memory_first: bool = False
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "GroupChange":
@@ -53,8 +55,10 @@ class GroupChange:
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
         if not up:
-            return cls(group, tp, up, (before, min(before, tp)))
-        return cls(group, old[0].tp, up, (before, max(group.tp, before) if options.release_weights else before))
+            lower, released = tp, (before, min(before, tp))
+        else:
+            lower, released = old[0].tp, (before, max(group.tp, before) if options.release_weights else before)
+        return cls(group, lower, up, released, options.order == "memory_first" and released[0] != released[1])
 
     @property
     def target(self) -> int:
@@ -134,6 +138,7 @@ def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPro
         up=change.up,
         released=change.released,
         rows=rows,
+        memory_first=change.memory_first,
     )
 
 

@@ -8,6 +8,9 @@ from amoeba_jax.transform.report import TransformVariant
 LayersPerStep: TypeAlias = int | Literal["auto"]
 """Layers that switch between two steps, rounded up to whole segments. `"auto"`: one segment."""
 
+ChangeOrder = Literal["layer", "memory_first"]
+"""Order in which the modules of a group change. See `LLM.transform`."""
+
 RunningRequests = Literal["migrate", "pause", "wait"]
 """Treatment of running requests. See `LLM.transform`."""
 
@@ -22,3 +25,4 @@ class TransformOptions:
     release_weights: bool = True
     layers_per_step: LayersPerStep = "auto"
     running: RunningRequests = "migrate"
+    order: ChangeOrder = "layer"

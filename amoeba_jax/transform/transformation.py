@@ -167,6 +167,10 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
             "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
             "weights would have to come back while they do"
         )
+    if options.order == "memory_first" and cluster.dims.transform_attention:
+        raise RequestError(
+            "order='memory_first' needs transform_attention=False: attention weights change together with their pages"
+        )
     placed = [instance for instance in cluster.instances if instance.is_placed]
     if placed:
         raise LayoutError(

@@ -4,6 +4,10 @@ Layers switch one segment after another, from the last to the first, between two
 instance of the higher degree serves. It has a lane for each instance of the lower degree, and its placement tells the
 home of every layer. `instances/runner.py` runs the steps.
 
+With `order="memory_first"`, the FFNs of all layers get the higher degree before any page moves, in a merge, and leave
+it after all pages have moved, in a split. Meanwhile, the extents that FFN weights gave up are KV cache of the lower
+degree.
+
 Every page has a place in both layouts (see `Lane`). A layer holds the page at the place of its own layout. New pages
 get a place in both layouts.
 """
@@ -17,6 +21,7 @@ import jax
 import numpy as np
 
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step_plan import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
@@ -103,6 +108,11 @@ class Transition:
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
         self._in_step: SwitchInStep | None = None
+        self._ffn_first, self._ffn_last = programs.memory_first and self.up, programs.memory_first and not self.up
+        self._num_released = 0
+        if self._ffn_last:  # until then, layers keep all extents
+            for site in members:
+                site.extent_pages = programs.high_extents
         self._start = time.perf_counter()
 
     @property
@@ -117,12 +127,12 @@ class Transition:
     @property
     def done(self) -> bool:
         """Whether all layers have switched."""
-        return not self._left
+        return not self._left and not self._ffn_last
 
     @property
     def overlaps(self) -> bool:
         """Whether a switch may run inside the programs of a step."""
-        return self._overlapped and self.programs.plan.overlaps_exchanges
+        return self._overlapped and self.programs.plan.overlaps_exchanges and not self.programs.memory_first
 
     def report(self) -> GroupTransform:
         """Return the report of the ended transition."""
@@ -152,6 +162,8 @@ class Transition:
             step: next step, if it is known. Its programs may run the last of these switches (see `SwitchInStep`).
         """
         self.switch_alone()
+        if self._ffn_first:
+            self._release_ffns()
         start = time.perf_counter()
         self._plan_moves()
         plan_s = time.perf_counter() - start
@@ -170,6 +182,8 @@ class Transition:
             # In a split, the next step computes the segment at its new home.
             last = len(self._left) - (1 if in_step and not self.up else 0)
             self._place(self.programs.plan.segments[last:first])
+        if self._ffn_last and not self._left:
+            self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
         """Leave the switch of a segment to the next step. Return False if no programs exist for that."""
@@ -235,7 +249,7 @@ class Transition:
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
             runner, homes = self.instance.runner, self.high_group if self.up else self.low_group
-            runner.place(runner.placement.with_modules(layers, "layer", homes))
+            runner.place(runner.placement.with_modules(layers, "attention" if self._ffn_last else "layer", homes))
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:
@@ -253,6 +267,46 @@ class Transition:
             self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
             self._plan_of = tables
 
+    # FFNs of all layers
+
+    def _release_ffns(self) -> None:
+        """Give the FFNs of all layers the higher degree. Their released weights become KV cache of the lower degree."""
+        self.started = True
+        group, programs, runner = self.high.group, self.programs, self.instance.runner
+        layers = range(programs.num_layers)
+        for layer in layers:
+            released = self._weights.release(group, layer, *programs.released, self._spent)
+            self._num_released += 1
+            self._append_low(layer, released)
+        new = programs.high_extents[len(programs.low_extents) :]
+        allocators = {allocator for lane in self.instance.lanes for allocator in self._low_allocators(lane)}
+        for allocator in allocators:
+            for num_pages in new:
+                allocator.add_extent(num_pages)
+        for site in self.members:
+            site.extent_pages = programs.high_extents
+        runner.place(runner.placement.with_modules(layers, "ffn", self.high_group))
+        self._ffn_first = False
+
+    def _restore_ffns(self) -> None:
+        """Give the FFNs of all layers the lower degree, after all pages have left the extents of their weights."""
+        group, programs, runner = self.high.group, self.programs, self.instance.runner
+        num_kept, layers = len(programs.low_extents), range(programs.num_layers)
+        for layer in layers:
+            extents = zip(*self._take_low_buffers(layer), strict=True)
+            kept, released = [], []
+            for index, buffers in enumerate(extents):
+                (kept if index < num_kept else released).append(assemble(group, buffers))
+            self._append_low(layer, kept)
+            self._restore(layer, released)
+        for site in self.members:
+            site.extent_pages = programs.low_extents
+        runner.place(runner.placement.with_modules(layers, "ffn", self.low_group))
+        self._ffn_last = False
+
+    def _low_allocators(self, lane: Lane) -> tuple[BuddyAllocator, ...]:
+        return lane.pages.allocators[lane.ranks[self.low_group]]
+
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
@@ -260,7 +314,8 @@ class Transition:
         if not self.up:
             return self.high.kv[layer]
         group, released = self.high.group, list[jax.Array]()
-        if self.programs.changes_weights:  # first: if it fails, the layer still has the lower layout
+        if self.programs.changes_weights and layer >= self._num_released:
+            # First: if it fails, the layer still has the lower layout.
             released = self._weights.release(group, layer, *self.programs.released, self._spent)
         base = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
         self.high.kv[layer] = base + released
@@ -283,20 +338,27 @@ class Transition:
         self.high.kv[layer] = kv
         if self.up:
             return kv
-        group, programs = self.high.group, self.programs
-        num_kept = len(programs.new_extents)
-        kept, given_back = kv[:num_kept], kv[num_kept:]
-        if given_back:
-            given_back = self._mover.restore(programs.restored(layer), given_back)
-            self._weights.put_back(group, layer, *programs.released, given_back)
-            self.restored = given_back
+        num_kept = len(kv) if self._ffn_last else len(self.programs.new_extents)
+        kept = kv[:num_kept]
+        restored = self._restore(layer, kv[num_kept:]) if num_kept < len(kv) else []
         self.high.kv[layer] = []
         self._spent.append(kept)
-        buffers = [disassemble(group, extent) for extent in kept]
+        self._append_low(layer, kept)
+        return kept + restored
+
+    def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
+        """Turn the released extents of a layer into weights again. Return the weights. Donates `extents`."""
+        restored = self._mover.restore(self.programs.restored(layer), extents)
+        self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
+        self.restored = restored
+        return restored
+
+    def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
+        """Append extents over the ranks of the group to the extents that a layer has in the lower layout."""
+        buffers = [disassemble(self.high.group, extent) for extent in extents]
         for index, site in enumerate(self.members):
-            ranks = slice(index * programs.lower, (index + 1) * programs.lower)
-            site.kv[layer] = [assemble(site.group, extent[ranks]) for extent in buffers]
-        return kept + given_back
+            ranks = slice(index * self.programs.lower, (index + 1) * self.programs.lower)
+            site.kv[layer] = site.kv[layer] + [assemble(site.group, extent[ranks]) for extent in buffers]
 
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
@@ -329,9 +391,10 @@ class Transition:
             if self.up:
                 self.take_extents(layer)
                 continue
-            buffers = self._take_low_buffers(layer)
-            kv = [assemble(group, extents) for extents in zip(*buffers, strict=True)]
-            self.high.kv[layer] = kv + self._weights.release(group, layer, after, before)
+            kv = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
+            if len(kv) < len(programs.high_extents):
+                kv += self._weights.release(group, layer, after, before)
+            self.high.kv[layer] = kv
         for extents in self.high.kv:
             extents[:] = replaced_if_lost(extents, group)
         return self.high.kv
