@@ -169,8 +169,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it; None: `error`.
-                Finished requests ignore it and count by the finish reasons of their samples.
+            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it. None: `error`. If
+                the engine finished the request, the finish reasons of its samples are counted instead.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
