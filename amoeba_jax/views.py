@@ -36,7 +36,7 @@ _PICTURE_WIDTH = 920
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """State of an instance at the time of the call."""
+    """State of an instance when `LLM.instances` was read."""
 
     id: int
     devices: tuple[int, ...]

@@ -262,7 +262,7 @@ def _joinable_tokens(instance: Instance, page_size: int) -> int:
     """Return the tokens available to a new request during a transformation (`InstanceView.joinable_tokens`), else 0.
 
     A lane is a share of the instance's sequences during a transformation. The result is the number of free tokens of
-    the emptiest lane with a free slot, without one page for each sequence of that lane.
+    the emptiest lane with a free slot, minus one page for each sequence of that lane.
     """
     if instance.transition is None:
         return 0

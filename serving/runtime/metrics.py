@@ -31,7 +31,7 @@ class ServerMetrics:
         self.latest: Snapshot | None = None
         """Latest snapshot of the engine, for the gauges."""
         self.ready_programs: int | None = None
-        """Number of programs that requests had waited for when the server became ready."""
+        """`EngineStats.awaited_programs` at the time when the server became ready. None: it is not ready yet."""
         self.scheduler: SchedulerCounters | None = None
         """Decisions of the scheduler. None: no scheduler."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None

@@ -40,7 +40,7 @@ class SchedulingConfig:
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
     """Seconds for which the size of the largest long request is remembered, to keep room for another long request."""
     reserved_growth: float = AmoebaConfig.reserved_growth
-    """Share of the KV cache for tokens that running requests may still generate, which stays free. From 0 to 1."""
+    """Share of the tokens that running requests may still generate, for which KV cache is kept free. From 0 to 1."""
     preemption: str = FlyingConfig.preemption
     """flying: treatment of running requests if an urgent request needs their devices. hard: they pause. soft: they
     continue in the group of the urgent request. sequential: the urgent request waits for their end."""
@@ -66,7 +66,7 @@ class SchedulingConfig:
     level_s: float = QueueOrder.level_s
     """Seconds by which each level of priority moves the due time of a request."""
     starving_s: float | None = QueueOrder.starving_s
-    """Seconds of waiting after which no other request overtakes a request. Default: no limit."""
+    """Seconds that a request waits before no other request may overtake it. Default: no limit."""
     layers_per_step: int | None = None
     """Layers that a transformation changes between two steps, rounded up to whole segments (`segment_layers`). Default:
     one segment."""

@@ -13,8 +13,9 @@ class AmoebaConfig:
     """Share of the KV cache that must be free before an instance without long requests splits. A lower value splits
     earlier and moves more pages. In any case, the running requests must fit the instances after the split."""
     linger_s: float = 60.0
-    """Seconds that a merged instance stays after its last long request, so that the next one needs no merge. It does
-    not linger while a short request lacks room, or if less than `split_free_share` is free. The paper's value is 0."""
+    """Seconds that a merged instance stays after its last long request, so that the next long request needs no merge.
+    The instance does not stay if a short request lacks room, or if less than `split_free_share` is free. The paper's
+    value is 0."""
     partial_splits: bool = True
     """Whether an instance splits to the lowest degree that holds its long requests, instead of waiting for their
     end."""
@@ -36,8 +37,8 @@ class AmoebaConfig:
     reserve_memory_s: float = 600.0
     """Seconds for which the size of the largest long request is remembered, to keep room for the next one."""
     reserved_growth: float = 0.0
-    """Share of the KV cache for tokens that running requests may still generate, which stays free. With 0, requests are
-    admitted as in vLLM and preempted if pages run out. With 1, no request is ever preempted for pages."""
+    """Share of the tokens that running requests may still generate, for which KV cache is kept free. With 0, requests
+    are admitted as in vLLM and preempted if pages run out. With 1, no request is ever preempted for pages."""
 
     @property
     def splits(self) -> SplitConfig:

@@ -13,10 +13,9 @@ class BackoffConfig:
     first_s: float = 1.0
     """Seconds after the first refusal."""
     factor: float = 2.0
-    """Growth of the time with each further refusal of the same action."""
+    """Factor by which each further refusal of the same action increases the time."""
     longest_s: float = 60.0
-    """Maximum time in seconds. Refusals of an action are forgotten if it is not refused again within twice this time
-    after it is no longer blocked."""
+    """Maximum time in seconds. Refusals of an action are forgotten when it has not been blocked for twice this time."""
 
 
 @dataclass

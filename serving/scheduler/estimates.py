@@ -136,7 +136,7 @@ def split_time_s(
     """Return the time at which groups should split for a short request without room.
 
     This is `wait_s` seconds after the request began to wait. The time is earlier if the request would otherwise miss
-    its TTFT SLO. This needs measured durations of a split and of prompts.
+    its TTFT SLO. An earlier time needs measured durations of a split and of prompts.
 
     Args:
         degree: degree of the groups.

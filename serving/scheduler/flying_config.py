@@ -35,14 +35,15 @@ class FlyingConfig:
     dwell_s: float = 10.0
     """Minimum seconds between a merge or split because of load and the next merge because of light load."""
     burst_wait_s: float = 1.0
-    """Seconds after which groups split for a short request without room."""
+    """Seconds that a short request waits for room before groups split for it."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Limit in seconds for the time from arrival to first token, for requests without their own limit. If a request
-    would miss it, groups split before `burst_wait_s`, and a long request gets a group of its own. None: no limit."""
+    """Limit in seconds for the time from arrival to first token, for requests without their own limit. If a short
+    request would miss the limit, groups split before `burst_wait_s`. If a long request would miss it, another group
+    merges. None: no limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
     """Limit in seconds for each further token, for requests without their own limit. Requests avoid instances with
     longer steps. None: no limit."""
     lookahead: int = 32
     """Maximum number of requests without room that one decision skips."""
     reserved_growth: float = 0.0
-    """Share of the KV cache for tokens that running requests may still generate, which stays free."""
+    """Share of the tokens that running requests may still generate, for which KV cache is kept free."""

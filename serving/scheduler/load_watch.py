@@ -30,7 +30,7 @@ class LoadWatch:
         """Seconds of a decode step under light load, by degree. Steps under heavy load have larger batches."""
 
     def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
-        """Include a snapshot.
+        """Include a snapshot in the average, and update `bound` and `busy`.
 
         Args:
             num_requests: running, paused and waiting requests.

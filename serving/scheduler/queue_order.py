@@ -12,8 +12,9 @@ Key = tuple[int, float, float, str]
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    A request is due at its deadline, but at most `patience_s` after its arrival. Each level of priority adds `level_s`
-    to the due time. The due time is fixed at arrival, so later arrivals eventually go behind a waiting request.
+    A request is due at its deadline, but not later than `patience_s` after its arrival. Each level of priority adds
+    `level_s` to the due time. The due time is fixed at arrival, so later arrivals eventually go behind a waiting
+    request.
 
     A request that has waited `starving_s` goes ahead of all other requests, without regard to priority. Among such
     requests the longest wait goes first. Only waiting time counts, so a request that ran for a long time can still be

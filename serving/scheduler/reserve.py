@@ -29,7 +29,7 @@ class Reserve:
     """Groups of devices that could hold a long request of some size, as one instance now or after a merge.
 
     Args:
-        num_tokens: size of the request; 0 reserves nothing.
+        num_tokens: size of the long request. 0: there is nothing to reserve.
     """
 
     def __init__(self, view: ClusterView, room: Room, num_tokens: int):

@@ -24,7 +24,7 @@ class Room:
     it is draining, and after `close`.
 
     Args:
-        reserved_growth: share of the KV cache for tokens that running requests may still generate, which stays free.
+        reserved_growth: share of the tokens that running requests may still generate, for which KV cache is kept free.
             With 0, requests are admitted as in vLLM, and preempted if pages run out. With 1, no request is ever
             preempted for pages.
 

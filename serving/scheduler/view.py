@@ -52,7 +52,7 @@ class WaitingRequest:
     @property
     def rank(self) -> tuple[bool, int]:
         """Rank for preemption: a request may preempt requests of a higher rank. Requests beyond their client's share
-        have a higher rank than all other requests. Among the same kind, the rank is the priority."""
+        have a higher rank than all other requests. Apart from this, the rank is the priority."""
         return self.beyond_share, self.priority
 
 
@@ -234,8 +234,8 @@ class ClusterView:
     def degree_for(self, max_total_tokens: int) -> int | None:
         """Return the lowest degree whose empty instances hold a request; None if it fits nowhere.
 
-        The result is at least the base degree. If it is higher than the base degree, it is also at least `merge_to`, or
-        the highest degree if `merge_to` does not exist.
+        The result is at least the base degree. If the request needs a higher degree, the result is also at least
+        `merge_to`, or the highest degree if no degree reaches `merge_to`.
         """
         holding = [
             limits.degree

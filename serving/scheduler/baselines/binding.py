@@ -17,9 +17,9 @@ _MOST_SKIPPED = 32
 class BindingPolicy(ABC):
     """Base of policies that bind each request to an instance on arrival, without regard to its size.
 
-    An instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`. (The papers do
-    not describe splits.) Technically, a request is bound to the first device of an instance. If the instance splits or
-    disappears, the request is bound again.
+    An instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`, because the
+    papers do not say when instances split. A request is bound to the first device of an instance. If the instance
+    splits or disappears, the request is bound again.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class BindingPolicy(ABC):
         return actions
 
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
-        """Dispatch a request to its instance. If the instance is too small, merge or split it. Otherwise close it until
-        the request has room."""
+        """Dispatch a request to its instance if it has room. If the instance is too small, merge or split it. Otherwise
+        close it for this decision, so that later requests do not take the room."""
         if room.has_room(instance, request):
             reason = f"its turn, load {room.load(instance):.2f}"
             room.assign(instance, request)
