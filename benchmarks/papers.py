@@ -70,7 +70,7 @@ THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Return the tokens at a degree from two other degrees: `a * p - b`.
+    """Fit the capacity `a * p - b` of degree p in tokens to two `known` degrees, and return its value at `degree`.
 
     Each device keeps all weights except the FFN, and the group has the FFN once.
     """
@@ -80,10 +80,11 @@ def fit_context(known: dict[int, float], degree: int) -> float:
 
 
 def fit_throughput(known: dict[int, float], degree: int) -> float:
-    """Return the tokens per second at a degree from two other degrees: a batch that decodes contexts of 1K.
+    """Fit the tokens per second to two `known` degrees, and return the value at `degree`.
 
-    The size of the batch and a factor of the latencies of all-reduces are fitted, because section 2.3 explains the loss
-    at TP4 by communication. Launches and host work cost nothing, as in a CUDA graph.
+    The model is a batch that decodes contexts of 1K tokens. The size of the batch and a factor of the latencies of
+    all-reduces are fitted, because section 2.3 explains the loss at TP4 by communication. Launches and host work cost
+    nothing, as in a CUDA graph.
     """
     device = replace(find_device("H20"), launch_s=0.0)
     alone = ModelStepCost(QWEN, replace(device, all_reduce_latency_s=dict.fromkeys((1, 2, 4), 0.0)), overhead_s=0.0)

@@ -60,7 +60,7 @@ class Timer:
         self._start = time.perf_counter(), time.thread_time()
 
     def ms(self) -> tuple[float, float]:
-        """Return both in milliseconds."""
+        """Return the wall-clock time and the processor time since the start, in milliseconds."""
         return (time.perf_counter() - self._start[0]) * 1e3, (time.thread_time() - self._start[1]) * 1e3
 
 
@@ -82,7 +82,7 @@ def run_until(engine: Engine, requests: list[Request], tokens: int | None = None
 
 
 def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
-    """In the dispatcher's thread."""
+    """Pause and resume repeatedly, and return times and counts. Call it in the dispatcher thread."""
     engine, random = llm._engine, np.random.default_rng(0)
     tokens = int(0.9 * engine.capacity_tokens(1)) * len(DEVICES) // num_paused
     prompts = [random.integers(3, 2000, tokens - 64).tolist() for _ in range(num_paused)]

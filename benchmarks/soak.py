@@ -148,7 +148,7 @@ class Runner:
 
     @property
     def minutes(self) -> float:
-        """Seconds since the start of the run."""
+        """Minutes since the start of the run."""
         return (time.monotonic() - self._began) / 60
 
     def baseline(self) -> None:

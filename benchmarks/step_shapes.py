@@ -33,9 +33,11 @@ Steps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Work with and without a row of the table of shapes.
+    """Work with and without one row of the table of shapes.
 
     Attributes:
+        steps: steps that use the row.
+        instead: steps for the same work without the row.
         kept: function that returns whether a shape belongs to this row, at any degree.
     """
 

@@ -116,7 +116,7 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
 
 
 def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:
-    """Return the workload: short requests, and a few that only merged instances hold."""
+    """Return the workload: short requests, and a few long requests that fit only on merged instances."""
     return WorkloadConfig(
         dataset_name="mix",
         duration_s=options.duration,

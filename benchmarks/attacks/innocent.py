@@ -72,7 +72,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class Innocents:
-    """Handle of the load for the measuring process."""
+    """Load of innocent requests in another process, which this object controls."""
 
     def __init__(self, target: str, rate: float, source: str | None, seed: int = 0):
         self._child = Child(_main, target, rate, source, seed)
@@ -118,7 +118,7 @@ def _main(pipe: Connection, target: str, rate: float, source: str | None, seed: 
 
 
 class _Load:
-    """Run the load in its process."""
+    """Load of innocent requests, run in its own process."""
 
     def __init__(self, pipe: Connection, rate: float, seed: int):
         self._pipe, self._rate = pipe, rate

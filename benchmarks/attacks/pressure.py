@@ -172,7 +172,7 @@ class Attacker:
 
 
 async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
-    """Make one call and read its answer. An error in a stream of answers counts as its status."""
+    """Make one call and read its answer. An error message in a stream of answers determines the status."""
     rpc, num_bytes, status, text = start(channel, call), 0, "OK", ""
     try:
         if isinstance(rpc, grpc.aio.UnaryUnaryCall):

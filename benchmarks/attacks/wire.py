@@ -100,7 +100,7 @@ class Mutator:
         self.random = random.Random(seed)
 
     def mutate(self, data: bytes, descriptor: Descriptor) -> bytes:
-        """Return a message with one to three changes, and sometimes with damaged bytes."""
+        """Return a message with up to three changed fields, and sometimes with damaged bytes."""
         fields = split(data)
         for _ in range(self.random.choice((0, 1, 1, 1, 2, 3))):
             self._change(fields, descriptor)

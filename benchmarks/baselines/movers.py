@@ -156,7 +156,7 @@ class HostMover(InPlaceMover):
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the extent and the place in it of each piece (rank, id)."""
+        """Return for each piece (rank, id) the index of its host array, and its row in this array."""
         group, programs = self._programs.group, self._programs
         pages = max(programs.old_extents, programs.new_extents, key=len)[:num_extents]
         starts = np.cumsum([0, *pages])[:-1] * group.tp

@@ -126,7 +126,7 @@ class RequestHandler:
         """Serve a request and send its output in deltas. The pages of the request are free when this method returns or
         raises.
 
-        Cancelling the task aborts the request. `statuses` lists the exceptions.
+        Cancelling the task aborts the request. The module `statuses` lists the exceptions.
         """
         backend = self.backend
         if self.state is not State.READY:
@@ -287,7 +287,7 @@ class RequestHandler:
         return await self._threads.run(self._threads.aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuse new requests, wait for running requests, then abort the rest. Return the number of aborted requests.
+        """Refuse new requests, wait for running requests, abort the unfinished ones, and return their number.
 
         Args:
             timeout_s: seconds to wait for running requests. None: no limit.

@@ -71,7 +71,7 @@ class Slo:
     ) -> np.ndarray:
         """Return for each request the latest end that meets all limits, in seconds after its arrival.
 
-        Infinite if the limits allow any end.
+        The result is infinite for a request whose limits allow any end.
 
         Args:
             output_len: output tokens of each request.
