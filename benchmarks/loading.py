@@ -154,7 +154,7 @@ def save_shards(model: Path, devices: int, directory: Path) -> Path:
 
 
 def forms(models: list[str], devices: int, scratch: Path) -> dict[str, Path]:
-    """Return the models to load by their name in the table."""
+    """Return the paths of the models to load, by name in the table."""
     found: dict[str, Path] = {}
     if "smollm2" in models:
         found["SmolLM2-135M, safetensors bf16"] = smollm2 = ensure_default_model(progress=False)

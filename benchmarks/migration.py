@@ -75,7 +75,7 @@ class Copied:
         self.ids = [jax.device_put(ids, group.sharded) for ids in (mine, theirs)]
 
     def put(self, pages: np.ndarray) -> np.ndarray:
-        """Return `[pages, heads, 2, tokens, dim]` in the order of the pool."""
+        """Return pages `[pages, heads, 2, tokens, dim]` as rows in the memory order of the pool."""
         if self.runs == 1:
             return pages.reshape(len(pages), -1)
         return pages.transpose(0, 2, 3, 1, 4).reshape(len(pages), -1)
@@ -86,7 +86,7 @@ class Copied:
         return fresh
 
     def shares(self, pool: np.ndarray) -> np.ndarray:
-        """Return `[ranks, pages, elements of a share]` of all pages at TP4."""
+        """Return the shares of all pages in a pool at TP4, as `[ranks, pages, elements of a share]`."""
         return pool.reshape(TP, -1, GEOMETRY.page_elems // TP)[:, : self.pages.size]
 
     def extra_bytes(self) -> int:

@@ -98,7 +98,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """Return the factor of the latencies from the rate of the higher degree."""
+        """Return the factor of the latencies at which `batch` gives the known rate of the higher degree."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 
@@ -109,7 +109,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
 
 
 def table_1() -> Iterable[Row]:
-    """Return AMOEBA Table 1 (Gyges Table 1): each degree from the two others."""
+    """Return rows of AMOEBA Table 1 (Gyges Table 1). Each value is fitted to the values of the two other degrees."""
     for title, values, fit in (
         ("context (K tokens)", CONTEXTS, fit_context),
         ("tokens/s", THROUGHPUTS, fit_throughput),
@@ -131,7 +131,7 @@ def table_1() -> Iterable[Row]:
 
 
 def tables_2_and_3() -> Iterable[Row]:
-    """Return rows about pages of FFN tensors, and weights."""
+    """Return rows of AMOEBA Tables 2 and 3: pages of FFN tensors, and bytes of weights."""
     pages = {
         "GPT-OSS-120B": (1012.5, 253.125),
         "GPT-OSS-20B": (253.125, 63.281),
@@ -204,7 +204,7 @@ def flying_served(seeds: int) -> Iterable[Row]:
 
 
 def comparators() -> Iterable[Row]:
-    """Return published numbers of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
+    """Return rows of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
     yield from published_mechanisms.shift_parallelism(LLAMA_70B)
     yield from published_mechanisms.loongserve(LLAMA_7B)
     yield from published_mechanisms.kunserve(QWEN_14B)
@@ -232,7 +232,7 @@ def _capacity(policy: str) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Tokens per second of policies at one load: means over seeds, and half of a 95% interval."""
+    """Tokens per second of policies at one load: means over seeds, and half the width of 95% intervals."""
 
     short_per_minute: float
     output_len: int

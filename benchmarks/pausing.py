@@ -33,7 +33,7 @@ PARTS = ("pause", "first launch", "resume")
 
 
 def model(directory: Path, layers: int) -> Path:
-    """Return a config for random weights."""
+    """Write the config of a model with random weights, and return its directory."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -54,7 +54,7 @@ def model(directory: Path, layers: int) -> Path:
 
 
 class Timer:
-    """Timer in milliseconds of wall clock and of this thread's processor time."""
+    """Timer of the wall clock and of this thread's processor time."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), time.thread_time()
@@ -65,7 +65,7 @@ class Timer:
 
 
 def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[tuple[float, float], TransformReport]:
-    """Transform, and return the host's milliseconds and the report."""
+    """Transform, and return the milliseconds of the host (see `Timer.ms`) and the report."""
     timer = Timer()
     future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
     taken_ms = timer.ms()

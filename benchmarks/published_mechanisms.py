@@ -14,13 +14,13 @@ from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape, prom
 
 
 def prompt_s(cost: StepCost, degree: int, prompts: int, tokens: int) -> float:
-    """Return the seconds of a step that computes whole prompts."""
+    """Return the seconds of a step that computes `prompts` whole prompts of `tokens` tokens."""
     shape = StepShape(0, prompts, prompts * tokens, tokens)
     return cost.fixed_s(degree, shape) + cost.pair_s(degree) * prompts * prompt_pairs(0, tokens)
 
 
 def decode_s(cost: StepCost, degree: int, sequences: int, tokens: int) -> float:
-    """Return the seconds of a decode step over contexts of `tokens` tokens."""
+    """Return the seconds of a decode step of `sequences` sequences, each with a context of `tokens` tokens."""
     return cost.fixed_s(degree, StepShape(sequences)) + cost.context_s(degree) * sequences * tokens
 
 

@@ -59,7 +59,10 @@ class Result:
 
 
 def cases(rows: int) -> list[Case]:
-    """Return the rows of the table for instances of `rows` sequences and the default token budget of 512."""
+    """Return a case for each row of the table of shapes, if an instance has at most `rows` sequences.
+
+    The token budget of a step is the default, 512.
+    """
     few = rows // 4
 
     def decodes(*sizes: int) -> Callable[[BatchShape], bool]:

@@ -2,11 +2,11 @@
 
     python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
 
-For every variant, the baselines of `baselines/movers.py`, and each number of layers between two steps, it measures time
-and memory of moving the KV cache and the weights, steps and tokens meanwhile, and waits of requests. `restart` closes
-the engine and opens one with the other degree. Requests decode greedily on all instances, with the KV cache as full as
-requested. Further measurements: steps with the switch of a layer beside equal steps without one; idle changes with
-weights released and kept; and FFNs with padding.
+The methods are all variants with several numbers of layers between two steps, and the baselines of
+`baselines/movers.py`. For each method, the table has time and memory of moving the KV cache and the weights, steps and
+tokens meanwhile, and waits of requests. `restart` closes the engine and opens an engine with the other degree. Requests
+decode greedily on all instances, with the KV cache as full as requested. Further measurements: steps with the switch of
+a layer beside equal steps without one; idle changes with weights released and kept; and FFNs with padding.
 
 The time of a step is the time between two results. Programs run in launch order, so it includes all programs that were
 launched after the previous step. SmolLM2 has its real weights.
@@ -137,8 +137,9 @@ def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
 def round_trip(
     llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0, direction: str = "up"
 ) -> dict[str, Any]:
-    """Merge and split once while requests decode. With `plain_steps`, the other direction switches all
-    layers at once.
+    """Merge and split once while requests decode.
+
+    With `plain_steps`, the change in the direction other than `direction` switches all layers at once.
     """
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
@@ -201,7 +202,7 @@ def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Litera
 
 
 def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
-    """Close an engine while requests decode, and open one with the other degree that recomputes them, both ways."""
+    """Close an engine while requests decode, and recompute them on an engine of the other degree, in both directions."""
     result: dict[str, Any] = {}
     llm = open_llm(tensor_parallel_size=1)
     for name, degree in (("up", 4), ("down", 1)):

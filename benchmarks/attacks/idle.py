@@ -14,7 +14,7 @@ _INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class Left:
-    """Requests and pages of a server."""
+    """Requests and used pages of a server."""
 
     running: int
     waiting: int

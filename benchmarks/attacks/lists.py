@@ -114,7 +114,7 @@ async def undecodable(attacker: Attacker) -> Run:
 
 
 async def _broken(attacker: Attacker, token: int) -> bool:
-    """Return whether a token is a byte that cannot start a character."""
+    """Return whether repetitions of a token decode to replacement characters only."""
     message = pb.DetokenizeRequest(token_ids=[token] * 4, skip_special_tokens=False)
     try:
         text = (await attacker.ask("Detokenize", message, pb.DetokenizeResponse)).text

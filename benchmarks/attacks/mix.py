@@ -49,7 +49,8 @@ class MixReport:
 
 
 class Mix:
-    """Mixed load in another process, which this object controls. The load starts at once, with an idle server.
+    """Mixed load in another process, which this object controls. The constructor starts the load while the
+    server is idle.
 
     Args:
         one_device_tokens: tokens that fit on one device; long requests have more.
@@ -128,7 +129,7 @@ class _Load:
                 continue
 
     async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """Send a greedy request, whose answer must equal its first answer."""
+        """Send a known greedy request. Its answer must equal the first answer to the same prompt."""
         which = self._dice.randrange(len(_KNOWN))
         try:
             answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0]

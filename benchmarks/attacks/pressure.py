@@ -60,7 +60,7 @@ class Tally:
     """Counts of answers.
 
     Attributes:
-        statuses: number of each status by the label of the call.
+        statuses: number of answers by label of the call and status.
         first_texts: beginning of the first error text of each status.
         longest_text: length of the longest error text in characters, and the label of its call.
     """

@@ -80,7 +80,7 @@ def split(data: bytes) -> list[Field]:
 
 
 def join(fields: list[Field]) -> bytes:
-    """Return the message of these fields."""
+    """Encode fields as a message."""
     parts = []
     for field in fields:
         parts.append(varint(field.number << 3 | field.wire_type))

@@ -189,7 +189,7 @@ MOVERS = {"basic": CopyMover, "host_memory": HostMover}
 
 
 def all_pieces(old: Tables, new: Tables) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (rank, id) of every piece in both views, including pieces that do not move."""
+    """Return the (rank, id) of every piece in the old and in the new layout, including pieces that do not move."""
     degree = max(len(table) for table in [*old, *new])
     source, target = (
         np.concatenate([np.zeros((0, 2), np.int64), *(_pieces(table, i, degree) for i, table in enumerate(tables))])

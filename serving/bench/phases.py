@@ -83,7 +83,7 @@ def transitions(
     Args:
         changes: number of merges and splits, reported per hour of `watched_s`.
         watched_s: seconds in which the instances were sampled.
-        settle_s: seconds that a change lasts after the first sample that shows it.
+        settle_s: see `transition_windows`.
     """
     windows = transition_windows(samples, settle_s)
     done = [record for record in records if record.outcome is Outcome.COMPLETED]

@@ -18,7 +18,7 @@ from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
 
 TRANSITION_S = 1.0
-"""Seconds that a change of instances lasts after the first sample that shows it."""
+"""Seconds after the first sample with changed instances that still count as part of the change."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Plan:
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
     prefix_block_tokens: float = BLOCK_TOKENS
-    """Tokens of a prompt block, scaled like lengths."""
+    """Tokens of a prompt block, scaled by `trace_length_scale`."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)

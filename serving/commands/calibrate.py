@@ -230,7 +230,7 @@ class _Timer:
         return median(found)
 
     def _ttft_s(self, prompt: int, count: int = 1) -> float:
-        """Return the seconds to the first tokens of `count` equal prompts that arrive together.
+        """Return the seconds until all of `count` equal prompts that arrive together have a token.
 
         The requests decode a few tokens, because the launch of the next step delays the first token.
         """
@@ -298,7 +298,10 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Return the relative duration of a step with a prompt by number of busy instances. The other ones decode."""
+        """Return the relative duration of a step with a prompt, by number of busy instances.
+
+        The other busy instances decode.
+        """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]
         found = {}

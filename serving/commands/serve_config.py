@@ -86,7 +86,7 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the tokens of clients: one for each line of the file or, without a file, of the variable."""
+    """Return the tokens of clients: one for each line of a file or, without a file, of `from_environment`."""
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 

@@ -41,7 +41,7 @@ def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collecti
     Args:
         instances: present instances.
         degree: degree after the transformation.
-        devices: devices of the instances to transform. If no instance has one of them, all instances count.
+        devices: devices of the instances to transform. Empty, or on no instance: all instances count.
     """
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
     changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}

@@ -177,7 +177,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Serve many requests of one stream. Answers come in the order of their outputs.
+        """Serve many requests of one stream. Answers to different requests are mixed, in the order of their output.
 
         The call ends when the client has ended its side and all requests have ended.
 

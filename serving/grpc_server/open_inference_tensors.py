@@ -160,7 +160,10 @@ class Replies:
 
 
 def _logprobs_json(delta: CompletionDelta | None) -> str:
-    """Return a JSON list with one object for each new token, or `null` if the output has no log-probabilities."""
+    """Return a JSON list with one object for each new token, or `null` if the request has no log-probabilities.
+
+    Without new output, the list is empty.
+    """
     if delta is None:
         return "[]"
     if delta.logprobs is None:

@@ -287,7 +287,7 @@ class RequestHandler:
         return await self._threads.run(self._threads.aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuse new requests, wait for running requests, abort the unfinished ones, and return their number.
+        """Refuse new requests, wait for running requests, then abort the rest. Return the number of aborted requests.
 
         Args:
             timeout_s: seconds to wait for running requests. None: no limit.

@@ -135,8 +135,10 @@ class Server:
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait `timeout_s` seconds for running requests, abort the rest, and return how many were
-        aborted."""
+        """Refuse new requests, and wait for running requests for at most `timeout_s` seconds. Then abort the rest.
+
+        Return the number of aborted requests.
+        """
         return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:

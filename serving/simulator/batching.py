@@ -76,7 +76,7 @@ class EngineBuckets:
         """Return the chunk size in tokens for a prompt with `length` tokens left.
 
         The result is the smallest size of at least `length`, or the largest size for a longer prompt. If `length` is at
-        most half of that size, the result is the next smaller size.
+        most half of that size, the result is the next smaller size, if there is one.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)

@@ -13,10 +13,10 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Transformations of Seesaw (arXiv 2503.06433): devices load weights from host memory, and copy the KV cache
-    to host memory and back.
+    """Transformations of Seesaw (arXiv 2503.06433).
 
-    No step runs meanwhile. Each device transfers at the rate of its own host link.
+    Devices load weights from host memory, and copy the KV cache to host memory and back. No step runs meanwhile. Each
+    device transfers at the rate of its own host link.
     """
 
     model: ModelShape
@@ -40,8 +40,7 @@ class LayerExchangeCost:
     """Transformations of KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
     In a merge, each device drops the parameters of some layers at no cost, and sends the keys and values of these
-    layers to the device that still has the parameters. In a split, the devices copy the parameters, keys and
-    values back.
+    layers to the device that still has the parameters. In a split, the devices copy parameters, keys and values back.
     """
 
     model: ModelShape
@@ -134,8 +133,8 @@ class SequenceParallelCost:
 class UlyssesCost:
     """Steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
 
-    Each device has all weights and computes some of the tokens. In attention, it computes some heads for all
-    tokens, so each layer needs two all-to-all exchanges.
+    Each device has all weights and computes some of the tokens. In attention, it computes some heads for all tokens, so
+    each layer needs two all-to-all exchanges.
     """
 
     base: ModelStepCost
@@ -187,10 +186,9 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe for each degree at which the model fits.
+    """Return the limits of KunServe for each degree at which the model fits. Devices store only some of the layers.
 
-    Each device stores weights and KV cache of only some layers. Raises `SimulationError` if there is no such
-    degree.
+    Raises `SimulationError` if the model fits at no degree.
     """
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
@@ -215,7 +213,7 @@ def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) 
     """Return the limits of Shift Parallelism for each degree at which the model fits.
 
     Each device stores all weights, and a copy of its TP shard if the degree is above 1. If the model fits at no degree,
-    the result is `memory.limits`.
+    return the result of `memory.limits`.
     """
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations

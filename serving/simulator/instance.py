@@ -102,7 +102,7 @@ class SimInstance:
     Attributes:
         runs: running requests by id.
         joining: requests that are not part of a step yet.
-        prompts: requests whose prompts are computed, in the order of `Run.order`.
+        prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
         context: tokens of all decoding requests.
@@ -176,7 +176,8 @@ class SimInstance:
     def count_room(self) -> None:
         """Update `room_tokens`.
 
-        With paused instances, it is their number times the free tokens of the fullest paused instance.
+        Without paused instances, it is the capacity. Otherwise, it is the number of paused instances times the free
+        tokens of the fullest paused instance.
         """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
@@ -376,7 +377,7 @@ class SimInstance:
 
 
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
-    """Return an instance as policies see it. `shows_timing`: whether they see the seconds of its latest decode step."""
+    """Return an instance as policies see it. `shows_timing`: whether to include its latest step time."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
     step_s = instance.step_s if shows_timing else None
     if at_rest and not instance.runs and not instance.has_paused:
@@ -419,7 +420,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether pages are missing for the next step and preempting a request can free some."""
+    """Return whether the next step lacks pages and a preemption can free pages."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

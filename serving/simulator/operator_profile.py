@@ -21,7 +21,7 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of the part on one rank."""
+    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of its part on a rank."""
 
     operator: str
     inputs: int

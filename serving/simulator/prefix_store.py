@@ -98,7 +98,7 @@ class PrefixStore:
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Hold the blocks that a request held on another instance, from which it moves here with its pages."""
+        """Hold the blocks that a request held on its previous instance. The request moves here with its pages."""
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)

@@ -93,7 +93,8 @@ class Run:
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
         """Return the request for the queue after a preemption.
 
-        Tokens that it has generated become part of its prompt. Its earlier time in the queue counts as waiting time.
+        Tokens that the request has generated become part of its prompt. Its earlier time in the queue counts as waiting
+        time.
         """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

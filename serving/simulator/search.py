@@ -122,8 +122,8 @@ def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = 
     """Find the smallest number of devices that passes.
 
     The candidates are powers of two below the number of devices of a scheduler, and multiples of this number up to
-    `num_devices`. The search is a bisection. It assumes that every number above a passing number also
-    passes. `on_trial` is called after each trial. Raises `SimulationError` if there is no objective.
+    `num_devices`. The search is a bisection. It assumes that every number above a passing number also passes.
+    `on_trial` is called after each trial. Raises `SimulationError` if there is no objective.
     """
     _check(config)
     sizes = _sizes(config)

@@ -284,8 +284,8 @@ class SimExecutor:
     def fail_device(self, device: int, down_s: float) -> None:
         """Preempt all running and paused requests on the instance of a device, and empty its prefix cache.
 
-        The instance accepts no requests for `down_s` seconds. A running transformation of the
-        instance starts again with all layers.
+        The instance accepts no requests for `down_s` seconds. A running transformation of the instance starts again
+        with all layers.
         """
         instance = next(i for i in self.instances if device in i.devices)
         if (change := instance.change) is not None and not change.fails:

@@ -13,7 +13,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Latency limits in seconds, infinite if there is none, and the share of requests that must meet all limits."""
+    """Latency limits in seconds (infinity: no limit), and the share of requests that must meet all limits."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf

@@ -37,7 +37,7 @@ class StepCost(Protocol):
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token that decoding sequences have."""
+        """Return the seconds of decode attention for each token in the contexts of the decoding sequences."""
         ...
 
     def pair_s(self, degree: int) -> float:
@@ -54,8 +54,8 @@ def prompt_pairs(start: int, length: int) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of its operators, for a model on a device.
 
-    The time of a matrix product is interpolated from `profile` if the profile has the matrix; otherwise it is
-    `roofline_s`. Tokens are spread evenly over experts.
+    The time of a matrix product comes from `profile` if the profile has the matrix, otherwise from `roofline_s`. Tokens
+    are spread evenly over experts.
     """
 
     model: ModelShape
