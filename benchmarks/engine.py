@@ -38,7 +38,7 @@ ITEM = 4
 """Bytes of an f32 element."""
 BASELINE = "transformers"
 CHECKED = 8
-"""Number of first tokens that all engines should agree on: ties of two tokens are rare this early."""
+"""Number of first tokens on which all engines should agree: two equally likely tokens are rare this early."""
 MODELS: dict[str, dict[str, Any] | None] = {"Llama-125M": RANDOM_MODELS["Llama-125M"], "SmolLM2-135M": None}
 """Config of a model with random weights; None for the default model."""
 QUIET = 0.2

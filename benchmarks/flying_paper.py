@@ -63,7 +63,7 @@ class Served:
         return number == ("low", "high").index(kind)
 
     def peak(self, window_s: float = 5.0) -> float:
-        """Return the maximum generated tokens per second in a window."""
+        """Return the maximum generated tokens per second, over all windows of `window_s` seconds."""
         tally = self.result.tally
         width = max(round(window_s / tally.bin_s), 1)
         sums = np.convolve(tally.tokens_per_bin, np.ones(width), "valid")

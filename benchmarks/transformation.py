@@ -202,7 +202,7 @@ def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Litera
 
 
 def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
-    """Close an engine while requests decode, and recompute them on an engine of the other degree, in both directions."""
+    """Close an engine while requests decode, and recompute them on an engine of the other degree, in each direction."""
     result: dict[str, Any] = {}
     llm = open_llm(tensor_parallel_size=1)
     for name, degree in (("up", 4), ("down", 1)):

@@ -35,9 +35,9 @@ class PolicyResult:
     """Whether each request completed and met the objectives."""
     judged: np.ndarray
     """Whether each request counts in `kept_share`. All requests count if all have ended or there is no objective.
-    Otherwise, a request counts if the latest end that meets its objectives has passed. Of the other requests, only
-    quick ones have ended, which would raise the share. A request whose objectives allow any end counts if it has ended
-    or its first token is late."""
+    Otherwise, a request counts if the latest end that meets its objectives has passed. Later requests would bias the
+    share, because only the quick ones have ended. If the objectives of a request allow any end (TTFT only), the request
+    counts if it has ended or its first token is late."""
     ending: np.ndarray
     """`Ending` of each request."""
     requests: RequestTable
