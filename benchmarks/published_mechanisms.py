@@ -57,7 +57,7 @@ FIGURE_3 = {
 The figure shows them relative to TP8; the values are from the authors' notebook
 (test/longserve/3-data-analyse-intro.ipynb of github.com/LoongServe/LoongServe)."""
 MASTERS = {(512, 1_000): (2, 4), (128, 5_000): (1, 2), (64, 10_000): (1, 2)}
-"""Numbers of masters (see `SequenceParallelCost`) for SP2 and SP4 in the notebook, by batch and length; 1 if missing."""
+"""Numbers of masters (see `SequenceParallelCost`) for SP2 and SP4 in the notebook, by batch and length. Default: 1."""
 
 
 def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]]:
