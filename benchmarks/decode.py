@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of a decode step, and the bytes that it must read."""
+    """Return the median seconds of a decode step, and the bytes and floating-point operations that it needs."""
     engine = llm._engine
     instance = engine.instances[0]
     shape = instance.buckets.step(batch)
