@@ -18,10 +18,10 @@ def assign_down(
 ) -> Int32[np.ndarray, " S"]:
     """Choose an instance for each of the `S` sequences of a group that splits. Return the index of each instance.
 
-    The longest sequences are assigned first, each to the instance with the most free pages. A shared page uses one page
-    on every instance that gets one of its sequences. Sequences that share pages are kept together only if they do not
-    fit otherwise: instances should not stay idle because all prompts begin with the same system prompt. Cached pages
-    without a sequence are not part of the input; the caller drops them.
+    The longest sequences are assigned first, each to the instance with the most free pages. If several instances get
+    sequences that share a page, each instance needs a copy of this page. Sequences that share pages are kept together
+    only if they do not fit otherwise: instances should not stay idle because all prompts begin with the same system
+    prompt. Cached pages without a sequence are not part of the input; the caller drops them.
 
     Args:
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the

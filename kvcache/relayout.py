@@ -8,6 +8,7 @@ device, the piece can stay in place.
 
 While the layers of a group change one after another, its pages have block ids in the *old layout* and in the *new
 layout*, each with its own allocators and tables. The functions of this module fill the allocators of the new layout.
+
 A page is a column of a table, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`,
 with the distinct pages of this instance.
 """

@@ -162,8 +162,8 @@ class Placement:
     def runs(self) -> tuple[Run, ...]:
         """Runs that cover all modules, in the order of computation.
 
-        Consecutive layers share a run if both modules of each layer have the same homes. If attention and FFN of a
-        layer have different homes, each is a run of its own.
+        Consecutive layers form one run if all their modules are at the same homes. If attention and FFN of a layer are
+        at different homes, each of the two modules is a separate run.
         """
         parts: list[tuple[int, ModuleKind, Homes]] = []
         for layer, (attention, ffn) in enumerate(zip(self.attention, self.ffn, strict=True)):

@@ -52,9 +52,9 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 
 
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
-    """Call `run(number, item, step)` for each item of this thread block. `step` is the number of its first stage.
+    """Call `run(number, item, step)` for each item of this thread block. Return the number of stages of all items.
 
-    Returns the number of stages.
+    `number` counts the items of this thread block. `step` is the number of stages of all earlier items.
     """
     block = lax.axis_index("block")
 
