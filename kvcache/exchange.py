@@ -72,7 +72,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan into exchanges, in the same order. If `loop`, the programs to run them have a loop."""
+    """Group the phases of a plan into exchanges, in the same order. `loop`: for programs with a loop."""
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []

@@ -58,7 +58,7 @@ class BackgroundCompiler:
 
     Attributes:
         serving: whether the engine computes requests of clients. If True, only half of the threads start new
-            compilations, and all threads have a lower priority.
+            compilations, and all threads run at a lower priority.
         on_arrival: function that the compile threads call after each program. It must not block.
     """
 
@@ -93,7 +93,7 @@ class BackgroundCompiler:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request programs. Return the programs that are new, and programs that were requested before as not urgent.
+        """Request programs. Return the programs that were not requested before, or that become urgent now.
 
         After `close`, requests are ignored.
         """

@@ -76,8 +76,8 @@ class StepBatch:
     """Inputs of a step on the host: the array `packed` for the layers and the array `rows` for the head.
 
     Both arrays have one row for each rank, in which fields lie side by side. `set` and `set_table` write fields, and
-    `unpack` reads them inside a program. All fields except `tables` have the same values on every rank. The step has N
-    tokens, R rows (sequences), and block tables of W pages.
+    `unpack` reads them inside a program. All fields except `tables` are equal on all ranks. N is the number of tokens
+    of the step, R the number of rows (sequences), and W the width of a block table in pages.
 
     Fields in `packed`, `[tp, packed_size]`:
         tokens: `[N]` token ids that the host knows.

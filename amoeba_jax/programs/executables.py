@@ -154,7 +154,7 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Store arrived programs, or the errors of their compilation or of `check`. Return the specs of all arrivals."""
+        """Store arrived programs, or the errors of their compilation or of `check`. Return all their specs."""
         for spec, executable, error in arrived:
             try:
                 if executable is None:
@@ -193,7 +193,7 @@ class Executables:
         ]
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
-        """Raise `NotCompiledError` if `get` would refuse one of the programs."""
+        """Raise `NotCompiledError` if any of the programs is new and the registry is `strict` and `complete`."""
         if self.strict and self._complete:
             for spec in specs:
                 if spec.key not in self._known:
