@@ -33,7 +33,7 @@ class Buckets:
     """Step shapes of instances of one degree.
 
     A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both
-    limits are powers of two. A step has one of three forms (groups as in `BatchShape`):
+    limits are powers of two. There are three forms of steps (groups as in `BatchShape`):
 
     - only decodes: `(B, 1)`, with B a power of two.
     - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.

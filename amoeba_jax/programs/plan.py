@@ -137,7 +137,10 @@ class EnginePlan:
         return self.sub_meshes.degrees() if self.placement is None else (self.placement.head.degree,)
 
     def buckets(self, width: int) -> Buckets:
-        """Return the step shapes of an instance of `max_num_seqs * width` sequences. `width` is mostly its degree."""
+        """Return the step shapes of an instance that runs `max_num_seqs * width` sequences.
+
+        `width` is the degree of the instance. For a start placement, see `placement_width`.
+        """
         if width not in self._buckets:
             config = self.config
             self._buckets[width] = Buckets(

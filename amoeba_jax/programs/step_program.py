@@ -140,7 +140,7 @@ class StepProgram:
     Attributes:
         function: the function, under `shard_map` over a mesh without devices, so that one trace serves all groups.
         arguments: shapes and dtypes of the arguments.
-        sharded_weights: for each weight, whether ranks hold different shards.
+        sharded_weights: flag of each weight: True if ranks hold different shards.
         is_head: whether this is the program of the head.
     """
 

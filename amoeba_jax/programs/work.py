@@ -2,7 +2,7 @@
 
 `sharding.placement` defines homes, microbatches and runs. A step computes either one microbatch or all microbatches. In
 a step of one microbatch, its tokens are the first columns of every buffer of hidden states. In a step of all
-microbatches, the tokens of each microbatch are a *block* of columns, and all blocks have the same width. A home has the
+microbatches, the tokens of each microbatch are a *block* of columns, and all blocks are equally wide. A home has the
 blocks of its microbatches side by side, in the order of the microbatches:
 
     layers 5-14 on devices 0 and 1, two microbatches, blocks of 4 rows
@@ -112,7 +112,7 @@ class _WorkList:
         self._microbatch = microbatch
         self._work: list[Work] = []
         self._at: dict[Home, Blocks] = {}
-        """Homes that have the current hidden states, each with the microbatches of its blocks."""
+        """Homes with the current hidden states, and the microbatches whose blocks they have."""
 
     def build(self) -> tuple[Work, ...]:
         placement = self._placement
