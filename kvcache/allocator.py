@@ -23,10 +23,10 @@ class Block(NamedTuple):
 
 
 class _FreeBlocks:
-    """Free blocks of one order: a set that returns its lowest member in O(log n).
+    """Free blocks of one order: a set from which the lowest block can be taken in O(log n).
 
-    A block that is removed stays in the heap until it reaches the top. If it is added again before, the heap keeps its
-    entry. The heap therefore has at most one entry for each block.
+    The entry of a removed block stays in the heap until it reaches the top. If the block is added again while its entry
+    is still there, no second entry is made. The heap therefore has at most one entry for each block.
     """
 
     def __init__(self) -> None:

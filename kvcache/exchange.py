@@ -62,8 +62,9 @@ class Exchange(NamedTuple):
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
     """Return all kinds of programs that the exchanges of `join_phases` need for `p` ranks.
 
-    If `loop`, this is one kind with a loop. Otherwise, there are kinds for one phase of every distance and one general
-    phase, and kinds for several phases of every distance above 0. General phases and phases of distance 0 are rare.
+    If `loop`, there is only one kind. Otherwise, there is a kind for a single general phase, a kind for a single phase
+    of each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0. General phases and phases of
+    distance 0 are rare, so there are no programs for several of these phases.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -72,7 +73,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan into exchanges, in the same order. `loop`: for programs with a loop."""
+    """Group the phases of a plan into exchanges, in the same order. If `loop`, each exchange is for a loop program."""
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []
@@ -173,8 +174,8 @@ def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"
 def as_bits(array: jax.Array) -> jax.Array:
     """Reinterpret elements as unsigned integers of the same size. Elements of 32 bits are returned unchanged.
 
-    XLA's CPU backend sends bf16 as f32, which doubles the bytes and changes NaNs. It sends 32 bits as they are, and
-    reinterpreting would add a copy of the received pieces: a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits have no such
+    problem, and reinterpreting them would add a copy of the received pieces: a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -188,9 +189,9 @@ def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def scatter_pieces(
     rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
 ) -> list[jax.Array]:
-    """Write each piece to the row with its id, and return the arrays `rows`.
+    """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays `rows`.
 
-    The ids count over all arrays of `rows`, and all differ except negative ids. A negative id writes nothing.
+    Ids count over all arrays of `rows`. A negative id writes nothing. All other ids differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):

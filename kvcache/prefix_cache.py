@@ -227,7 +227,7 @@ class PrefixCache:
     def make_private(
         self, pages: SequencePages, index: int
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Call `SequencePages.copy_on_write`, and evict a page before if needed. A cached page counts as shared.
+        """Call `SequencePages.copy_on_write`. If no page is free, evict a page first. A cached page counts as shared.
 
         Returns the ids of the old and the new page, or None if the page is not shared. Raises `OutOfPagesError`, and
         changes nothing, if no page is available. Raises `IndexError` if page `index` does not exist.
@@ -243,8 +243,8 @@ class PrefixCache:
     def release(self, pages: SequencePages) -> None:
         """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        The pages of sequences that were released earlier are evicted first. The last page of a sequence is evicted
-        first, because `match` finds a page only if all pages before it are cached.
+        They will be evicted after the pages of sequences that were released earlier. The later pages of a sequence are
+        evicted before its earlier pages, because `match` finds a page only if all pages before it are cached.
         """
         table = pages.table.copy()
         pages.release()

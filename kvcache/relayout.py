@@ -92,9 +92,10 @@ def place_down(
 ) -> list[Int32[np.ndarray, "a _"]]:
     """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
-    A device holds at most one piece of a page in both layouts. This piece stays if, in the old layout, it already lies
-    at its place within a block of the new layout that is free: the page gets this block on the device. All other pages
-    get the free blocks that contain the fewest pieces of the old layout, so that few moves wait for other moves.
+    At most one piece of a page is on the same device at both degrees. This piece stays if its slot is the right place
+    for it in a block of degree `a`, and this block is free in the new layout. The page then gets this block on the
+    device. All other pages get the free blocks that contain the fewest pieces of the old layout, so that few moves wait
+    for other moves.
 
     Args:
         tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`kvcache.assignment`). A page

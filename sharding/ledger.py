@@ -20,7 +20,7 @@ _UNITS = {
 
 
 def parse_bytes(size: str | int) -> int:
-    """Parse a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a number of bytes. Return bytes.
+    """Return the number of bytes of a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a plain number of bytes.
 
     Raises `MemoryBudgetError` if the size cannot be parsed.
     """

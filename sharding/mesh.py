@@ -35,7 +35,7 @@ class SubMesh:
 
     @property
     def first(self) -> "SubMesh":
-        """Group of the same degree that starts at device 0 of the pool; this group itself if it does."""
+        """Group of the same degree that starts at device 0 of the pool. This group itself if `start` is 0."""
         return self._first or self
 
     @cached_property

@@ -75,8 +75,8 @@ class ParamSpec:
     rank computes with all shards of a replicated parameter.
 
     A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
-    only the shards that its modules use. The head of a model with tied embeddings is an exception: the device loads all
-    its shards, because the embedding of a token may be in any shard (`weights.layout.WeightLayout.shards_at`).
+    only the shards that its modules use. If embeddings are tied, each device of the head loads all shards of the head,
+    because it also looks up the embeddings of all tokens there (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
         kind: name within the layer, such as `mlp.gate_up`; unique in the layer.

@@ -183,7 +183,10 @@ class Placement:
 
     @cached_property
     def page_groups(self) -> dict[Homes, tuple[int, ...]]:
-        """Page groups: the layers whose attention has the same homes, by these homes. They share page ids."""
+        """Page groups: for each distinct tuple of homes, the layers whose attention is at these homes.
+
+        The layers of a page group share page ids.
+        """
         groups: dict[Homes, list[int]] = {}
         for layer, homes in enumerate(self.attention):
             groups.setdefault(homes, []).append(layer)

@@ -31,8 +31,8 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
     A device releases a shard at the lowest degree from which on it does not need the shard. All devices release equally
     many shards at a degree, so that one program suits all devices. If a device needs more shards than other devices,
-    the other devices keep as many. With `max_tp` 4, for example, a device needs two shards at TP2, and a third if its
-    TP4 shard is another shard.
+    the other devices keep equally many. With `max_tp` 4, for example, a device needs two shards at TP2, and a third
+    shard if neither is its TP4 shard.
 
     Args:
         specs: parameters of the layer that are stored as extents.
@@ -55,7 +55,9 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the first rank that computes with `shard` at degree `tp`, and the index of `shard` among its shards.
+    """Return the first rank that computes with `shard` at degree `tp`, and the index of `shard` on this rank.
+
+    The index counts the shards that the rank computes with.
 
     Raises `ValueError` if the parameter has no such shard.
     """

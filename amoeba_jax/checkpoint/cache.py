@@ -21,7 +21,7 @@ def cache_root() -> Path:
 
 
 def cached_directory(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> Path:
-    """Return `target`. If it is missing, incomplete or of another version, build it with `fill` before.
+    """Return `target`. If the directory is missing, incomplete or of another version, first build it with `fill`.
 
     A new directory is renamed to `target` when it is complete, so a killed process never leaves a partial `target`. The
     sizes of all files are recorded, so that truncated files are noticed. If several processes call this function, a

@@ -78,9 +78,10 @@ class CacheEntry:
 
     @classmethod
     def of(cls, model: str, program: str, devices: Sequence[jax.Device]) -> "CacheEntry | None":
-        """Return the entry of a program. Return None if the program cannot be cached.
+        """Return the entry of a program, or None if the program cannot be cached.
 
-        This is so if `model` is empty, the devices are not CPUs, or programs cannot be relocated (`can_relocate`).
+        A program cannot be cached if `model` is empty, if the devices are not CPUs, or if programs cannot be
+        written as bytes (`can_relocate`).
         """
         if not model or devices[0].platform != "cpu" or not can_relocate():
             return None

@@ -51,8 +51,9 @@ def enumerate_by_degree(
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
     """Return the programs of merged instances that keep all weights, and of transitions to and from the lowest degree.
 
-    A merge usually releases weights to the KV cache. It must keep them if requests are paused meanwhile. The instance
-    then has fewer extents and needs other programs. Programs of `enumerate_programs` are left out.
+    A merge usually releases weights to the KV cache. It keeps all weights if requests are paused while the merged
+    instance serves. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are
+    left out.
     """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()

@@ -51,7 +51,7 @@ class MemoryPlan:
     staging_bytes: int
     """Size of temporaries for pages that move between devices while instances merge or split."""
     phase_pages: int
-    """Number of pages in a phase of an exchange between devices (`kvcache.migration`); 0 without exchanges."""
+    """Number of pages that a device sends in one phase of an exchange (`kvcache.migration`); 0 without exchanges."""
     page_bytes: int
     """Size of one page of one layer."""
     num_pages: int
@@ -178,7 +178,8 @@ def divide_memory(
         num_layers: number of layers whose KV cache the device holds.
         kv_cache_tokens: limit of the KV cache, in tokens. None: no limit.
         exchanges: whether the device exchanges pages with other devices while instances merge or split.
-        phase_pages: number of pages in a phase of an exchange. None: from 2 to 16, by the free memory.
+        phase_pages: number of pages that the device sends in one phase of an exchange. None: from 2 to 16, depending on
+            the memory that weights and temporaries do not need.
 
     Raises `DeviceTooSmallError` if weights, temporaries and one page of each layer do not fit. Raises
     `MemoryBudgetError` if the KV cache would hold fewer than `kv_cache_tokens` tokens.

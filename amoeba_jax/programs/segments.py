@@ -8,9 +8,10 @@ from sharding.placement import ModuleKind
 
 
 class SegmentCutter:
-    """Cutter of runs of layers into segments: segments of the whole model if a run contains them, else single layers.
+    """Division of runs of layers into segments.
 
-    The programs of all placements therefore have few different lengths.
+    If a run contains a whole segment of the model, this segment is used. All other layers of the run become segments of
+    one layer. The segments of all placements therefore have few different lengths.
 
     Args:
         dims: sizes of the model.

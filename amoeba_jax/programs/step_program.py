@@ -108,7 +108,10 @@ class HeadKey:
 
 
 class HeadOutput(NamedTuple):
-    """Result of the head, the same on every rank. R counts the rows of the step, or its tokens for logits of all."""
+    """Result of the head, the same on every rank.
+
+    R is the number of rows of the step, or the number of its tokens if the head computes the logits of all tokens.
+    """
 
     argmax_ids: Int32[Array, " R"]
     """Greedy tokens for the host; `NO_TOKEN` in rows whose logits are NaN."""
@@ -167,7 +170,7 @@ class StepProgram:
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """Return the program of the segment `plan`, in the shape of `key`. The program does not depend on `key.devices`."""
+    """Return the program of the segment `plan` in the shape of `key`. Only the number of devices in `key` matters."""
     tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)

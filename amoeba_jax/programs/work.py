@@ -48,7 +48,7 @@ class Compute:
     begins: bool = False
 
     def shape(self, step: BatchShape, num_microbatches: int) -> BatchShape:
-        """Return the shape of the part that the home computes of a step. `step` is the shape of the whole step."""
+        """Return the shape of the rows that the home computes. `step` is the shape of the whole step."""
         if self.blocks is None or len(self.blocks) == num_microbatches:
             return step
         return BatchShape(((step.num_rows // num_microbatches * len(self.blocks), 1),), step.table_width)

@@ -78,7 +78,7 @@ class WeightLayout:
         return {(home, False) for home in modules[spec.layer]}
 
     def padding(self) -> dict[str, Padding]:
-        """Return stored and model elements of all layers, by kind of parameter (`attention.qkv`, `mlp.down` etc.)."""
+        """Return stored and model elements of the parameters, by kind (`attention.qkv`, `mlp.down` etc.)."""
         totals: dict[str, list[int]] = {}
         for spec in self.specs.values():
             total = totals.setdefault(spec.kind, [0, 0])

@@ -15,7 +15,7 @@ from amoeba_jax.checkpoint.base import FillShards
 from sharding.params import ParamSpec
 
 _ALIGNMENT = 64
-"""Alignment in bytes from which JAX uses host memory without a copy."""
+"""Alignment in bytes. JAX uses host memory with this alignment without a copy."""
 
 _MAX_THREADS = 8
 

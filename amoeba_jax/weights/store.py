@@ -126,7 +126,7 @@ class WeightStore(WeightLayout):
         """Read the weights of a group again, without shards that are released.
 
         Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
-        it had before. Shards that were KV cache, but are not released according to `degrees`, are added at the end.
+        it had before. Shards that were KV cache and become weights again are added at the end.
 
         Args:
             reader: source of the weights.

@@ -2,8 +2,9 @@
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate; elsewhere the
-XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in turns.
+On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate. On CPU it
+compares the XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in
+turns.
 """
 
 import argparse

@@ -87,8 +87,8 @@ def check_tables(
 ) -> None:
     """Raise `ValueError` if the contents of a table or of `query_positions` are invalid.
 
-    Invalid are a page out of range, a page position that is negative or occurs twice in a sequence, a number of pages
-    beyond the width of the table, and a query position below -1.
+    The following contents are invalid: a page out of range, a page position that is negative or occurs twice in a
+    sequence, a number of pages beyond the width of the table, and a query position below -1.
 
     Args:
         tables: table of each extent, with concrete values.

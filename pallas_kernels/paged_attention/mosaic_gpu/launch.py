@@ -153,9 +153,9 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles E 2"]:
-    """Return the first visible block of units and the number of blocks up to the last visible block.
+    """Return, for each tile and extent, the first visible block of units and the number of blocks up to the last.
 
-    One pair for each tile and extent. Without a visible block, both are 0.
+    Blocks and units are defined in `kernel`. Without a visible block, both values are 0.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
