@@ -113,7 +113,10 @@ class BuddyAllocator:
         return start
 
     def allocate(self, order: int) -> int:
-        """Allocate a block with one reference and return its first unit. Raises `OutOfPagesError` if none is free."""
+        """Allocate a block with one reference and return its first unit.
+
+        Raises `OutOfPagesError` if no block of `order` is free.
+        """
         self._check_order(order)
         for k in range(order, self.max_order + 1):
             if self._free[k]:

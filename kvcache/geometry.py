@@ -40,7 +40,7 @@ class PageGeometry:
 
     @property
     def page_elems(self) -> int:
-        """Elements of a whole page, and row length of an extent."""
+        """Elements of a whole page: the row length of an extent."""
         return self.kv_heads * 2 * self.page_size * self.head_dim
 
     def sub_pages(self, tp: int) -> int:

@@ -18,7 +18,7 @@ def split_by_extent(
 ) -> tuple[PageTable, ...]:
     """Split block tables into one `PageTable` for each extent, with entries packed to the left in logical order.
 
-    Entries behind the number of pages of a row are padding: 0 if there are several extents, else unchanged.
+    Unused entries are 0 if there are several extents. With one extent, they keep the values of `table`.
 
     Args:
         table: `[B, W]` local page ids in logical order.

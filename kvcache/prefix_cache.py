@@ -190,7 +190,7 @@ class PrefixCache:
     # Other pools
 
     def pages(self) -> list[CachedPage]:
-        """Return all cached pages: first the pages in use, then the evictable pages, least recently used first."""
+        """Return all cached pages: first the pages in use, then the evictable pages (least recently used first)."""
         used = [key for key in self._columns if key not in self._evictable]
         return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
 

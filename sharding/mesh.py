@@ -185,9 +185,9 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Return the arrays, each sharded over the ranks of `group`, with zeros for arrays whose contents are lost.
+    """Replace each lost array (`is_lost`) by zeros, and return all arrays. They are sharded over the ranks of `group`.
 
     Call this function before the buffers become part of other arrays (`assemble`): JAX reports the failure of a program
-    only for the first rank's buffer of such an array. `is_lost` decides whether an array is lost.
+    only for the first rank's buffer of such an array.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

@@ -335,7 +335,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramSpec:
-        """Return the spec of `compile_page_copy`."""
+        """Return the spec of the program that `compile_page_copy` compiles."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
@@ -349,7 +349,7 @@ class ProgramSpecs:
         phase_pieces: int,
         kind: ExchangeKind,
     ) -> ProgramSpec:
-        """Return the spec of `compile_exchange`."""
+        """Return the spec of the program that `compile_exchange` compiles."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
@@ -361,7 +361,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
-        """Return the spec of `compile_restore` for shards of one layer. All layers share the program."""
+        """Return the spec of the program that `compile_restore` compiles for shards of one layer.
+
+        All layers share the program.
+        """
         dims = self.dims
         places = [tuple(one.shards[device % dims.max_tp] for device in group.device_indices) for one in released]
         shapes = [one.spec.stored_shape for one in released]

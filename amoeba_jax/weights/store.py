@@ -301,7 +301,7 @@ class WeightStore(WeightLayout):
         return released.shards[device % self.dims.max_tp]
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on the devices of a group, also as extents."""
+        """Drop all views of a parameter on the devices of a group, including its views as extents."""
         self._views.forget_parameter(group, layer, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))

@@ -34,7 +34,7 @@ class PageLayout(enum.Enum):
 
     @property
     def heads_inside_tokens(self) -> bool:
-        """Whether all heads of a token are contiguous, and the tokens of a head are not."""
+        """Whether the heads of each token are contiguous. If False, the tokens of each head are contiguous."""
         return self is not PageLayout.HEADER_CENTRIC
 
     def logical_shape(self, physical: tuple[int, ...]) -> tuple[int, ...]:

@@ -100,8 +100,8 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     """Return the measured sizes for the most similar shape in the table of the device kind.
 
-    Return the default sizes if there is no device, no table or no entry of this kind, or if the measured sizes need too
-    much shared memory for this shape.
+    Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
+    of the cache, or if the measured sizes need too much shared memory for this shape.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)
