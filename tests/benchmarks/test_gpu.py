@@ -10,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu
+import gpu_report
 import jax
 import jax.numpy as jnp
 import pytest
 from hopper import Hopper, is_kernel, use_device
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu
-import gpu_report
 
 from amoeba_jax import EngineConfig
 from amoeba_jax.models.config import ModelConfig
@@ -30,6 +27,8 @@ from amoeba_jax.programs.step_program import HeadKey, StepKey, head_program, ste
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.weights.layout import WeightLayout
 from pallas_kernels.paged_attention import paged_attention
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- a tiny run -----------------------------------------------------------------------------------------------
 
