@@ -310,6 +310,7 @@ def decode_steps(run: Bench, llm: LLM, batch: int) -> Iterator[StepRow]:
         print(f"left out, the cache is too small: decode, TP{tp}, batch {batch}")
         return
     context = sizes.prompt + new_tokens - sizes.steps // 2
+    alone_s(llm, batch, context, 2)  # Compiles, if needed.
     alone = alone_s(llm, batch, context, sizes.steps)
     time_s = serving_s(llm, run.prompt_tokens(batch * len(instances), sizes.prompt), new_tokens)
     many = f"{len(instances)} x " if len(instances) > 1 else ""
