@@ -27,6 +27,7 @@ from amoeba_jax.programs.step_program import HeadKey, StepKey, head_program, ste
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.weights.layout import WeightLayout
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.measure import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -198,12 +199,20 @@ def lower(plan: EnginePlan, spec: ProgramSpec) -> str:
     return program.lower(group, ("cuda",)).as_text()
 
 
-def test_measured_attention_lowers_for_cuda_as_the_kernel():
-    model = ModelConfig.from_hf(gpu.LLAMA_8B)
-    for workload in gpu.workloads(gpu.FULL, model):
-        arguments = jax.eval_shape(partial(workload.make, jnp.bfloat16))
-        call = jax.jit(partial(paged_attention, scale=0.1, implementation="mosaic_gpu"))
-        assert is_kernel(call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()), workload.name
+WORKLOADS = gpu.workloads(gpu.FULL, ModelConfig.from_hf(gpu.LLAMA_8B))
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(w, id=w.name, marks=[pytest.mark.slow] * (w not in (WORKLOADS[3], WORKLOADS[-1])))
+        for w in WORKLOADS
+    ],
+)
+def test_measured_attention_lowers_for_cuda_as_the_kernel(workload: Workload):
+    arguments = jax.eval_shape(partial(workload.make, jnp.bfloat16))
+    call = jax.jit(partial(paged_attention, scale=0.1, implementation="mosaic_gpu"))
+    assert is_kernel(call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
 
 
 def check_steps(model: dict[str, Any], degree: int, shapes: slice) -> None:
