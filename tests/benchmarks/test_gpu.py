@@ -200,14 +200,12 @@ def lower(plan: EnginePlan, spec: ProgramSpec) -> str:
 
 
 WORKLOADS = gpu.workloads(gpu.FULL, ModelConfig.from_hf(gpu.LLAMA_8B))
+FEW_WORKLOADS = WORKLOADS[3], WORKLOADS[-1]
+"""Decode and prefill. The other workloads lower by the same code."""
 
 
 @pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(w, id=w.name, marks=[pytest.mark.slow] * (w not in (WORKLOADS[3], WORKLOADS[-1])))
-        for w in WORKLOADS
-    ],
+    "workload", [pytest.param(w, id=w.name, marks=[pytest.mark.slow] * (w not in FEW_WORKLOADS)) for w in WORKLOADS]
 )
 def test_measured_attention_lowers_for_cuda_as_the_kernel(workload: Workload):
     arguments = jax.eval_shape(partial(workload.make, jnp.bfloat16))
