@@ -16,6 +16,7 @@ from time import perf_counter
 
 import jax
 import numpy as np
+from decode import launch
 from rich.console import Console
 from rich.table import Table
 
@@ -127,7 +128,7 @@ class Runner:
         """Run steps one after the other, and wait for the last."""
         tokens = None
         for step in steps:
-            tokens = self.instance.launcher.launch_batch(self._batches[step]).argmax_ids
+            tokens = launch(self.instance, self._batches[step]).argmax_ids
         np.asarray(tokens)
 
 

@@ -107,8 +107,8 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
 class Running:
     """Requests that decode on all instances in the background."""
 
-    def __init__(self, llm: LLM, prompts: list[list[int]]):
-        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    def __init__(self, llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS):
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         self._thread = threading.Thread(target=llm.generate, args=(prompts, params), daemon=True)
         self._thread.start()
         while sum(view.running for view in llm.instances) < len(prompts) or not self.all_decode(llm):

@@ -154,6 +154,10 @@ class StepProgram:
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
         """Compile the program for the devices of a group. `options` are compile options of XLA."""
+        return self.lower(group).compile(options)
+
+    def lower(self, group: SubMesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+        """Lower the program for a group, or for other platforms with as many devices as the group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
         if self.is_head:
@@ -166,7 +170,7 @@ class StepProgram:
         jitted = jax.jit(
             self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
-        return jitted.lower(*self.arguments).compile(options)
+        return jitted.trace(*self.arguments).lower(lowering_platforms=platforms)
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:

@@ -87,7 +87,7 @@ class Workload:
         all pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
-        key = jax.random.key(0)
+        key = jax.random.key(0, impl="rbg")  # The default compiles for seconds, for each shape.
         width = -(-self.pages // extents) if scattered else self.pages
         pool, tables = [], []
         for extent in range(extents):
